@@ -29,7 +29,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    """Of another CA."""
+    """Certificates of another CA."""
     return made(tmp_path_factory.mktemp("foreign"))
 
 
@@ -56,7 +56,7 @@ def test_no_repr_shows_the_token() -> None:
 
 
 def test_an_empty_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="token must not be empty"):
+    with pytest.raises(ValueError, match="`token` must not be empty"):
         Access("")
 
 

@@ -1,4 +1,4 @@
-"""The blob store keeps what hashes right, as long as somebody owns it, within its quota."""
+"""The blob store keeps verified blobs within its quota, as long as they have an owner."""
 
 from __future__ import annotations
 

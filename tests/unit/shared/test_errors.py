@@ -26,9 +26,9 @@ def test_every_error_survives_the_round_trip(cls: type[errors.MeshError]) -> Non
 
 
 def test_an_error_defined_beside_its_use_is_restored_too() -> None:
-    err = from_status(to_status(jsonl.RecordError.at(Path("tasks.jsonl"), 3, "is no number", field="answer")))
+    err = from_status(to_status(jsonl.RecordError.at(Path("tasks.jsonl"), 3, "is not a number", field="answer")))
     assert type(err) is jsonl.RecordError
-    assert err.message == 'tasks.jsonl:3: field "answer": is no number'
+    assert err.message == 'tasks.jsonl:3: field "answer": is not a number'
 
 
 def test_a_reason_of_a_newer_peer_becomes_the_class_of_its_code() -> None:

@@ -57,7 +57,7 @@ def test_chunks_in_order_are_the_file(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"PK\x03\x04 a zip archive, surely")
-    with pytest.raises(InvalidInput, match=r"x\.safetensors is no safetensors file"):
+    with pytest.raises(InvalidInput, match=r"x\.safetensors is not a safetensors file"):
         build_manifest({"x.safetensors": tmp_path / "x.safetensors"})
 
 

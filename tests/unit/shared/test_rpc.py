@@ -49,7 +49,7 @@ class Echo:
         if request == b"raise stale":
             raise errors.StaleWeights("node n1 is at step 3; ask another node", node="n1", step=3)
         if request == b"raise invalid":
-            raise errors.InvalidInput("bad", violations=[errors.FieldViolation("a.b", "must be positive, got -1")])
+            raise errors.InvalidInput("bad", violations=[errors.FieldViolation("a.b", "must be >= 1, got -1")])
         if request == b"raise long":
             raise errors.Overloaded("x" * 100_000, retry_after_s=2.5, detail="y" * 100_000)
         return request
@@ -161,7 +161,7 @@ async def test_retry_delay_violations_and_long_texts_survive_the_trailer() -> No
         invalid = await raised(channel, "unary_unary", b"raise invalid")
     assert isinstance(overloaded, errors.Overloaded)
     assert overloaded.retry_after_s == 2.5
-    assert invalid.violations == (errors.FieldViolation("a.b", "must be positive, got -1"),)
+    assert invalid.violations == (errors.FieldViolation("a.b", "must be >= 1, got -1"),)
 
 
 async def test_a_handler_that_writes_to_its_context_is_mapped_too() -> None:

@@ -109,7 +109,7 @@ def test_a_failed_part_carries_its_cause(recording: Recording) -> None:
 
 
 def test_only_one_mesh_of_a_process_traces(recording: Recording) -> None:
-    with pytest.raises(ConfigError, match="only one may"):
+    with pytest.raises(ConfigError, match="only one mesh per process can"):
         tracing.begin_tracing(InMemorySpanExporter(), process="other")
 
 
@@ -152,7 +152,7 @@ def test_the_span_file_is_bounded_and_survives_a_line_cut_short(tmp_path: Path) 
     ("given", "said"),
     [
         ({"sample_ratio": 1.5}, "`sample_ratio` must be in"),
-        ({"metrics_address": "localhost"}, "metrics_address must be IP:PORT"),
+        ({"metrics_address": "localhost"}, "`metrics_address` must be IP:PORT"),
         ({"otlp_endpoint": "collector:4317"}, "`otlp_endpoint` must match"),
     ],
 )

@@ -45,7 +45,7 @@ def is_transient(err: BaseException) -> bool:
 class Link:
     """One NATS client and whether it is connected. `on_lost` callbacks run whenever the connection breaks or is closed.
 
-    Acks of published records arrive on an inbox of our own: `publish_async` of nats-py 2.16 loses every ack that is an error, for its
+    Acks of published records arrive on a separate inbox: `publish_async` of nats-py 2.16 loses every ack that is an error, for its
     callback raises what it should have set.
     """
 
@@ -101,7 +101,7 @@ class Link:
         """For the client's disconnected and closed callbacks."""
         self._up.clear()
         if self.client.is_closed:
-            self._up.set()  # nobody should wait for it any more
+            self._up.set()  # release the tasks that wait for it
         for callback in tuple(self.on_lost):
             callback()
 
@@ -111,7 +111,7 @@ class Link:
 
     @property
     def closed(self) -> bool:
-        """Whether the client was closed for good."""
+        """Return whether the client was closed permanently."""
         return self.client.is_closed
 
     async def wait_until_up(self, until_s: float) -> None:

@@ -21,7 +21,7 @@ class StreamLimits(Settings):
     ledger_bytes_max: PositiveInt = 512 * MIB
     """Facts of the whole run, never purged; about 200 bytes per sample and fact."""
     dead_bytes_max: PositiveInt = 64 * MIB
-    """What was given up, with cause; the oldest are dropped."""
+    """Limit of dead letters, in bytes; the oldest are dropped."""
     num_replicas: PositiveInt = 1
     """Copies of each stream; above 1 needs a NATS cluster and survives the loss of a host."""
 
@@ -34,7 +34,7 @@ class RunStreams(msgspec.Struct, frozen=True, kw_only=True):
     ledger: StreamSpec
     """Written by the coordinator alone, each append with the expected last sequence."""
     dead: StreamSpec
-    """Written by whoever gave something up."""
+    """Written by the service that drops a task or payload."""
 
 
 def run_of_ledger(stream: str) -> str:

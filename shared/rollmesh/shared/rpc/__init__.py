@@ -1,1 +1,1 @@
-"""gRPC servers and channels as every part of the mesh builds them, and the interceptors around each call."""
+"""The gRPC servers and channels that every service uses, and the interceptors around each call."""

@@ -1,8 +1,8 @@
-"""`Access`: what a process needs to be let in by the mesh's servers, and to let others in: the token, and TLS if there is any.
+"""`Access`: the credentials of a process as client and as server: the token, and TLS if it is configured.
 
-One value is handed to every server, channel and node, so that no part can be served or called with half of it. With `tls`
-both sides prove themselves (mutual TLS): a server takes only clients with a certificate of the same CA. Neither the token nor a
-file's content is ever part of a repr, a message or a log.
+Every server, channel and node gets one value, so that none has only half of it. With `tls`
+both sides authenticate (mutual TLS): a server accepts only clients with a certificate of the same CA. Neither the token nor the
+content of a file is part of a repr, a message or a log.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from rollmesh.shared.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM files of one party. The same certificate serves and calls."""
+    """PEM files of one party. The same certificate is used as server and as client."""
 
     ca: Path
     """Certificates of the authority that signs every party's certificate."""
     certificate: Path
-    """This party's certificate, with its chain; its SANs must hold the host that others are told."""
+    """This party's certificate, with its chain; its SANs must contain the advertised host."""
     key: Path
-    """The private key to it."""
+    """The private key of the certificate."""
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that demands a client certificate. ConfigError if a file cannot be read."""
+        """Return credentials of a server that requires a client certificate. ConfigError if a file cannot be read."""
         pair = (_read(self.key), _read(self.certificate))
         return grpc.ssl_server_credentials([pair], root_certificates=_read(self.ca), require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client that shows its certificate. ConfigError if a file cannot be read."""
+        """Return credentials of a client with a certificate. ConfigError if a file cannot be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For clients other than gRPC's. ConfigError if the files cannot be read, or do not belong together."""
+        """Return the context for clients other than gRPC's. ConfigError if the files cannot be read, or do not belong together."""
         for path in (self.ca, self.certificate, self.key):
             _read(path)
         try:
@@ -54,17 +54,17 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The run's token, and TLS where calls leave the machine."""
+    """The run's token, and TLS if calls leave the machine."""
 
     token: str = field(repr=False)
     tls: Tls | None = None
 
     def __post_init__(self) -> None:
         if not self.token:
-            raise ValueError("token must not be empty; rollmesh.shared.ids.new_secret() makes one")
+            raise ValueError("`token` must not be empty; rollmesh.shared.ids.new_secret() generates one")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """None without TLS: then a server must stay on loopback."""
+        """None without TLS; a server must then listen on loopback."""
         return None if self.tls is None else self.tls.server_credentials()
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:

@@ -1,4 +1,4 @@
-"""What an address (host:port or unix:PATH) means: whether only this machine reaches it, and whether anybody can call it."""
+"""Properties of an address (host:port or unix:PATH): whether only this machine reaches it, and whether a client can call it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rollmesh.shared.errors import ConfigError
 
 
 def host_of(address: str) -> str:
-    """The host of host:port, without brackets; empty for unix:PATH."""
+    """Return the host of host:port, without brackets; empty for unix:PATH."""
     return "" if address.startswith("unix:") else address.rpartition(":")[0].strip("[]")
 
 
 def port_of(address: str) -> int:
-    """The port of host:port; 0 for unix:PATH, or if there is none."""
+    """Return the port of host:port; 0 for unix:PATH, or without a port."""
     text = address.rpartition(":")[2]
     return int(text) if text.isdecimal() and not address.startswith("unix:") else 0
 
@@ -34,7 +34,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`. A name other than localhost might mean anything, so it does not count."""
+    """Return whether only this machine reaches `host`. A name other than localhost can resolve to any address, so it does not count."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether `host` means every interface: one can listen there, but nobody can call it."""
+    """Return whether `host` means every interface. A server can listen on it, but a client cannot call it."""
     try:
         return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -50,19 +50,19 @@ def is_wildcard(host: str) -> bool:
 
 
 def require_local(address: str) -> None:
-    """Raises `ConfigError` unless `address` can only be reached from this machine."""
+    """Raise `ConfigError` unless `address` can only be reached from this machine."""
     if not address.startswith("unix:") and not is_loopback(host_of(address)):
         raise ConfigError(
-            f"refusing to listen on {address} without TLS: tokens and data would cross the network in the clear; "
+            f"refusing to listen on {address} without TLS: tokens and data would cross the network unencrypted; "
             "use 127.0.0.1, or name certificates in `security` (`rollmesh certs` makes some)",
             address=address,
         )
 
 
 def advertised(address: str, advertise: str, port: int) -> str:
-    """What others are told of a server that listens on `address` and was given `port`.
+    """Return the advertised address of a server that listens on `address` and got `port`.
 
-    Raises `ConfigError` if that is nothing they could call.
+    Raises `ConfigError` if clients could not call it.
     """
     if address.startswith("unix:"):
         return address

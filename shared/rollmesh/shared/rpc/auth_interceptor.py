@@ -1,7 +1,7 @@
-"""Bearer tokens: a server takes only calls that carry the run's token in the `authorization` metadata.
+"""Bearer tokens: a server accepts only calls that carry the run's token in the `authorization` metadata.
 
-A single health check is exempt: a probe must work before anyone has told it a secret. Watching health is not, as streams without a token
-could use up the server. Compared in constant time.
+A single health check is exempt, because a probe must work without a secret. Watching health is not exempt, because streams without a
+token could exhaust the server. Tokens are compared in constant time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def bearer(token: str) -> tuple[str, str]:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without the token with UNAUTHENTICATED, before their handler is looked up."""
+    """Rejects calls without the token with UNAUTHENTICATED, before their handler is looked up."""
 
     def __init__(self, token: str) -> None:
         self._expected = bearer(token)[1].encode()

@@ -1,7 +1,7 @@
-"""Client channels as every part of the mesh builds them: token, deadline, trace context and retries on each call.
+"""The client channels that every service uses: token, deadline, trace context and retries on each call.
 
 `MeshChannel` decorates the calls of a plain channel instead of using grpc.aio's client interceptors: those put a task and a
-queue around every call, and we only ever change its timeout and metadata.
+queue around every call, and this class changes only its timeout and metadata.
 
     async with open_channel(address, access=access) as channel:
         stub = run_pb2_grpc.RunServiceStub(channel)
@@ -27,16 +27,16 @@ from rollmesh.shared.telemetry.tracing import trace_headers
 
 
 class ChannelConfig(Settings):
-    """How a client talks to a server."""
+    """Limits and retries of a client."""
 
     deadline_s: PositiveFloat = 30.0
-    """Limit of a call with one answer that sets no timeout of its own. Streams have none."""
+    """Default timeout of a unary call, in seconds. Streams have none."""
     message_bytes_max: PositiveInt = MESSAGE_BYTES_MAX
-    """Largest message either way."""
+    """Maximum size of a message in each direction, in bytes."""
     keepalive_s: PositiveFloat = 20.0
-    """Silence after which the server is pinged; a dead one is noticed after this and 10 s more."""
+    """Seconds without data after which the server is pinged. A crashed server is detected 10 s later."""
     reconnect_s_max: PositiveFloat = 1.0
-    """Longest pause between attempts to connect. Short, since a restarted service should be found at once."""
+    """Longest pause between attempts to connect, in seconds. It is short, so that a restarted service is found quickly."""
     wait_for_ready: bool = False
     """Whether a call waits (within its deadline) for a server that cannot be reached, instead of failing with UNAVAILABLE."""
     attempts_max: Annotated[int, Meta(ge=1, le=5)] = 4
@@ -50,9 +50,10 @@ def open_channel(
     config: ChannelConfig | None = None,
     idempotent: Sequence[str] = (),
 ) -> MeshChannel:
-    """A channel to `address`. Connects on the first call, and again by itself whenever the connection breaks.
+    """Return a channel to `address`. It connects on the first call, and again when the connection breaks.
 
-    `idempotent` lists what may be sent again after UNAVAILABLE: "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
+    `idempotent` lists services and methods that may be sent again after UNAVAILABLE, such as
+    "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
     ConfigError if a TLS file of `access` cannot be read.
     """
     config = config or ChannelConfig()
@@ -66,7 +67,7 @@ def open_channel(
 
 
 class MeshChannel(grpc.aio.Channel):
-    """A channel whose calls carry the token, the trace context and, if they have one answer, a deadline."""
+    """A channel whose calls carry the token, the trace context and, if they are unary, a deadline."""
 
     def __init__(self, channel: grpc.aio.Channel, config: ChannelConfig, token: str) -> None:
         self._channel = channel

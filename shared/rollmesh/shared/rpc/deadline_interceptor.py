@@ -1,7 +1,7 @@
-"""Every call with one answer has a deadline: the caller's, or else this side's default.
+"""Every unary call has a deadline: the caller's, or the default of this process.
 
-The client half is in `channel.py` (a timeout on calls made without one). Here the server guards itself against clients that are
-not ours: a unary answer asked for without a deadline gets `limit_s`. Streams live as long as both sides want.
+The client half is in `channel.py` (a timeout on calls made without one). Here the server protects itself against other
+clients: a unary call without a deadline gets `limit_s`. Streams have no limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollmesh.shared.rpc.handlers import AroundInterceptor, Context, Handler
 
 
 class DeadlineInterceptor(AroundInterceptor):
-    """Limits unary answers that were asked for without a deadline, on servers."""
+    """Limits unary calls without a deadline, on servers."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -41,7 +41,7 @@ async def _limited(method: str, limit_s: float, context: Context) -> AsyncIterat
             yield
     except TimeoutError as err:
         if not limit.expired():
-            raise  # the handler's own
+            raise  # raised by the handler
         raise DeadlineExceeded(
-            f"{method} took over {limit_s} s and the call has no deadline; set one that suits it", method=method
+            f"{method} took over {limit_s} s and the call has no deadline; set a deadline", method=method
         ) from err

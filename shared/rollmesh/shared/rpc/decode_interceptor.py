@@ -1,4 +1,4 @@
-"""Requests that cannot be decoded, or that are beyond the limits of their service, end with a status that says why.
+"""Requests that cannot be decoded, or that are beyond the limits of their service, end with a status that contains the cause.
 
 grpc.aio calls a deserializer outside of the handler, where no interceptor sees what it raises: the client would get UNKNOWN or INTERNAL
 without a reason. So the deserializer returns the failure in place of the message, and the handler raises it when it reads that message.
@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, PayloadTooLarge, UndecodableRequest
-from rollmesh.shared.rpc.handlers import Context, Handler, behaviour_of, rebuilt
+from rollmesh.shared.rpc.handlers import Context, Handler, behavior_of, rebuilt
 from rollmesh.shared.rpc.limits import RequestLimits
 
 Decode = Callable[[bytes], Any]
@@ -24,7 +24,7 @@ _NO_LIMITS = RequestLimits()
 
 
 class _Refused:
-    """Stands for a message that the handler must not see."""
+    """Replaces a message that the handler must not see."""
 
     __slots__ = ("error",)
 
@@ -51,7 +51,7 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         method = handler_call_details.method
         limits = self._limits.get(method.strip("/").rpartition("/")[0], _NO_LIMITS)
         decode = _decoding(handler.request_deserializer, method, limits, self._received)
-        return rebuilt(handler, _reading(behaviour_of(handler), streams=handler.request_streaming), decode)
+        return rebuilt(handler, _reading(behavior_of(handler), streams=handler.request_streaming), decode)
 
 
 def _decoding(decode: Decode, method: str, limits: RequestLimits, received: Callable[[int], None]) -> Decode:
@@ -116,22 +116,22 @@ def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _reading(behaviour: Callable[..., Any], *, streams: bool) -> Callable[..., Any]:
-    """`behaviour` with requests that raise what they were refused for. Of the same kind, since grpc.aio looks at the kind."""
+def _reading(behavior: Callable[..., Any], *, streams: bool) -> Callable[..., Any]:
+    """`behavior` with requests that raise the cause of their rejection. It is a function of the same kind, because grpc.aio checks the kind."""
     checked = _each if streams else _one
-    if inspect.isasyncgenfunction(behaviour):
+    if inspect.isasyncgenfunction(behavior):
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with aclosing(behaviour(checked(request), context)) as responses:
+            async with aclosing(behavior(checked(request), context)) as responses:
                 async for response in responses:
                     yield response
 
         return stream
-    if not inspect.iscoroutinefunction(behaviour):
-        return behaviour  # not implemented by the servicer, whatever the request is
+    if not inspect.iscoroutinefunction(behavior):
+        return behavior  # the servicer does not implement the method
 
     async def call(request: Any, context: Context) -> Any:
-        return await behaviour(checked(request), context)
+        return await behavior(checked(request), context)
 
     return call
 

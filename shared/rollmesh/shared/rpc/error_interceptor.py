@@ -1,7 +1,8 @@
 """The one place where exceptions of servicers become statuses.
 
-A `MeshError` becomes its status with details. A failed call to another server that was not translated is passed on as what it was.
-Anything else is a bug: logged here once with its traceback, and INTERNAL to the client, without its text. Cancellation passes.
+A `MeshError` becomes its status with details. A failed call to another server that was not translated keeps its status.
+Every other exception is a bug. It is logged here once with its traceback, and the client gets INTERNAL without its text. Cancellation
+passes unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ErrorInterceptor(AroundInterceptor):
-    """Maps exceptions to statuses, on servers."""
+    """Converts exceptions to statuses, on servers."""
 
     def around(self, method: str, context: Context) -> AbstractAsyncContextManager[None]:
         return _mapped(method, context)

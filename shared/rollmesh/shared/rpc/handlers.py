@@ -1,6 +1,6 @@
 """Wrapping a server-side method handler, whatever its arity: the base of the interceptors.
 
-A handler of the mesh is an `async def` (one answer, or a stream written with `context.write`) or an async generator. A plain
+A handler of the mesh is an `async def` (one response, or a stream written with `context.write`) or an async generator. A plain
 `def` is a method that the generated base class provides because the servicer does not implement it.
 """
 
@@ -28,7 +28,7 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, abc.ABC):  # type: ignore[ty
         """Entered before the handler runs and left after its last message."""
 
     def applies(self, details: grpc.HandlerCallDetails, handler: Handler) -> bool:
-        """Whether this call needs wrapping at all; each wrap costs a generator step per streamed message."""
+        """Return whether this call must be wrapped. Each wrap costs a generator step per streamed message."""
         return True
 
     async def intercept_service(
@@ -40,41 +40,41 @@ class AroundInterceptor(grpc.aio.ServerInterceptor, abc.ABC):  # type: ignore[ty
         if handler is None or not self.applies(handler_call_details, handler):
             return handler
         method = handler_call_details.method
-        return rebuilt(handler, _wrap(behaviour_of(handler), method, lambda context: self.around(method, context)))
+        return rebuilt(handler, _wrap(behavior_of(handler), method, lambda context: self.around(method, context)))
 
 
-def behaviour_of(handler: Handler) -> Callable[..., Any]:
-    """The servicer's method inside a handler."""
-    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-    assert behaviour is not None
-    return behaviour  # type: ignore[no-any-return]
+def behavior_of(handler: Handler) -> Callable[..., Any]:
+    """Return the servicer's method inside a handler."""
+    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert behavior is not None
+    return behavior  # type: ignore[no-any-return]
 
 
-def rebuilt(handler: Handler, behaviour: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
-    """Return a handler of the same arity and serializers (`decode`: with this deserializer) around another behaviour."""
+def rebuilt(handler: Handler, behavior: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
+    """Return a handler of the same arity and serializers (`decode`: with this deserializer) around another behavior."""
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, decode or handler.request_deserializer, handler.response_serializer)
+    return make(behavior, decode or handler.request_deserializer, handler.response_serializer)
 
 
 def _wrap(
-    behaviour: Callable[..., Any], method: str, around: Callable[[Context], AbstractAsyncContextManager[None]]
+    behavior: Callable[..., Any], method: str, around: Callable[[Context], AbstractAsyncContextManager[None]]
 ) -> Callable[..., Any]:
-    # grpc.aio looks at the kind of the function it is given, so the wrapper must be of the kind it wraps.
-    if inspect.isasyncgenfunction(behaviour):
+    # grpc.aio checks the kind of the function, so the wrapper must have the kind of the wrapped function.
+    if inspect.isasyncgenfunction(behavior):
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with around(context), aclosing(behaviour(request, context)) as responses:
+            async with around(context), aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     yield response
 
         return stream
 
-    inner = behaviour if inspect.iscoroutinefunction(behaviour) else _not_implemented(method)
+    inner = behavior if inspect.iscoroutinefunction(behavior) else _not_implemented(method)
 
     async def call(request: Any, context: Context) -> Any:
         async with around(context):

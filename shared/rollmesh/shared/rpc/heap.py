@@ -1,6 +1,6 @@
-"""Memory of large requests goes back to the system.
+"""Return the memory of large requests to the system.
 
-gRPC receives a message in many small pieces. When they are freed, glibc keeps the holes for later allocations, so that a burst of large
+gRPC receives a message in many small pieces. When they are freed, glibc keeps the memory for later allocations, so that a burst of large
 requests leaves a process 100 MiB larger for as long as it runs.
 """
 
@@ -10,15 +10,15 @@ import asyncio
 import ctypes
 
 LARGE_BYTES = 256 * 1024
-"""Smaller requests leave no holes worth returning."""
+"""Size from which a request counts as large, in bytes."""
 TRIM_AFTER_BYTES = 64 * 1024 * 1024
 """Bytes of large requests after which the heap is trimmed."""
 PAUSE_S = 5.0
-"""Shortest time between two trims: each takes some milliseconds, in a thread."""
+"""Shortest time between two trims, in seconds. Each takes some milliseconds, in a thread."""
 
 
 class HeapTrimmer:
-    """Trims the heap a while after large requests. Does nothing where the C library cannot."""
+    """Trims the heap some time after large requests. It does nothing if the C library has no such function."""
 
     def __init__(self) -> None:
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

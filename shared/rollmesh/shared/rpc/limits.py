@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024
-"""Largest message either way."""
+"""Maximum size of a message in each direction, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What a service accepts beyond the limit of a message; None means no limit."""
+    """Further limits of a service's requests; None means no limit."""
 
     text_bytes: int | None = None
-    """Largest text in a request."""
+    """Maximum size of a text in a request, in bytes."""
     request_bytes: int | None = None
-    """Largest request."""
+    """Maximum size of a request, in bytes."""
 
 
 RECORDED = RequestLimits(request_bytes=6 * 1024 * 1024)
-"""Of CoordinatorService: what it takes ends up in ledger records, and a record must fit a message of NATS."""
+"""Limits of CoordinatorService. Its requests are stored in ledger records, and a record must fit into a NATS message."""
 RECORDED_TEXTS = RequestLimits(text_bytes=64 * 1024, request_bytes=RECORDED.request_bytes)
-"""Of RunService, whose texts are names, reasons and settings."""
+"""Limits of RunService, whose texts are names, reasons and settings."""

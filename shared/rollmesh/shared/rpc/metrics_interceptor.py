@@ -1,6 +1,6 @@
-"""Every call counted by method and code, and answers timed. Built into servers only where metrics are on.
+"""Count every call by method and code, and measure the time of unary calls. Servers have it only if metrics are on.
 
-Streams are counted when they end; how long they lived says nothing, so only calls with one answer are timed.
+Streams are counted when they end. Their duration is not meaningful, so it is not measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {key: code.name for code in grpc.StatusCode for key in (code, code.valu
 
 
 class MetricsInterceptor(AroundInterceptor):
-    """Counts and times calls, on servers. Just outside of the error interceptor, whose statuses it sees."""
+    """Counts and measures calls, on servers. It is directly outside of the error interceptor, so it sees the statuses."""
 
     def __init__(self) -> None:
         self._streams: set[str] = set()

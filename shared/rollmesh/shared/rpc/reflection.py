@@ -1,7 +1,7 @@
 """Server reflection, v1 and v1alpha.
 
-grpcio-reflection ships v1alpha only. v1 has the same messages in another package: the bytes are alike, so the same servicer
-answers both, and v1's descriptor is v1alpha's with the package renamed.
+grpcio-reflection ships v1alpha only. v1 has the same messages in another package: the bytes are equal, so the same servicer
+serves both, and v1's descriptor is v1alpha's with the package renamed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ V1 = "grpc.reflection.v1"
 
 
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Makes `server` describe the named services, and reflection itself, to tools such as grpcurl."""
+    """Let `server` describe the named services and reflection to tools such as grpcurl."""
     pool = descriptor_pool.Default()
     pool.AddSerializedFile(v1_file().SerializeToString())  # adding the same file again changes nothing
     names = [*service_names, f"{V1ALPHA}.ServerReflection", f"{V1}.ServerReflection"]

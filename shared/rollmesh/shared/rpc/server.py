@@ -1,7 +1,8 @@
-"""`RpcServer`: one gRPC server as every service of the mesh runs it.
+"""`RpcServer`: the gRPC server of every service.
 
-Order around each call, outermost first: trace, metrics (where they are on), token, errors, streams, deadline, decoding. Health (grpc.health.v1)
-and reflection (v1, v1alpha) are always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
+Interceptors around each call, outermost first: trace, metrics (if they are on), token, errors, streams, deadline, decoding. Health (grpc.health.v1)
+and reflection (v1, v1alpha) are always served.
+By default the server binds to loopback and requires the run's token. On other addresses it also requires TLS.
 
     async with RpcServer(ServerConfig(), access=access) as server:
         server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
@@ -40,35 +41,37 @@ _COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")
 
 
 class ServerConfig(Settings):
-    """How a gRPC server binds and what it admits."""
+    """Address and limits of a gRPC server."""
 
     address: str = "127.0.0.1:0"
-    """host:port or unix:PATH. Port 0 takes a free one. Anything but loopback needs TLS."""
+    """host:port or unix:PATH. Port 0 takes a free one. Any address except loopback needs TLS."""
     advertise: str = ""
-    """Host that others are told to call; empty means the host of `address`. Needed where that is 0.0.0.0 or [::]."""
+    """Host that is advertised to clients; empty means the host of `address`. Required if that is 0.0.0.0 or [::]."""
     message_bytes_max: PositiveInt = MESSAGE_BYTES_MAX
-    """Largest message either way. Bulk goes in chunks of 1-2 MiB; above 4 MiB gRPC gets several times slower."""
+    """Maximum size of a message in each direction, in bytes. Bulk data is sent in chunks of 1-2 MiB, because gRPC is several times slower
+    above 4 MiB."""
     concurrent_rpcs_max: PositiveInt = 4096
-    """Calls in progress, streams included; more are refused with RESOURCE_EXHAUSTED."""
+    """Maximum number of calls in progress, including streams; more are rejected with RESOURCE_EXHAUSTED."""
     streams_max: PositiveInt = 3072
-    """Streams in progress; more are refused with RESOURCE_EXHAUSTED. Less than `concurrent_rpcs_max` keeps room for short calls."""
+    """Maximum number of streams in progress; more are rejected with RESOURCE_EXHAUSTED. A value below `concurrent_rpcs_max` leaves capacity
+    for short calls."""
     connection_rpcs_max: PositiveInt = 1024
-    """Calls in progress on one connection; further ones wait in the client, so that one client cannot use up the server's."""
+    """Maximum number of calls in progress on one connection. Further calls wait in the client, so that one client cannot exhaust the server."""
     deadline_s: PositiveFloat = 60.0
-    """Limit of a unary call whose client set no deadline."""
+    """Timeout of a unary call whose client set no deadline, in seconds."""
     keepalive_s: PositiveFloat = 20.0
-    """Silence after which the peer is pinged; a dead one is noticed after this and 10 s more."""
+    """Seconds without data after which the peer is pinged. A crashed peer is detected 10 s later."""
     stop_s: NonNegativeFloat = 2.0
-    """How long calls in progress may go on when the server stops; then they are cancelled."""
+    """Time that calls in progress have when the server stops, in seconds; then they are cancelled."""
 
 
 class RpcServer:
     """A gRPC server with the mesh's interceptors. Leaving the context stops it."""
 
     def __init__(self, config: ServerConfig | None = None, *, access: Access) -> None:
-        """`access` with TLS is what allows an address beyond loopback. ConfigError if one of its files cannot be read."""
+        """Only `access` with TLS allows an address other than loopback. ConfigError if one of its files cannot be read."""
         self._config = config or ServerConfig()
-        # A unix socket is guarded by the file system; a certificate has no name for it.
+        # The file system protects a unix socket, and a certificate has no name for it.
         local_socket = self._config.address.startswith("unix:")
         self._credentials = None if local_socket else access.server_credentials()
         self._limits: dict[str, RequestLimits] = {}
@@ -104,7 +107,7 @@ class RpcServer:
             self._limits |= dict.fromkeys(self._service_names[known:], limits)
 
     async def start(self) -> int:
-        """Binds, serves, and returns the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot bind."""
+        """Bind, serve, and return the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot bind."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection(self._server, [*self._service_names, "grpc.health.v1.Health"])
         self._port = self._bind()
@@ -113,17 +116,17 @@ class RpcServer:
         return self._port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks say, of the server and of each of its services."""
+        """Set the status that health checks return, for the server and each of its services."""
         states = health_pb2.HealthCheckResponse
         for name in ("", *self._service_names):
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Refuses new calls, lets those in progress end for `grace_s` (default `stop_s`), cancels the rest. Idempotent."""
+        """Reject new calls, wait up to `grace_s` (default `stop_s`) for calls in progress, then cancel them. Idempotent."""
         grace_s = self._config.stop_s if grace_s is None else grace_s
         self._heap.close()
         await self._health.enter_graceful_shutdown()
-        # A handler that swallows its cancellation must not hold the process: the wait has a limit of its own.
+        # The wait has a separate limit, because a handler that ignores its cancellation must not block the process.
         async with asyncio.timeout(grace_s + 5.0):
             await self._server.stop(grace_s)
 
@@ -134,7 +137,7 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        """Where clients reach it: host:port (the advertised host) or unix:PATH."""
+        """Address for clients: host:port (the advertised host) or unix:PATH."""
         return advertised(self._config.address, self._config.advertise, self._port)
 
     async def __aenter__(self) -> Self:
@@ -159,7 +162,7 @@ class RpcServer:
 
 
 def _unbindable(address: str) -> MeshError:
-    """Why nobody can listen there now."""
+    """Return the error for an address on which the server cannot listen now."""
     host, _, port = address.rpartition(":")
     try:
         taken = not address.startswith("unix:") and is_taken(host.strip("[]"), int(port))
@@ -176,7 +179,7 @@ def _unbindable(address: str) -> MeshError:
 
 
 class _Recorder:
-    """Stands for the server in generated code and notes the names of the services it adds."""
+    """Replaces the server in generated code and records the names of the added services."""
 
     def __init__(self, server: grpc.aio.Server, names: list[str]) -> None:
         self._server = server
@@ -193,14 +196,14 @@ class _Recorder:
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     keepalive_ms = int(config.keepalive_s * 1000)
     return [
-        # With port sharing on, a second server on a busy port starts silently and takes half of the calls.
+        # With port sharing, a second server on a used port would start without an error and get half of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", config.connection_rpcs_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients may ping as often as ours do, also without calls; the default allows one ping in 5 minutes.
+        # Clients may ping as often as those of the mesh do, also without calls; the default allows one ping in 5 minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 5_000)),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

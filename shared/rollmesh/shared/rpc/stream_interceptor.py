@@ -1,6 +1,6 @@
-"""A bound on streams in progress: calls that live as long as both sides want must not use up a server's calls.
+"""A bound on streams in progress, because calls without a deadline must not exhaust a server.
 
-A server knows one token, so this is the bound of that token; one connection is bounded by gRPC itself (`connection_rpcs_max`).
+A server has one token, so this is the bound of that token. gRPC bounds each connection (`connection_rpcs_max`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RETRY_AFTER_S = 1.0
 
 
 class StreamInterceptor(AroundInterceptor):
-    """Refuses streams beyond `num_max` with RESOURCE_EXHAUSTED."""
+    """Rejects streams beyond `num_max` with RESOURCE_EXHAUSTED."""
 
     def __init__(self, num_max: int) -> None:
         self._num_max = num_max

@@ -1,4 +1,4 @@
-"""A span per call on servers, below the caller's. Costs nothing for calls that bring no sampled `traceparent`."""
+"""A span per call on servers, below the caller's. Calls without a sampled `traceparent` cost nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.shared.telemetry import tracing
 
 
 class TraceInterceptor(AroundInterceptor):
-    """Continues the caller's trace, on servers. Calls outside of a trace are none: heartbeats would drown the rest."""
+    """Continues the caller's trace, on servers. Calls outside of a trace get no span, because heartbeats would dominate."""
 
     def applies(self, details: grpc.HandlerCallDetails, handler: Handler) -> bool:
         return any(key == "traceparent" for key, _ in details.invocation_metadata or ())

@@ -1,6 +1,6 @@
-"""What a process tells about itself: logs with ids, traces, metrics. All of it is off until a process switches it on.
+"""Logs with ids, traces and metrics of a process. All are off until a process switches them on.
 
-`logs` (also `log_context`) and `metrics` and `tracing` are what services call; `process.Telemetry` is what switches on.
+Services call `logs` (also `log_context`), `metrics` and `tracing`. `process.Telemetry` switches them on.
 """
 
 from rollmesh.shared.telemetry.config import TelemetryConfig

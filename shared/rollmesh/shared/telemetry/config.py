@@ -12,35 +12,35 @@ from rollmesh.shared.telemetry.logs import LoggingConfig
 
 
 class TelemetryConfig(Settings):
-    """Traces, metrics and logs of the processes of a run; see docs/observability.md. (YAML reads `off` as a boolean: hence none.)"""
+    """Traces, metrics and logs of the processes of a run; see docs/observability.md. The value is `none`, because YAML reads `off` as a boolean."""
 
     traces: Literal["none", "file", "otlp"] = "none"
     """`file` appends spans as JSON lines to RUN/traces, for `rollmesh trace`; `otlp` sends them to a collector."""
     otlp_endpoint: Annotated[str, Meta(pattern="^https?://")] = "http://127.0.0.1:4317"
-    """Collector's OTLP/gRPC address; https:// for TLS. Headers come from OTEL_EXPORTER_OTLP_HEADERS: secrets stay out of configs."""
+    """Collector's OTLP/gRPC address; https:// for TLS. Headers come from OTEL_EXPORTER_OTLP_HEADERS: configurations contain no secrets."""
     sample_ratio: Share = 1.0
-    """Share of episodes that are traced, chosen by episode id; all tries of one are, or none. 0.01 is plenty for a busy mesh."""
+    """Share of episodes that are traced, chosen by episode id, so all attempts of an episode are traced, or none. 0.01 suffices for a busy mesh."""
     trace_file_bytes_max: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Size at which a process's span file is put aside as `.old`, replacing the one before: at most twice this per process."""
+    """Size in bytes at which a process's span file is renamed to `.old`. An earlier `.old` file is replaced, so a process uses at most twice this."""
     metrics: Literal["none", "prometheus"] = "none"
     """`prometheus` serves /metrics, per process, at `metrics_address`."""
     metrics_address: str = "127.0.0.1:0"
-    """host:port. Port 0 takes a free one; with a fixed one, processes on a host take it and those after it. Written to RUN/metrics.
-    Whoever reaches it reads names and numbers of the run, never samples or secrets."""
+    """host:port. Port 0 takes a free port. Processes on one host take a fixed port and the ports after it. Written to RUN/metrics.
+    Clients can read names and numbers of the run there, but no samples or secrets."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Lowest level of rollmesh's own loggers; libraries log from WARNING on."""
+    """Lowest level of the loggers of rollmesh. Libraries log from WARNING on."""
     log_format: Literal["plain", "json"] = "plain"
-    """Lines for people, or one JSON object per line for collectors."""
+    """`plain` writes readable lines, `json` one JSON object per line for collectors."""
 
     def check_fields(self) -> None:
         self.metrics_place()
 
     def logging(self) -> LoggingConfig:
-        """The part that `set_up_logging` takes."""
+        """Return the settings for `set_up_logging`."""
         return LoggingConfig(level=self.log_level, format=self.log_format)
 
     def metrics_place(self) -> tuple[str, int]:
-        """Host and port of `metrics_address`. ValueError."""
+        """Return host and port of `metrics_address`. Raises ValueError."""
         host, _, port = self.metrics_address.rpartition(":")
         try:
             ipaddress.ip_address(host.strip("[]"))
@@ -48,5 +48,5 @@ class TelemetryConfig(Settings):
         except ValueError:
             number = -1
         if not 0 <= number < 65536:
-            raise ValueError(f"metrics_address must be IP:PORT, got {self.metrics_address!r}")
+            raise ValueError(f"`metrics_address` must be IP:PORT, got {self.metrics_address!r}")
         return host.strip("[]"), number

@@ -1,4 +1,4 @@
-"""Logging with the ids of what is being worked on.
+"""Logging with the ids of the current work.
 
 `log_context(run=..., episode=...)` puts ids on every log line below it, through awaits and the tasks it starts; `node` among them is
 also the label of metrics. Tasks that outlive or serve many of what they were started for are started in `apart()`.
@@ -24,12 +24,12 @@ _ids: ContextVar[Mapping[str, str]] = ContextVar("rollmesh_log_ids", default=_NO
 
 
 class LoggingConfig(Settings):
-    """What is logged, and how."""
+    """Level and format of the log."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Lowest level of rollmesh's own loggers; libraries log from WARNING on."""
+    """Lowest level of the loggers of rollmesh. Libraries log from WARNING on."""
     format: Literal["plain", "json"] = "plain"
-    """Lines for people, or one JSON object per line for collectors."""
+    """`plain` writes readable lines, `json` one JSON object per line for collectors."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def log_context(**ids: str) -> Iterator[None]:
 
 
 def context_id(name: str) -> str:
-    """An id of this context; empty if it has none of that name."""
+    """Return an id of this context; empty if it does not exist."""
     return _ids.get().get(name, "")
 
 

@@ -1,6 +1,6 @@
-"""Metrics by name, whatever exposes them. Off, `count` and `observe` return at once.
+"""Metrics by name, independent of the exporter. If metrics are off, `count` and `observe` return immediately.
 
-Two ways in: events are counted where they happen; what a service knows anyway is read when somebody asks (a `Source`), which costs
+Events are counted where they happen. State of a service is read at a scrape (a `Source`), which costs
 nothing in between. Every series carries the label `node`: the part it is about, from the caller's `log_context`.
 Names follow Prometheus' rules: base units, `_total` for counters; docs/observability.md lists them all, by test.
 """
@@ -19,23 +19,23 @@ LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A family of series. Make it with `counter`, `gauge` or `histogram`."""
+    """A family of series. Create it with `counter`, `gauge` or `histogram`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...]
-    """Besides `node`, which all have."""
+    """Labels in addition to `node`, which every series has."""
     buckets: tuple[float, ...] = ()
 
 
 def counter(name: str, help_: str, *labels: str) -> Metric:
-    """Only grows, but for a restart. Its name ends in _total."""
+    """A counter. It decreases only at a restart. Its name ends in _total."""
     return Metric(name, "counter", help_, labels)
 
 
 def gauge(name: str, help_: str, *labels: str) -> Metric:
-    """A present value."""
+    """A current value."""
     return Metric(name, "gauge", help_, labels)
 
 
@@ -46,7 +46,7 @@ def histogram(name: str, help_: str, *labels: str, buckets: tuple[float, ...] = 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A present value; for a histogram, how many observations there were of each value."""
+    """A current value; for a histogram, the number of observations of each value."""
 
     metric: Metric
     value: float | Mapping[int, int]
@@ -58,7 +58,7 @@ Source = Callable[[], Awaitable[Iterable[Reading]]]
 
 
 class Meter(Protocol):
-    """Where metrics go."""
+    """The receiver of metrics."""
 
     def count(self, metric: Metric, node: str, labels: tuple[str, ...], amount: float) -> None: ...
 
@@ -69,7 +69,7 @@ _meter: Meter | None = None
 
 
 def use(meter: Meter | None) -> None:
-    """Metrics of this process go to `meter` from now on."""
+    """Send metrics of this process to `meter` from now on."""
     global _meter
     _meter = meter
 

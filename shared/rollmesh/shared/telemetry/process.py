@@ -1,10 +1,10 @@
-"""Switches a process's traces and metrics on, as its configuration says, and off again.
+"""Switch a process's traces and metrics on, as its configuration requires, and off again.
 
     async with Telemetry(config.telemetry, folder=run_dir, process="coordinator+depot") as telemetry:
         telemetry.add_source("depot", source)
 
-Logging is not among it: that is the process's own (`set_up_logging`), also where the mesh is a guest in someone else's.
-Libraries of the extra `telemetry` are loaded only where they are asked for.
+It does not set up logging. A process does that with `set_up_logging`, because the mesh may run in another application's process.
+Libraries of the extra `telemetry` are loaded only if they are configured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rollmesh.shared.telemetry.prometheus import PrometheusMeter
 
 CLOSE_S_MAX = 2.0
-"""How long spans may take to leave when the process stops."""
+"""Timeout of the export of remaining spans when the process stops, in seconds."""
 OTLP_S_MAX = 5.0
 """Longest time, retries included, for one batch of spans to a collector; then the batch is lost."""
 _INSTALL = "is not installed: pip install 'rollmesh[telemetry]'"
@@ -41,7 +41,7 @@ class Telemetry:
     """Traces and metrics while entered. With both `none` it does nothing."""
 
     def __init__(self, config: TelemetryConfig, *, folder: Path, process: str) -> None:
-        """Files go into `folder`, named after `process`."""
+        """Files are written into `folder` and named after `process`."""
         self._config = config
         self._folder = folder
         self._process = process.replace("/", "_")[:100]
@@ -78,7 +78,7 @@ class Telemetry:
         return self._config.traces != "none" or self._config.metrics != "none"
 
     def add_source(self, node: str, source: Source) -> None:
-        """Shows a node's metrics, if any are shown."""
+        """Expose a node's metrics if metrics are on."""
         if self._meter is not None:
             self._meter.add_source(node, source)
 
@@ -109,7 +109,9 @@ class Telemetry:
         except ImportError as err:
             raise ConfigError(f"telemetry.metrics = prometheus: prometheus-client {_INSTALL}") from err
         if metrics.is_on():
-            raise ConfigError("telemetry.metrics: another mesh of this process has metrics on; only one may")
+            raise ConfigError(
+                "telemetry.metrics: another mesh of this process has metrics on, and only one mesh per process can"
+            )
         meter = PrometheusMeter()
         self.metrics_address = meter.serve(*self._config.metrics_place(), folder=self._folder, process=self._process)
         stack.push_async_callback(asyncio.to_thread, meter.close)

@@ -1,7 +1,7 @@
-"""Metrics served to Prometheus: one /metrics per process, from a thread of its own.
+"""Metrics for Prometheus: one /metrics per process, served by a separate thread.
 
-Sources are read on the event loop, where their nodes live, so a scrape sees no half-made state; a loop that is too busy for
-`SCRAPE_S_MAX` fails the scrape, and one source that fails leaves out its own series only.
+Sources are read on the event loop of their nodes, so a scrape sees consistent state. A loop that is too busy for
+`SCRAPE_S_MAX` fails the scrape. If one source fails, only its series are missing.
 The address is written to RUN/metrics as a target file of Prometheus' `file_sd_configs`.
 """
 
@@ -22,15 +22,15 @@ from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.telemetry.metrics import Metric, Reading, Source
 
 FOLDER = "metrics"
-"""Of target files, in the run folder."""
+"""Folder of target files, in the run folder."""
 SCRAPE_S_MAX = 5.0
 PORTS_MAX = 64
-"""Ports tried from a fixed one on."""
+"""Number of ports that are tried, from a fixed one on."""
 _log = logging.getLogger(__name__)
 
 
 class PrometheusMeter(Collector):
-    """A `metrics.Meter`, and the HTTP server that shows it. Made and closed on the event loop."""
+    """A `metrics.Meter` and the HTTP server that exposes it. It is created and closed on the event loop."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -59,18 +59,18 @@ class PrometheusMeter(Collector):
     # Sources ----------------------------------------------------------------------------------------------------------
 
     def add_source(self, node: str, source: Source) -> None:
-        """Shows what `source` reads, as series of `node`."""
+        """Expose the values of `source` as series of `node`."""
         self._sources[node] = source
 
     def remove_source(self, node: str) -> None:
         self._sources.pop(node, None)
 
     def describe(self) -> Iterable[Any]:
-        """Nothing in advance: registering must not read the nodes."""
+        """Return no series, because registering must not read the nodes."""
         return []
 
     def collect(self) -> Iterable[Any]:
-        """On the server's thread: everything the sources read."""
+        """Return the values of all sources. It runs on the server's thread."""
         reading = asyncio.run_coroutine_threadsafe(self._read_all(), self._loop)
         try:
             return _families(reading.result(SCRAPE_S_MAX))
@@ -83,14 +83,14 @@ class PrometheusMeter(Collector):
         for node, source in list(self._sources.items()):
             try:
                 found += [(node, reading) for reading in await source()]
-            except MeshError as err:  # a part that is stopping or not led: its series are missing until it is back
+            except MeshError as err:  # the series of a service that stops or has no leader are missing until it returns
                 _log.debug("no metrics of %s: %s", node, err)
         return found
 
     # Serving ----------------------------------------------------------------------------------------------------------
 
     def serve(self, host: str, port: int, *, folder: Path, process: str) -> str:
-        """Serves at host:port, or the next free one after it; returns where. ConfigError if none is free."""
+        """Serve at host:port, or at the next free port. Return the address. ConfigError if none is free."""
         bound = self._bind(host, port)
         address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         folder.joinpath(FOLDER).mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ class PrometheusMeter(Collector):
         )
 
     def close(self) -> None:
-        """Ends the server; its target file goes, so that nobody scrapes in vain. Blocks for at most half a second."""
+        """Stop the server and remove its target file, so that Prometheus no longer scrapes it. Blocks for at most 0.5 s."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -1,6 +1,6 @@
-"""Spans as JSON lines in a file: a trace for people without a collector, and what reads it back.
+"""Spans as JSON lines in a file, for users without a collector, and the reader of the file.
 
-One line per finished span, appended whole, in the order of their ends. At its limit the file is put aside as `.old`.
+One line per finished span, appended whole, in the order of their ends. At its limit the file is renamed to `.old`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opentelemetry.trace import StatusCode
 from rollmesh.shared.telemetry.tracing import SERVICE_PREFIX
 
 FOLDER = "traces"
-"""Of span files, in the run folder."""
+"""Folder of span files, in the run folder."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +30,7 @@ class SpanRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     span: str
     """16 hexadecimal digits."""
     parent: str = ""
-    """Empty for a root."""
+    """Id of the parent; empty for a root."""
     name: str
     service: str
     process: str = ""
@@ -38,13 +38,13 @@ class SpanRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     duration_ns: int
     attributes: dict[str, str | int | float | bool] = {}
     links: list[tuple[str, str]] = []
-    """(trace, span) of each."""
+    """(trace, span) of each linked span."""
     error: str = ""
-    """Why it failed; empty if it did not."""
+    """Cause of a failure; empty without one."""
 
 
 class SpanFileExporter(SpanExporter):
-    """Appends to `path`. A disk that is full loses spans, never the run."""
+    """Appends to `path`. A full disk loses spans but does not fail the run."""
 
     def __init__(self, path: Path, *, bytes_max: int) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class SpanFileExporter(SpanExporter):
 
 
 def read_spans(folder: Path) -> Iterator[SpanRecord]:
-    """Every span of the files in a folder. A line that was cut short by a kill is skipped."""
+    """Return every span of the files in a folder. A line that a kill truncated is skipped."""
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file:

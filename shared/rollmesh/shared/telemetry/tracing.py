@@ -1,10 +1,10 @@
-"""Spans. Off, or outside of a sampled episode, every call here returns at once: no span object is made and no header is built.
+"""Spans. If tracing is off, or outside of a sampled episode, every call returns immediately and creates neither a span nor a header.
 
-An episode's root span is the only place of decision (`begin_root`, by the episode's id); everything below asks whether it stands in
-a sampled span. A context comes from the caller's task, or over the wire as a W3C traceparent: in gRPC metadata for calls of their own,
-in a message's field where many episodes share a stream or a request.
+Only the root span of an episode decides about sampling (`begin_root`, by the episode's id). All other spans check whether the current span
+is sampled. A context comes from the caller's task, or over the network as a W3C traceparent: in gRPC metadata for separate calls, in a
+field of the message if many episodes share a stream or a request.
 
-The provider is this module's, not OpenTelemetry's global one, which a process can set only once: meshes come and go in a process.
+The provider belongs to this module. OpenTelemetry's global provider can be set only once, but a process may run several meshes in turn.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rollmesh.shared.errors import ConfigError
 
 Attributes = Mapping[str, str | int | float | bool]
 SERVICE_PREFIX = "rollmesh."
-"""Of instrumentation scopes: `rollmesh.rollout`."""
+"""Prefix of instrumentation scopes, as in `rollmesh.rollout`."""
 EPISODE = "rollmesh.episode"
 """Attribute of root spans: the episode's id."""
 EXPORT_DELAY_S = 1.0
-"""Longest time a finished span waits in memory: what a killed process loses."""
+"""Longest time that a finished span waits in memory, in seconds. A killed process loses these spans."""
 QUEUE_MAX = 65536
-"""Finished spans that may wait; more are lost. A commit ends three for each traced episode of its batch at once."""
+"""Maximum number of finished spans that wait; more are lost. A commit ends three for each traced episode of its batch at once."""
 
 _HEADER = "traceparent"
 _NOTHING: AbstractContextManager[Span | None] = nullcontext(None)
@@ -68,11 +68,11 @@ class Tracing:
         return self._tracers[service]
 
     def samples(self, episode: str) -> bool:
-        """The same answer for every try of an episode, in every process."""
+        """Return the same decision for every attempt of an episode, in every process."""
         return zlib.crc32(episode.encode()) < self._threshold
 
     def close(self, limit_s: float) -> None:
-        """Exports what is left, for at most `limit_s`: a collector that is away must not hold the process. Blocks."""
+        """Export the remaining spans for at most `limit_s`, because an unavailable collector must not block the process. Blocks."""
         global _tracing
         _tracing = None
         ending = threading.Thread(target=self._provider.shutdown, name="tracing shutdown", daemon=True)
@@ -83,10 +83,12 @@ class Tracing:
 
 
 def begin_tracing(exporter: SpanExporter, *, process: str, sample_ratio: float = 1.0) -> Tracing:
-    """Switches tracing on in this process. ConfigError if it is on."""
+    """Switch tracing on in this process. ConfigError if it is on."""
     global _tracing
     if _tracing is not None:
-        raise ConfigError("telemetry.traces: another mesh of this process has tracing on; only one may")
+        raise ConfigError(
+            "telemetry.traces: another mesh of this process has tracing on, and only one mesh per process can"
+        )
     _tracing = Tracing(exporter, process=process, sample_ratio=sample_ratio)
     return _tracing
 
@@ -104,18 +106,18 @@ def now_ns() -> int:
 
 
 def current() -> SpanContext | None:
-    """The span this task stands in, if it is sampled."""
+    """Return the current span of this task if it is sampled."""
     context = trace.get_current_span().get_span_context()
     return context if context.trace_flags.sampled else None
 
 
 def traceparent() -> str:
-    """The present span as a W3C traceparent; empty outside of a sampled one."""
+    """Return the current span as a W3C traceparent; empty outside of a sampled one."""
     return "" if _tracing is None else trace_headers().get(_HEADER, "")
 
 
 def trace_headers() -> Mapping[str, str]:
-    """The present span as W3C headers; empty outside of a sampled one. A process with tracing off passes on what it was given."""
+    """Return the current span as W3C headers; empty outside of a sampled one. A process without tracing passes the received headers on."""
     if current() is None:
         return _NO_HEADERS
     headers: dict[str, str] = {}
@@ -124,7 +126,7 @@ def trace_headers() -> Mapping[str, str]:
 
 
 def parent_in(headers: Mapping[str, str]) -> Context | None:
-    """The sampled span that the headers name."""
+    """Return the sampled span that the headers name."""
     if _HEADER not in headers:
         return None
     context = _propagator.extract(headers, Context())
@@ -132,7 +134,7 @@ def parent_in(headers: Mapping[str, str]) -> Context | None:
 
 
 def parent_of(parent: str) -> Context | None:
-    """The sampled span that a traceparent names."""
+    """Return the sampled span that a traceparent names."""
     return parent_in({_HEADER: parent}) if parent else None
 
 
@@ -140,7 +142,7 @@ def parent_of(parent: str) -> Context | None:
 
 
 def span(name: str, service: str, attributes: Attributes | None = None) -> AbstractContextManager[Span | None]:
-    """A span below the present one, around a block; nothing outside of a sampled one."""
+    """Create a span below the current one around a block. No effect outside of a sampled span."""
     if _tracing is None or current() is None:
         return _NOTHING
     return _around(_tracing, name, service, None, attributes)
@@ -197,7 +199,7 @@ def begin_update(
 
 
 def inside(made: Span | None) -> AbstractContextManager[Span | None]:
-    """Makes `made` the present span, without ending it."""
+    """Make `made` the current span, without ending it."""
     return _NOTHING if made is None else trace.use_span(made, record_exception=False)
 
 
@@ -205,7 +207,7 @@ def inside(made: Span | None) -> AbstractContextManager[Span | None]:
 def span_at(
     parent: Context, name: str, service: str, start_ns: int, end_ns: int, attributes: Attributes
 ) -> Iterator[None]:
-    """A span of something that is over, around the recording of its parts."""
+    """Create a span of finished work, around the recording of its parts."""
     if _tracing is None:
         yield
         return
@@ -224,7 +226,7 @@ def record(
     attributes: Attributes | None = None,
     linked: Span | None = None,
 ) -> None:
-    """A span of something that is over; without `parent` below the present one."""
+    """Create a span of finished work, below the current span if `parent` is absent."""
     if _tracing is None:
         return
     context = trace.set_span_in_context(parent, Context()) if isinstance(parent, Span) else parent

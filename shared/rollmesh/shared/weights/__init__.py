@@ -1,1 +1,1 @@
-"""Weights as content-addressed blobs: the store, the manifest, the transfer. Knows bytes and digests, never tensors."""
+"""Weights as content-addressed blobs: the store, the manifest, the transfer. It handles bytes and digests, not tensors."""

@@ -1,8 +1,8 @@
 """Content-addressed blobs in a directory: `<directory>/<sha256>`, visible only when their bytes hash to their name.
 
-A blob is written to a partial file and renamed. Each has owners; one that nobody owns is deleted. Files that another process of this
-host put into the directory (a same-host upload) are taken in by `claim`, which hashes them first. What was there before
-a restart is hashed at its first use, since a crash of the host may have torn it.
+A blob is written to a partial file and renamed. Each has owners; a blob without an owner is deleted. Files that another process of this
+host put into the directory (a same-host upload) are added by `claim`, which hashes them first. Blobs from before
+a restart are hashed at their first use, because a crash of the host may have truncated them.
 
 Used on one event loop; hashing and writing of more than a few bytes happen in threads. One process owns a directory.
 """
@@ -44,7 +44,7 @@ class BlobStore:
     # Life -------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Opens the directory, cleans up after a crash. Raises `ConfigError` if another process has it open."""
+        """Open the directory and clean up after a crash. Raises `ConfigError` if another process has it open."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         for partial in self.directory.glob(f"*{PARTIAL_SUFFIX}"):
@@ -74,11 +74,11 @@ class BlobStore:
         return self._owners.owners
 
     def missing(self, digests: Iterable[str]) -> list[str]:
-        """Those not stored, in order. What is stored but damaged shows at its first use and is missing from then on."""
+        """Return the digests that are not stored, in order. A damaged blob is detected at its first use and is missing from then on."""
         return [digest for digest in digests if digest not in self._sizes]
 
     async def open(self, digest: str) -> Path:
-        """Path of a stored blob that hashed right in the life of this store. Raises `UnknownBlob`."""
+        """Return the path of a stored blob whose hash this store has verified. Raises `UnknownBlob`."""
         check_digest(digest)
         if digest not in self._sizes:
             raise UnknownBlob(f"blob {digest} is not stored here; ask another source", digest=digest)
@@ -88,11 +88,11 @@ class BlobStore:
         return path
 
     async def read(self, digest: str, *, offset: int = 0, piece_bytes: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """The blob's bytes from `offset` in pieces. Raises `UnknownBlob`, or `InvalidInput` for an offset past its end."""
+        """Yield the blob's bytes from `offset` in pieces. Raises `UnknownBlob`, or `InvalidInput` for an offset past its end."""
         path = await self.open(digest)
         if not 0 <= offset <= self._sizes[digest]:
             raise InvalidInput(f"offset: {offset}, but blob {digest} has {self._sizes[digest]} bytes", digest=digest)
-        with path.open("rb") as file:  # an open file outlives its deletion
+        with path.open("rb") as file:  # an open file remains readable after its deletion
             file.seek(offset)
             while piece := await asyncio.to_thread(file.read, piece_bytes):
                 yield piece
@@ -100,7 +100,7 @@ class BlobStore:
     # Storing ----------------------------------------------------------------------------------------------------------
 
     async def claim(self, digest: str, *, owner: str) -> bool:
-        """Makes `owner` an owner of a blob that is there, also of one that a peer on this host wrote. False if there is none.
+        """Make `owner` an owner of a stored blob, also of one that a peer on this host wrote. Return False if it does not exist.
 
         Raises `HashMismatch` for a file with other bytes, which is deleted, and `DiskFull`, after deleting it too.
         """
@@ -117,9 +117,9 @@ class BlobStore:
         return True
 
     async def put(self, digest: str, size_bytes: int, pieces: AsyncIterable[bytes], *, owner: str) -> bool:
-        """Stores a blob; returns whether it was there before, in which case `pieces` is not read.
+        """Store a blob. Return whether it was already stored; `pieces` is then not read.
 
-        Raises `HashMismatch` if the bytes do not hash right, `InvalidInput` if they are more than announced, `DiskFull`.
+        Raises `HashMismatch` if the bytes do not match the digest, `InvalidInput` if they are more than announced, `DiskFull`.
         """
         check_digest(digest)
         with contextlib.suppress(HashMismatch, UnknownBlob):  # damaged since it was stored: store it again
@@ -132,7 +132,7 @@ class BlobStore:
         return False
 
     def partial(self, digest: str, size_bytes: int) -> PartialBlob:
-        """A blob to be written piece by piece. Reserves its size; raises `DiskFull`."""
+        """Create a blob that is written piece by piece. Reserves its size; raises `DiskFull`."""
         check_digest(digest)
         if size_bytes < 0:
             raise InvalidInput(f"size_bytes: {size_bytes} is negative", digest=digest)
@@ -141,14 +141,14 @@ class BlobStore:
         return PartialBlob(self, path, digest, size_bytes)
 
     async def adopt(self, file: Path, digest: str, *, owner: str) -> bool:
-        """Takes in a file of this host without copying it, if it has these bytes: links it where the file system allows.
+        """Add a file of this host without a copy, if it has these bytes and the file system allows a link.
 
-        False if it is not there, lies on another file system, or hashes to something else.
+        Return False if it does not exist, is on another file system, or has another hash.
         """
         link = self.directory / f"{digest}.{next(self._partial_numbers)}{PARTIAL_SUFFIX}"
         try:
             os.link(file, link)
-        except OSError:  # gone, not ours to read, or not linkable: the network remains
+        except OSError:  # removed, not readable or not linkable; the network remains
             return False
         self._check_quota(os.stat(link).st_size, after_deleting=link)
         if await asyncio.to_thread(sha256_of_file, link) != digest:
@@ -158,7 +158,7 @@ class BlobStore:
         return True
 
     def release(self, owner: str) -> int:
-        """Forgets an owner and deletes what nobody owns then; returns the bytes freed."""
+        """Remove an owner and delete blobs without an owner. Return the freed bytes."""
         return sum(self._delete(digest) for digest in self._owners.drop(owner))
 
     # Inside -----------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class PartialBlob:
 
     def __exit__(self, *exc: object) -> None:
         self._store._reserved_bytes -= self._size_bytes
-        with suppress(OSError):  # what is buffered is tried once more, and a full disk refuses it again
+        with suppress(OSError):  # closing writes the buffer again, and a full disk rejects it again
             self._file.close()
         self._path.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
 """The manifest of a version: its files in content-addressed chunks, and the probes that tell right weights from wrong ones.
 
 The manifest's bytes are a blob too, and their SHA-256 is the version's `weights_digest`. Digests are taken over the bytes as stored, and
-nobody serialises a manifest again to check it. Free of numpy, since thin clients publish too.
+a reader does not serialize a manifest again to check it. Free of numpy, since thin clients publish too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_manifest(
 ) -> BuiltManifest:
     """Reads and hashes the safetensors files (about 1.8 GB/s): call it in a thread. Together they are one whole state dict.
 
-    Raises `InvalidInput` for a file that is no safetensors, OSError for one that cannot be read. The same files, probes
+    Raises `InvalidInput` for a file that is not safetensors, OSError for one that cannot be read. The same files, probes
     and settings give the same digest.
     """
     if not 0 < chunk_bytes <= CHUNK_BYTES_MAX:
@@ -97,7 +97,7 @@ def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
     try:
         manifest.ParseFromString(data)
     except DecodeError as err:
-        invalid("manifest", f"{len(data)} bytes that are no rollmesh.v1.WeightManifest ({err})")
+        invalid("manifest", f"cannot decode a rollmesh.v1.WeightManifest from {len(data)} bytes ({err})")
     check_manifest(manifest)
     return manifest
 
@@ -128,14 +128,14 @@ def chunk_sizes(manifest: weights_pb2.WeightManifest) -> dict[str, int]:
 
 
 def safetensors_dtypes(path: Path) -> set[str]:
-    """Element types in a safetensors file, from its header alone. Raises `InvalidInput` if it is none.
+    """Element types in a safetensors file, from its header. Raises `InvalidInput` if it is not such a file.
 
     Format: u64le length of a JSON header {name: {dtype, shape, data_offsets}}, then the data.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_HEADER_BYTES_MAX, path.stat().st_size - 8):
-            raise InvalidInput(f"{path} is no safetensors file; save the state dict with safetensors")
+            raise InvalidInput(f"{path} is not a safetensors file; save the state dict with safetensors")
         try:
             header = json.loads(file.read(length))
             return {_DTYPES.get(t["dtype"], t["dtype"]) for name, t in header.items() if name != "__metadata__"}

@@ -1,4 +1,4 @@
-"""Who owns which blob, kept in a journal beside the blobs.
+"""The owners of each blob, stored in a journal beside the blobs.
 
 The journal is a JSON line per change, compacted when it is opened. A line is written before its blob becomes visible: after a crash
 there may be an owned blob that is missing, which an upload notices, but never a stored blob whose owner was forgotten.
@@ -47,7 +47,7 @@ class OwnerJournal:
             self._add(owner, digest)
 
     def drop(self, owner: str) -> list[str]:
-        """Forgets an owner; returns the digests that nobody owns now."""
+        """Remove an owner. Return the digests that have no owner now."""
         if owner not in self._owned:
             return []
         self._write(_line("drop", owner, ""))

@@ -21,7 +21,7 @@ class Probe:
 
 
 def probes_of(manifest: weights_pb2.WeightManifest) -> list[Probe]:
-    """Of a manifest that `check_manifest` has passed."""
+    """Return the probes of a manifest that `check_manifest` has accepted."""
     return [
         Probe(
             token_ids=decode_ints(message.token_ids, f"manifest.probes[{index}].token_ids"),
