@@ -1,4 +1,4 @@
-"""A run from Python leaves what the command leaves; README's snippet is followed literally."""
+"""A run from Python leaves the same folder as the command; the test executes the snippet of README."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_readmes_snippet_leaves_a_folder_that_audit_and_show_read_and_returns_th
 
 
 def _says_what_is_there_instead(run: Path) -> None:
-    """Of a run that is unknown, and of one that is not running."""
+    """Check the errors for an unknown run and for a run that is not running."""
     unknown = CliRunner().invoke(app, ["audit", str(run), "--run-name", "other"])
     assert unknown.exit_code != 0
-    assert "there is no ledger of run 'other'; --run-name takes one of: cli" in unknown.output
+    assert "the ledger of run 'other' does not exist; --run-name takes one of: cli" in unknown.output
     rests = CliRunner().invoke(app, ["status", str(run)])
     assert rests.exit_code == 1
     assert f"the run in {run} is not running" in rests.output

@@ -48,7 +48,7 @@ def test_judge_takes_the_profiles_of_a_configuration(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--config", str(tmp_path / "run.yaml")])
     assert (result.exit_code, "2 of 2 accepted" in result.output) == (0, True)
     result = CliRunner().invoke(app, command)
-    assert (result.exit_code, "no sandbox profile 'mine'" in result.output) == (1, True)
+    assert (result.exit_code, "sandbox profile 'mine', which is not configured" in result.output) == (1, True)
 
 
 def test_judge_names_what_is_wrong_with_a_manifest(tmp_path: Path) -> None:
