@@ -22,8 +22,8 @@ from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
+from .external_trainer_mesh import mesh_without_learner
 from .learner_world import ACCESS, RunningWorld, World
-from .stranger_mesh import mesh_without_learner
 
 WEIGHTS = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones(2, np.float32)}
 QUICK = RetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)

@@ -262,7 +262,7 @@ def _trained_steps(sample: TrainingSample) -> list[int]:
     return [s.version.step for s in masked if s.version is not None]
 
 
-async def test_a_stranger_meets_clear_refusals_and_loses_nothing(tmp_path: Path, model: Path) -> None:
+async def test_an_external_trainer_gets_clear_errors_and_loses_nothing(tmp_path: Path, model: Path) -> None:
     """A trainer of its own, over the gateway of a mesh without a learner."""
     parts = [name for name in part_names(config(model)) if name != "learner"]
     async with Mesh(config(model), run_dir=tmp_path / "run", parts=parts) as mesh:

@@ -21,7 +21,7 @@ COMMAND = (sys.executable, "-m", "rollmesh.cli")
 
 @dataclass(frozen=True, slots=True)
 class UpMesh:
-    """What a stranger is told of it."""
+    """The address and token that an external trainer needs."""
 
     process: asyncio.subprocess.Process
     gateway: str

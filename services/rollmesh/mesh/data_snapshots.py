@@ -24,7 +24,7 @@ class DataSnapshots:
     """Requests the state from the data node that is registered at the coordinator."""
 
     def __init__(self, layout: RunLayout) -> None:
-        self._place = layout
+        self._layout = layout
 
     async def __call__(self, ledger_position: int) -> bytes:
         """Return the state at `ledger_position` or later. Empty, with a warning, if it is not available within `TAKE_S_MAX`."""
@@ -36,7 +36,7 @@ class DataSnapshots:
             return b""
 
     async def _take(self, ledger_position: int) -> bytes:
-        access, request = self._place.access, data_pb2.SnapshotRequest(run=self._place.run)
+        access, request = self._layout.access, data_pb2.SnapshotRequest(run=self._layout.run)
         with typed_errors():
             async with open_channel(await self._address(), access=access) as channel:
                 stub: Any = data_pb2_grpc.DataServiceStub(channel)
@@ -46,7 +46,7 @@ class DataSnapshots:
         return bytes(taken.state)
 
     async def _address(self) -> str:
-        async with open_channel(self._place.coordinator, access=self._place.access) as channel:
+        async with open_channel(self._layout.coordinator, access=self._layout.access) as channel:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             fleet = await stub.GetFleet(
                 coordinator_pb2.GetFleetRequest(kind=coordinator_pb2.NODE_KIND_DATA), timeout=TAKE_S_MAX

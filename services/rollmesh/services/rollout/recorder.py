@@ -31,8 +31,8 @@ _MASK64 = 2**64 - 1
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where draws below a segment get their seeds from."""
+class _TreeNode:
+    """The source of seeds for the generations below a segment."""
 
     key: int
     num_children: int = 0
@@ -43,31 +43,31 @@ class _Place:
 
 
 class Recorder:
-    """Segments in the order they came into being."""
+    """Segments in the order of their creation."""
 
     def __init__(self, seed: int) -> None:
         self.segments: list[Segment] = []
         self.sampling_params: list[SamplingParams] = []
         self._sampling_index: dict[SamplingParams, int] = {}
-        self._root = _Place(seed & _MASK64)
-        self._places: list[_Place] = []
+        self._root = _TreeNode(seed & _MASK64)
+        self._tree_nodes: list[_TreeNode] = []
 
     def add_given(
         self, parent: int, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message] = ()
     ) -> int:
         """Record tokens that were not sampled here; return their segment."""
-        key = self._place(parent).next_key()
+        key = self._tree_node(parent).next_key()
         segment = Segment(parent=parent, role=role, source=source, token_ids=token_ids, messages=tuple(messages))
         return self._append(segment, key)
 
     def draw_key(self, parent: int) -> int:
-        """The seed of the next generation below `parent`."""
-        return self._place(parent).next_key()
+        """Return the seed of the next generation below `parent`."""
+        return self._tree_node(parent).next_key()
 
     def add_generated(
         self, parent: int, pieces: Sequence[Segment], params: SamplingParams, *, train: bool, message: Message
     ) -> int:
-        """Records a generation, given as one segment per version; returns the index of the last one."""
+        """Record a generation, one segment per version; return the index of the last one."""
         assert pieces, "a generation has at least one segment"
         sampling = self._sampling_of(params)
         for piece in pieces:
@@ -115,11 +115,11 @@ class Recorder:
         index = len(self.segments)
         assert ROOT <= segment.parent < index
         self.segments.append(segment)
-        self._places.append(_Place(key))
+        self._tree_nodes.append(_TreeNode(key))
         return index
 
-    def _place(self, parent: int) -> _Place:
-        return self._root if parent == ROOT else self._places[parent]
+    def _tree_node(self, parent: int) -> _TreeNode:
+        return self._root if parent == ROOT else self._tree_nodes[parent]
 
     def _sampling_of(self, params: SamplingParams) -> int:
         index = self._sampling_index.setdefault(params, len(self.sampling_params))

@@ -1,4 +1,4 @@
-"""Trainers that know protos/ alone, as processes beside a mesh that `rollmesh up` left running."""
+"""Trainers that use only protos/, as processes beside a mesh started by `rollmesh up`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollmesh.mesh import MeshConfig
 from rollmesh.trainer.model_files import write_model_folder
 
 from ..chaos.world import mesh_config
-from .stranger_mesh import (
+from .external_trainer_mesh import (
     ROOT,
     finish,
     node_trainer,
@@ -69,7 +69,7 @@ def config(model: Path) -> MeshConfig:
 
 
 def updates(output: str) -> list[int]:
-    """The updates that a trainer spoke of, in order."""
+    """Return the updates that a trainer printed, in order."""
     return [int(k) for k in re.findall(r"^update (\d+):", output, re.MULTILINE)]
 
 
@@ -114,7 +114,7 @@ async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_the_python_trainer_raises_held_out_success(tmp_path: Path) -> None:
-    """The small demo's tasks and warm-started model, a mesh without a learner, and the stranger's own training."""
+    """The small demo's tasks and warm-started model, a mesh without a learner, and the external trainer."""
     made = load_train_config(ROOT / "configs" / "demo_small.yaml")
     assert made.made_model is not None
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""A mesh without a learner, and trainers that are processes of their own."""
+"""A mesh without a learner, and trainers in separate processes."""
 
 from __future__ import annotations
 
