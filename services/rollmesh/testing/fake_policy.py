@@ -71,7 +71,7 @@ class FakePolicy:
             tokens = (cumulative <= marks).sum(axis=1).astype(np.int32)
         columns = {"logprobs": logprobs[rows, tokens], "logprobs_model": self._plain[positions % _PERIOD, tokens]}
         if "entropy" in outputs:
-            columns["entropy"] = -np.where(np.isfinite(logprobs), np.exp(logprobs) * logprobs, 0.0).sum(axis=1)
+            columns["entropy"] = -(np.exp(logprobs) * np.where(np.isfinite(logprobs), logprobs, 0.0)).sum(axis=1)
         return tokens, {name: values.astype(np.float32) for name, values in columns.items()}
 
 
