@@ -32,11 +32,12 @@ newcomer: setup ## execute the files and commands of README with small ChatML an
 floors: setup ## test the wheel with the lowest version of every dependency (except the trainer's) in a separate environment
 	$(BIN)/python -m pytest -q -s -m slow --timeout 1200 tests/floors
 
-check: setup ## check style, types and import contracts
+check: setup ## check style, types, import contracts and prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(PYTHON) .ci/prose.py
 
 reference: setup ## regenerate docs/configuration.md and docs/cli.md; a test checks that they are current
 	$(BIN)/python -m rollmesh.cli.reference docs

@@ -123,7 +123,7 @@ class MeshParts:
             await node.__aexit__(None, None, None)
 
     async def another_run(self, name: str) -> MeshParts:
-        """The same mesh, about another run with a worker of its own."""
+        """Return the same mesh with another run and a separate worker."""
         hello = coordinator_pb2.NodeHello(node_id=f"w-{name}", kind=ROLLOUT, capacity=8, runs=[name])
         worker = Membership(self.address, access=ACCESS, handler=PassiveHandler(hello), config=JOIN)
         await self.stack.enter_async_context(worker)

@@ -72,7 +72,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
 
 @pytest.fixture(scope="module")
 def anonymous(tls: SecurityConfig) -> grpc.ChannelCredentials:
-    """Of a client that trusts the mesh and has no certificate."""
+    """Return the credentials of a client that trusts the mesh and has no certificate."""
     return grpc.ssl_channel_credentials(Path(tls.ca).read_bytes())
 
 

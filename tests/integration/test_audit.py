@@ -37,7 +37,7 @@ async def update(mesh: MeshParts, number: int, log: TrainedLog, *, incarnation: 
 
 
 def save(log: TrainedLog, folder: Path) -> TrainedLog:
-    """A checkpoint; the log that goes on from it."""
+    """Write a checkpoint and return the log that continues it."""
     folder.mkdir(parents=True)
     log.write_to(folder / "trained.jsonl")
     return TrainedLog(folder / "trained.jsonl", update=log.update, digest=log.digest)

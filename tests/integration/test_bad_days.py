@@ -1,4 +1,7 @@
-"""Bad days: each is told in one clear message, the run goes on or stops with its cause, and nothing is lost (docs/reliability.md)."""
+"""Failures of the environment: each is reported in one clear message, the run continues or stops with its cause, and nothing is lost.
+
+docs/reliability.md lists them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ async def test_a_port_that_another_process_has_taken_is_named(tmp_path: Path, mo
                 pytest.fail("two servers on one port")
 
 
-# Weights that are none ------------------------------------------------------------------------------------------------
+# Invalid weights ------------------------------------------------------------------------------------------------
 
 
 class Diverged(fake_trainer.FakeTrainer):
@@ -181,7 +184,7 @@ async def test_a_payload_over_the_limit_fails_at_once_and_is_not_sent_again() ->
     clock = ManualClock()
     samples = BusSampleLog(bus, WorkerConfig(), clock)
     with pytest.raises(PayloadTooLarge, match="send less at once"):
-        async with asyncio.timeout(5):  # a retry would sleep on a clock that stands still
+        async with asyncio.timeout(5):  # a retry would sleep on a clock that does not advance
             await samples.append("r", bytes(1001), message_id="a")
     assert await samples.append("r", bytes(1000), message_id="b") == 1
 

@@ -1,4 +1,4 @@
-"""What a joining node is told, brings with it, and is refused: one address and a token against a mesh in this process."""
+"""What a joining node receives, sends, and why it is rejected: one address and a token, with a mesh in this process."""
 
 from __future__ import annotations
 

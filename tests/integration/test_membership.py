@@ -46,7 +46,7 @@ def member(address: str, worker: Worker, *, clock: ManualClock | None = None, ac
 
 async def asleep(clock: ManualClock) -> None:
     async with asyncio.timeout(20):
-        while not clock.num_sleepers():  # noqa: ASYNC110 (the clock tells nobody)
+        while not clock.num_sleepers():  # noqa: ASYNC110 (the clock has no event for it)
             await asyncio.sleep(0)
 
 

@@ -71,7 +71,7 @@ class Operator:
         return found
 
     async def until(self, condition: Callable[[run_pb2.RunState], bool]) -> run_pb2.RunState:
-        """Until the run is so. A coordinator that is away just then is no answer and is waited out."""
+        """Wait until the state of the run satisfies the condition. Calls during a restart of the coordinator are retried."""
         deadline_s, state = time.monotonic() + LIMIT_S, None
         while time.monotonic() < deadline_s:
             with suppress(Unavailable):
@@ -263,7 +263,7 @@ def _trained_steps(sample: TrainingSample) -> list[int]:
 
 
 async def test_an_external_trainer_gets_clear_errors_and_loses_nothing(tmp_path: Path, model: Path) -> None:
-    """A trainer of its own, over the gateway of a mesh without a learner."""
+    """Run an external trainer over the gateway of a mesh without a learner."""
     parts = [name for name in part_names(config(model)) if name != "learner"]
     async with Mesh(config(model), run_dir=tmp_path / "run", parts=parts) as mesh:
         operator = Operator(mesh)

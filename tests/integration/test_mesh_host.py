@@ -1,4 +1,4 @@
-"""Parts of a run in a process of their own: `python -m rollmesh.mesh`."""
+"""Services of a run in a separate process: `python -m rollmesh.mesh`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ END_S = 60.0
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> MeshConfig:
-    """A run that ends when it is told to."""
+    """A run that finishes on request."""
     model = save_model_folder(tmp_path_factory.mktemp("model"))
     return mesh_config(model, batch_groups=4, group_size=4, updates_max=0)
 

@@ -21,9 +21,9 @@ from rollmesh.v1 import events_pb2, reward_pb2, run_pb2, types_pb2, weights_pb2
 from .coordinator_mesh import ACCESS, MeshParts, coordinator_mesh, spec
 
 NEWER = bytes([0xFA, 0x7D, 3]) + b"new"
-"""Field 2015, three bytes: what protos of a later age hold."""
+"""Field 2015, three bytes: as a message of newer protos contains."""
 NEWER_NUMBER = 77
-"""Of an enum."""
+"""A number of an enum that these protos do not have."""
 LATER: Mapping[str, set[str]] = {
     "RunSpec": {"export_groups", "export_split", "stall_s", "success_reward"},
     "AttachTrainerRequest": {"keeps_no_checkpoints"},

@@ -55,7 +55,7 @@ async def test_a_collector_gets_the_spans_with_their_process(tmp_path: Path) -> 
 
 
 async def test_a_collector_that_is_away_does_not_hold_the_stop(tmp_path: Path) -> None:
-    config = TelemetryConfig(traces="otlp", otlp_endpoint="http://127.0.0.1:9")  # the discard port: nobody listens
+    config = TelemetryConfig(traces="otlp", otlp_endpoint="http://127.0.0.1:9")  # nothing listens at the discard port
     telemetry = Telemetry(config, folder=tmp_path, process="rollout-0")
     await telemetry.__aenter__()
     make_spans()

@@ -1,4 +1,4 @@
-"""A run that stands still says why: each part is taken away in turn, and the recorded cause names that one."""
+"""A stalled run records the cause: each service is removed in turn, and the cause names it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def root(state: run_pb2.RunState) -> str:
 
 
 class Pause:
-    """Holds the learner where it has leased a batch, for as long as it is told to."""
+    """Holds the learner after it has leased a batch, until it is released."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A run as processes: it outlives the death of each, ends with its supervisor, and goes on from its folder."""
+"""A run as processes: it survives the crash of each, ends with its supervisor, and resumes from its folder."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def updates(run: Path) -> int:
 
 
 async def kill_in_the_middle(mine: Path, run: Path) -> list[Process]:
-    """Kills a train command whose jails are busy and half of whose processes stand still; what it had started."""
+    """Kill a train command with busy sessions and half of its processes stopped; return the processes that it had started."""
     async with command("train", str(mine / "mine.yaml"), "--out", str(run)) as train:
         await until(lambda: updates(run) >= 2 or train.returncode is not None)
         (mine / "slow").touch()

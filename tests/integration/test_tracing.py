@@ -23,7 +23,7 @@ from ..chaos.world import mesh_config, save_model_folder, world
 from .test_mesh import Operator
 
 NUM_TURNS, NUM_CALLS = 3, 2
-"""Of tests/chaos/agent.py."""
+"""Turns and tool calls of an episode of the agent in tests/chaos/agent.py."""
 HOSTS = {
     "rest": ("nats", "coordinator", "gateway", "depot", "data"),
     "inference": ("inference-0",),

@@ -258,7 +258,7 @@ async def test_node_that_serves_other_weights_quarantines_itself(tmp_path: Path)
         assert report.failure.reason == "PROBE_MISMATCH"
         assert float(report.failure.metadata["probe_error"]) > 0.01
         assert node.state.active is None
-        boss.hang_up("inf-0")  # a new stream is no new life
+        boss.hang_up("inf-0")  # a new stream is not a restart
         await boss.until(lambda: len(boss.hellos) == 2)
         assert not boss.hellos[1].HasField("active")
         num_reports = len(boss.weight_reports("inf-0"))

@@ -34,7 +34,7 @@ class UpMesh:
 
 @asynccontextmanager
 async def up(config: MeshConfig, folder: Path) -> AsyncIterator[UpMesh]:
-    """Runs until the block ends; then it is told to stop and has ended in good order."""
+    """Run until the block ends; then it is stopped and has exited cleanly."""
     await asyncio.to_thread((folder / "mesh.yaml").write_text, to_yaml(config))
     process = await asyncio.create_subprocess_exec(
         *(*COMMAND, "up", str(folder / "mesh.yaml"), "--out", str(folder / "out")), stdout=asyncio.subprocess.PIPE
