@@ -44,7 +44,13 @@ class BareLoop:
         """`folder` stores the weights between trainer and engine."""
         self._config = config
         self._folder = folder
-        learner = msgspec.structs.replace(config.learner, directory=str(folder), model=str(model), seed=config.run.seed)
+        learner = msgspec.structs.replace(
+            config.learner,
+            directory=str(folder),
+            model=str(model),
+            seed=config.run.seed,
+            outputs=config.rollout.outputs,
+        )
         self.trainer = TorchTrainer.open(learner).engine
         engine = with_model(config.inference.engine, None, lambda: model)
         self.engine = make_engine(msgspec.structs.replace(config.inference, engine=engine))
@@ -84,7 +90,7 @@ class BareLoop:
                 config=config,
                 agent=load_agent(config.agent),
                 tokenizer=load_tokenizer(model, config.format),
-                generator=EngineGenerator(self.engine),
+                generator=EngineGenerator(self.engine, config.outputs),
                 sandbox=LocalSandbox({config.tools["calculator"].function: calc.call}),
                 scorer=DirectScorer(self._config.reward),
                 samples=self._episodes,

@@ -30,16 +30,19 @@ from rollmesh.v1 import reward_pb2
 
 
 class EngineGenerator:
-    """Generator: every request goes to the same engine."""
+    """Generator: every request goes to the same engine and asks for the same `outputs`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, outputs: tuple[str, ...] = ()) -> None:
         self._engine = engine
+        self._outputs = outputs
         self._ids = itertools.count()
 
     def open(
         self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
     ) -> EngineGeneration:
-        request = GenerateRequest(request_id=str(next(self._ids)), token_ids=token_ids, params=params, session=session)
+        request = GenerateRequest(
+            request_id=str(next(self._ids)), token_ids=token_ids, params=params, session=session, outputs=self._outputs
+        )
         return EngineGeneration(self._engine, request)
 
 

@@ -25,6 +25,7 @@ BENCHES = (
     "ledger",
     "recovery",
     "time_to_success",
+    "recipes",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
 

@@ -195,7 +195,7 @@ class _Check:
             self.mistakes.append(
                 ConfigError(
                     f"`rollout.outputs` must be among [{', '.join(known)}], which the engine can return; got "
-                    f"[{', '.join(config.rollout.outputs)}]",
+                    f"[{', '.join(config.rollout.outputs)}]; choose another engine, or a loss without this output",
                     key="rollout.outputs",
                 )
             )

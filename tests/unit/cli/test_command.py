@@ -233,6 +233,14 @@ def test_mistake_in_a_setting_is_told_with_its_place_and_remedy(override: str, e
     assert re.search(expected, refused("check", str(DEMO_CONFIG), override))
 
 
+def test_recipe_that_needs_an_output_of_another_engine_is_rejected_with_a_remedy() -> None:
+    engine = f"inference.engine={ROOT / 'examples' / 'extending' / 'uniform_engine.py'}:UniformEngine"
+    assert re.search(
+        r"`rollout.outputs` must be among \[\], which the engine can return; got \[entropy\]; choose another engine, or a loss",
+        refused("check", str(DEMO_CONFIG), "recipe=grpo_high_entropy", engine),
+    )
+
+
 def test_missing_configuration_is_told() -> None:
     assert re.search(
         r"nope.yaml: cannot read the configuration file: .*; check the path", refused("check", "nope.yaml")
