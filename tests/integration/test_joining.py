@@ -119,7 +119,7 @@ async def test_the_gateway_forwards_looking_and_no_leases(mesh: Mesh, tmp_path: 
     async with open_channel(mesh.layout.gateway, access=mesh.access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         assert len(await ready(stub)) == len(PARTS) - 1
-        with pytest.raises(Unimplemented, match="GetMesh tells"), typed_errors():
+        with pytest.raises(Unimplemented, match="GetMesh returns"), typed_errors():
             await stub.AcquireRollouts(pb.AcquireRolloutsRequest(node_id="x", num_max=1))
         with pytest.raises(UnknownBlob, match=r"no model file 'model\.safetensors'"):
             await fetch_model_files(stub, [pb.ModelFile(name="model.safetensors", sha256="0" * 64)], tmp_path / "out")

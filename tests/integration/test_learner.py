@@ -458,7 +458,7 @@ async def test_learner_whose_versions_are_refused_in_a_row_stops_with_their_caus
         world.refuse_steps = {step: f"probe differs at {step}" for step in (2, 3, 4)}
         world.stalled = lambda: world.step >= 4  # nothing is generated without weights that nodes accept
         with pytest.raises(
-            VersionRefused, match=r"main@4.0, the last of 3 in a row: probe differs at 4.*resume"
+            VersionRefused, match=r"main@4.0, the last of 3 consecutive ones: probe differs at 4.*resume"
         ) as caught:
             await train(running, config(tmp_path, quarantined_max=2))
         assert caught.value.metadata == {"version": "main@4.0"}
@@ -478,5 +478,5 @@ async def test_without_staleness_the_first_refused_version_ends_the_learner(tmp_
         world.spec.max_staleness = 0
         world.refuse_steps = {1: "NaN"}
         world.stalled = lambda: world.step >= 1
-        with pytest.raises(VersionRefused, match="main@1.0, the last of 1 in a row: NaN"):
+        with pytest.raises(VersionRefused, match="main@1.0, the last of 1 consecutive ones: NaN"):
             await train(running, config(tmp_path, quarantined_max=2))

@@ -306,7 +306,7 @@ async def test_a_lost_jail_and_a_failed_scorer_name_their_boundary() -> None:
 async def test_a_tool_that_is_not_configured_is_named() -> None:
     report = await tool_mesh().runner().run(lease(tools=["telescope"]))
     assert report.outcome == INFRA_FAILURE
-    assert "tool `telescope`; configured are: calculator, python" in report.failure.message
+    assert "tool `telescope` of the task is not configured; known: calculator, python" in report.failure.message
 
 
 async def test_a_prompt_without_room_for_an_answer_is_no_model_failure() -> None:

@@ -104,7 +104,7 @@ def test_token_id_is_none_for_text_of_several_tokens(ours: ChatTokenizer) -> Non
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path, model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no .*tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):

@@ -258,15 +258,18 @@ async def test_a_lease_that_cannot_be_read_is_reported_as_infra_failure() -> Non
         await until(mesh, lambda: mesh.coordinator.reports)
     (report,) = mesh.coordinator.reports
     assert (report.outcome, report.lease_id) == (INFRA_FAILURE, "l0")
-    assert "purpose 0 is not known" in report.failure.message
+    assert "does not support purpose 0" in report.failure.message
 
 
 async def test_time_limits_of_init_and_score_are_infra_and_of_run_the_models() -> None:
     config = RolloutConfig(limits=LimitsConfig(run_s_max=20.0), stages=StagesConfig(init_s_max=10.0, score_s_max=10.0))
     expected: dict[str, tuple[coordinator_pb2.EpisodeOutcome.ValueType, str]] = {
-        "opening a session": (INFRA_FAILURE, "init: no end within 10.0 s"),
-        "scoring": (INFRA_FAILURE, "score: no end within 10.0 s"),
-        "generating": (INFRA_FAILURE, "inference: no token within"),  # not one token: nothing is known of the model
+        "opening a session": (INFRA_FAILURE, "init: stage exceeded 10.0 s"),
+        "scoring": (INFRA_FAILURE, "score: stage exceeded 10.0 s"),
+        "generating": (
+            INFRA_FAILURE,
+            "inference: no token was sampled before the limit",
+        ),  # not one token: nothing is known of the model
         "calling a tool": (COMPLETED, ""),
     }
     for where, (outcome, message) in expected.items():

@@ -1,1 +1,1 @@
-"""The gateway: RunService for trainers, with payloads; they need neither NATS nor Python."""
+"""The gateway serves RunService with payloads, so that trainers need neither NATS nor Python."""

@@ -12,8 +12,8 @@ class GatewayConfig(Settings):
     """Settings of a gateway."""
 
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
-    """Where it listens."""
+    """Address and limits of the server."""
     reads_max: PositiveInt = 16
-    """Payloads read ahead per FetchSamples. More hide the bus's latency, and each may be as large as a record can be."""
+    """Payloads read ahead per FetchSamples. More payloads hide the latency of the bus; each may have the maximum record size."""
     call_s: PositiveFloat = 30.0
-    """Deadline of a decision whose caller set none, beyond the wait it asks for."""
+    """Deadline of a forwarded call without a deadline, in addition to its requested wait, in seconds."""

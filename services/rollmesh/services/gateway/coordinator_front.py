@@ -1,7 +1,7 @@
-"""What people and joining nodes ask of the coordinator, answered through the gateway: one public address is enough.
+"""Forward the public calls of CoordinatorService, so that operators and joining nodes need only the gateway's address.
 
-Looking (GetMesh, FetchModelFiles, GetFleet) and Drain are forwarded. Leases, reports and membership are between nodes and the coordinator,
-whose address GetMesh tells; a gateway in between would only be one more thing to lose.
+GetMesh, FetchModelFiles, GetFleet and Drain are forwarded. Nodes send leases, reports and membership directly to the coordinator,
+whose address GetMesh returns, because a gateway in between would add a point of failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmesh.v1 import coordinator_pb2_grpc
 
 
 class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """CoordinatorService over a coordinator's stub, as far as it is public."""
+    """Serve the public part of CoordinatorService with a coordinator's stub."""
 
     def __init__(self, coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub, *, call_s: float) -> None:
         self._coordinator: Any = coordinator
@@ -50,7 +50,7 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
         _refuse("Join")
-        yield  # makes it a stream
+        yield  # makes this method a generator
 
     async def AcquireRollouts(self, request: pb.AcquireRolloutsRequest, context: Context) -> pb.AcquireRolloutsResponse:
         _refuse("AcquireRollouts")
@@ -69,4 +69,4 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 def _refuse(verb: str) -> NoReturn:
-    raise Unimplemented(f"the gateway does not forward {verb}; ask the coordinator, whose address GetMesh tells")
+    raise Unimplemented(f"the gateway does not forward {verb}; call the coordinator, whose address GetMesh returns")

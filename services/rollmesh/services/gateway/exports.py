@@ -1,4 +1,4 @@
-"""The samples of a run that exports, read from its ledger and its sample stream.
+"""Stream the samples of a run with export, from its ledger and its sample stream.
 
 The ledger holds the scored episodes in order, their tasks and the end of the run, so the gateway does not call the coordinator. The
 position of a reader is (record, fact); it is the same at every gateway and does not change. Each stream reads the ledger from its first
@@ -27,13 +27,16 @@ START: Place = (0, 0)
 
 
 class Exports:
-    """Streams samples of any run on one bus."""
+    """Stream samples of the runs on one bus."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def stream(self, run: str, cursor: str) -> AsyncIterator[run_pb2.StreamSamplesResponse]:
-        """Scored episodes after `cursor` until the run has ended. UnknownRun, HasLearner, InvalidInput, PayloadLost, DataLoss."""
+        """Yield scored episodes after `cursor` until the run has ended.
+
+        Raise UnknownRun, HasLearner, InvalidInput, PayloadLost or DataLoss.
+        """
         after = parse_cursor(cursor)
         ledger, samples = await self._open(run)
         story = _Story(run)
@@ -49,7 +52,7 @@ class Exports:
             streams = run_streams(run)
             return await self._bus.open(streams.ledger.name), await self._bus.open(streams.samples.name)
         except (UnknownStream, InvalidInput) as error:
-            raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
+            raise UnknownRun(f"run {run!r} does not exist; CreateRun first", run=run) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class _ExportedEpisode:
 
 @dataclass(slots=True)
 class _Story:
-    """What the ledger has told so far. Tasks are kept while episodes of their groups are open."""
+    """State from the ledger records read so far. Tasks are kept while episodes of their groups are open."""
 
     run: str
     ended: bool = False
@@ -69,7 +72,7 @@ class _Story:
     num_open: dict[str, int] = field(default_factory=dict)
 
     def enter(self, record: StreamRecord) -> Iterator[_ExportedEpisode]:
-        """The episodes that this record says were scored."""
+        """Yield the episodes that this record reports as scored."""
         for index, fact in enumerate(_decode(record, self.run).facts):
             scored = self._enter(fact, (record.seq, index))
             if scored is not None:
@@ -127,11 +130,11 @@ def format_cursor(place: Place) -> str:
 
 
 def parse_cursor(text: str) -> Place:
-    """Raises InvalidInput for what `format_cursor` never gives."""
+    """Parse a cursor. Raise InvalidInput if `format_cursor` cannot have returned it."""
     if not text:
         return START
     if not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,9}", text):
-        what = f"is {text[:40]!r}; give the cursor of a response, or none to begin with the first episode"
+        what = f"is {text[:40]!r}; pass the cursor of a response, or an empty one to start at the first episode"
         raise InvalidInput(f"cursor {what}", violations=[FieldViolation("cursor", what)])
     record, _, fact = text.partition(".")
     return int(record), int(fact)
@@ -142,5 +145,5 @@ def _decode(record: StreamRecord, run: str) -> events_pb2.LedgerRecord:
         return events_pb2.LedgerRecord.FromString(record.payload)
     except DecodeError as error:
         raise DataLoss(
-            f"ledger record {record.seq} of {run} cannot be read: {error}; audit the run", seq=record.seq
+            f"cannot read ledger record {record.seq} of {run}: {error}; audit the run", seq=record.seq
         ) from error

@@ -1,8 +1,8 @@
-"""The newest ledger head of each run, in an append-only file: a copy that the ledger's own storage cannot change.
+"""Store the newest ledger head of each run in an append-only file, outside the storage of the ledger.
 
-heads.jsonl holds one line per commit that this gateway forwarded: {"run": "r", "head": {"position": 17, "hash": "..."}}. The last line of a
-run counts, since a head covers all records before it; an empty head says that the run was deleted. Opening the file rewrites it with these last lines, so that it does not grow with
-restarts.
+heads.jsonl has one line per commit that this gateway forwarded: {"run": "r", "head": {"position": 17, "hash": "..."}}. The last line of a
+run is valid, because a head covers all records before it. An empty head means that the run was deleted. Opening the file rewrites it
+with these last lines, so that it does not grow with restarts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Heads:
         partial.replace(self._path)
 
     async def store(self, run: str, head: LedgerHead) -> None:
-        """Append a head durably. A full disk does not fail the commit that it belongs to: the commit has happened."""
+        """Append a head durably. A full disk does not fail the commit, because the coordinator has already recorded it."""
         async with self._writing:
             try:
                 await asyncio.to_thread(self._append, _encode(run, head))
             except OSError as error:
-                _log.warning("ledger head %s of run %s was not stored in %s: %s", head, run, self._path, error)
+                _log.warning("cannot store ledger head: head=%s run=%s file=%s cause=%s", head, run, self._path, error)
 
     def _append(self, line: bytes) -> None:
         with self._path.open("ab") as file:
@@ -58,7 +58,7 @@ class Heads:
 
 
 def read_heads(path: Path) -> dict[str, LedgerHead]:
-    """The newest head of each run in a gateway's file; empty without a file. Lines that a crash cut short are skipped."""
+    """Return the newest head of each run in a gateway's file; empty without a file. Lines truncated by a crash are skipped."""
     found: dict[str, LedgerHead] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:

@@ -1,9 +1,9 @@
-"""Metrics of a gateway; its calls are among those of rpc."""
+"""Metrics of a gateway. The metrics of rpc count its calls."""
 
 from __future__ import annotations
 
 from rollmesh.shared.telemetry.metrics import counter
 
 EPISODES = counter("rollmesh_gateway_episodes_total", "Episodes read for trainers.")
-BYTES = counter("rollmesh_gateway_payload_bytes_total", "Bytes of them, as stored.")
+BYTES = counter("rollmesh_gateway_payload_bytes_total", "Stored bytes of episodes read for trainers.")
 METRICS = (EPISODES, BYTES)

@@ -1,4 +1,4 @@
-"""`GatewayNode`: RunService and the public part of CoordinatorService, in front of a coordinator and a bus.
+"""The gateway node: serves RunService and the public part of CoordinatorService with a coordinator and a bus.
 
 async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", access=access, folder=folder,
                        bus_url=url) as gateway:
@@ -34,7 +34,7 @@ IDEMPOTENT = (
 
 
 class GatewayNode(JoinedNode):
-    """One gateway. Give it a bus, or the URL of one."""
+    """One gateway. Pass a bus or the URL of one."""
 
     kind = coordinator_pb2.NODE_KIND_GATEWAY
 
@@ -50,8 +50,8 @@ class GatewayNode(JoinedNode):
         bus_url: str = "",
         clock: Clock | None = None,
     ) -> None:
-        """`folder` is where it stores the heads of ledgers."""
-        assert (bus is None) != (not bus_url), "a bus or the URL of one"
+        """`folder` stores the heads of ledgers."""
+        assert (bus is None) != (not bus_url), "pass either bus or bus_url"
         super().__init__(node_id=node_id, access=access, coordinator=coordinator, server=config.server, clock=clock)
         self._config = config
         self._heads = Heads(Path(folder))

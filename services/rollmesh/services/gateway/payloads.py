@@ -1,11 +1,11 @@
-"""Payloads of a batch lease, read from the run's sample stream by sequence.
+"""Read the payloads of a batch lease from the run's sample stream by sequence.
 
-A payload that cannot be read, or that contradicts the metadata of a leased sample, would come back with every lease: it is answered
-with its failure, so that the trainer drops its samples, and recorded as a dead letter. One that is gone is PAYLOAD_LOST: that may be a
-lease of long ago.
+A payload that cannot be read, or that contradicts the metadata of a leased sample, would recur with every lease. The response holds its
+failure, so that the trainer drops its samples, and it is recorded as a dead letter. A payload that is gone raises PAYLOAD_LOST, because
+the lease may be old.
 
-An episode is read once per fetch and sent once, with the leased samples of it. Shards hold whole episodes, dealt out in the order of
-their samples' ids, so that the same lease is always sharded alike and no shard is more than one episode larger than another.
+An episode is read and sent once per fetch, with its leased samples. Shards hold whole episodes, assigned in the order of their samples'
+ids. The same lease is therefore always sharded equally, and shards differ by at most one episode.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 BURY_S_MAX = 5.0
-"""Longest a fetch waits for its dead letter."""
+"""Maximum wait of a fetch for its dead letter, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRef:
-    """An episode in the sample stream, and the reported metadata of those samples of it that are asked for, sorted by id."""
+    """An episode in the sample stream, with the reported metadata of its requested samples, sorted by id."""
 
     sequence: int
     metas: tuple[types_pb2.SampleMeta, ...]
@@ -50,7 +50,7 @@ def episode_ref(sequence: int, metas: Iterable[types_pb2.SampleMeta]) -> Episode
 
 
 def episodes_of(samples: Iterable[run_pb2.LeasedSample]) -> list[EpisodeRef]:
-    """The episodes that hold `samples`, by their first sample's id. Raises PayloadLost for a sample without payload."""
+    """Return the episodes of `samples`, sorted by the id of their first sample. Raise PayloadLost for a sample without payload."""
     found: dict[int, list[types_pb2.SampleMeta]] = {}
     for sample in samples:
         if sample.payload.sequence == 0:
@@ -62,7 +62,7 @@ def episodes_of(samples: Iterable[run_pb2.LeasedSample]) -> list[EpisodeRef]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A payload, or why it cannot be trained on."""
+    """A payload, or the reason why it cannot be trained on."""
 
     ref: EpisodeRef
     episode: types_pb2.Episode | None
@@ -70,12 +70,12 @@ class Read:
 
 
 def shard(episodes: Sequence[EpisodeRef], index: int, num: int) -> Sequence[EpisodeRef]:
-    """Shard `index` of `num`."""
+    """Return shard `index` of `num`."""
     return episodes[index::num]
 
 
 class PayloadReader:
-    """Reads episodes from the bus, at most `reads_max` at once per call."""
+    """Read episodes from the bus, at most `reads_max` concurrently per call."""
 
     def __init__(self, bus: Bus, *, reads_max: int, who: str = "gateway", clock: Clock | None = None) -> None:
         self._bus = bus
@@ -84,7 +84,7 @@ class PayloadReader:
         self._clock = clock or SystemClock()
 
     async def read(self, run: str, episodes: Sequence[EpisodeRef]) -> AsyncIterator[run_pb2.FetchSamplesResponse]:
-        """The episodes, in order; the failure of one that is not what was reported. Raises PayloadLost for one that is gone."""
+        """Yield the episodes in order, or the failure of one that contradicts its report. Raise PayloadLost if one is gone."""
         if not episodes:
             return
         try:
@@ -112,7 +112,7 @@ class PayloadReader:
         return run_pb2.FetchSamplesResponse(sample_ids=read.ref.sample_ids, failure=encode_failure(read.error))
 
     async def _bury(self, run: str, ref: EpisodeRef, error: DataLoss) -> None:
-        """A letter per payload, however often it is fetched. Losing it harms no sample."""
+        """Record one dead letter per payload, however often it is fetched. Its loss does not affect samples."""
         letter = events_pb2.DeadLetter(
             kind=events_pb2.DEAD_KIND_PAYLOAD,
             subject=ref.sample_ids[0],
@@ -125,11 +125,11 @@ class PayloadReader:
             dead = await self._bus.open(run_streams(run).dead.name)
             await dead.append(letter.SerializeToString(), msg_id=f"payload-{ref.sequence}", deadline_s=BURY_S_MAX)
         except MeshError as unstored:
-            _log.warning("run %s: %s; it could not be recorded: %s", run, error, unstored)
+            _log.warning("cannot record a dead letter: run=%s error=%s cause=%s", run, error, unstored)
 
 
 async def read_episode(log: StreamLog, ref: EpisodeRef) -> Read:
-    """Return the payload behind `ref`, or its error if it is not what was reported. Raises PayloadLost if it is gone."""
+    """Return the payload of `ref`, or its error if it contradicts the report. Raise PayloadLost if it is gone."""
     try:
         record = await log.read_direct(ref.sequence)
     except UnknownRecord as error:

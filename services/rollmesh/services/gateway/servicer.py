@@ -1,8 +1,8 @@
-"""RunService for trainers: decisions are the coordinator's, payloads come from the sample stream.
+"""Serve RunService to trainers: forward decisions to the coordinator and read payloads from the sample stream.
 
-A forwarded call keeps its deadline, and the coordinator's error reaches the caller with its code, reason and details. The gateway
-decides nothing and needs no state: any number of them serve, and one may be killed at any time. It stores the head of the ledger after
-each commit that it forwards, for the audit.
+A forwarded call keeps its deadline, and the caller gets the coordinator's error with its code, reason and details. The gateway does not
+need state: any number of gateways can serve, and each may be killed at any time. It stores the head of the ledger after each commit that
+it forwards, for the audit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ A = TypeVar("A")
 
 
 class GatewayServicer(run_pb2_grpc.RunServiceServicer):
-    """Serves RunService over a coordinator's stubs and a bus."""
+    """Serve RunService with a coordinator's stubs and a bus."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     async def _forward(
         self, verb: Callable[..., Awaitable[A]], request: Any, context: Context, wait_s: float = 0.0
     ) -> A:
-        """A failed call raises AioRpcError, which the error interceptor passes on as what it was."""
+        """Forward a call. A failed call raises AioRpcError, which the error interceptor returns unchanged."""
         remaining_s = context.time_remaining()
         return await verb(request, timeout=wait_s + self._call_s if remaining_s is None else remaining_s)
 
@@ -121,10 +121,10 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
             yield response
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
-        raise Unimplemented("tasks come from the data service in this version; configure a task file there")
+        raise Unimplemented("SubmitTasks is not implemented; configure a task file at the data service")
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
-        raise Unimplemented("samples come from rollouts alone in this version")
+        raise Unimplemented("SubmitSamples is not implemented; samples come from rollouts only")
 
     async def StreamSamples(
         self, request: pb.StreamSamplesRequest, context: Context

@@ -1,1 +1,1 @@
-"""The learner: drives a trainer over RunService, exactly as an external one would."""
+"""The learner runs a trainer over RunService, with the same calls as an external trainer."""

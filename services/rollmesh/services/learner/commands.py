@@ -1,4 +1,4 @@
-"""Commands to the trainer, received on WatchRun. Best effort: if one is missed, later calls return the same state as errors."""
+"""Receive commands to the trainer on WatchRun. If a command is missed, later calls return the same state as errors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
 
 
 class Commands:
-    """Watches the run inside `async with`, and reconnects when the stream breaks."""
+    """Watch the run inside `async with`, and reconnect when the stream breaks."""
 
     def __init__(
         self, run: Run, config: LearnerRetryConfig, clock: Clock, progress: LearnerProgress | None = None
     ) -> None:
-        """Refused versions are recorded in `progress`."""
+        """Record refused versions in `progress`."""
         self.stop = asyncio.Event()
         """Set once, never cleared: finish the current update, write a checkpoint, exit."""
         self._checkpoint = False
@@ -65,7 +65,7 @@ class Commands:
                 _log.warning("the learner receives no commands: cause=%s", err)
                 return
             except MeshError as err:
-                _log.debug("watching the run: %s", err)
+                _log.debug("WatchRun failed and is retried: cause=%s", err)
             await self._backoff.pause()
 
     def _obey(self, command: int) -> None:

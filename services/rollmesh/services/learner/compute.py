@@ -1,7 +1,7 @@
-"""One thread for all that computes, so that the event loop goes on renewing leases meanwhile.
+"""Run all computation in one thread, so that the event loop continues to renew leases.
 
-A single thread also makes the trainer's calls strictly sequential: what a cancelled caller left running ends before the next
-call begins. A computation cannot be interrupted.
+A single thread also makes the trainer's calls sequential: the computation of a cancelled caller finishes before the next call begins. A
+computation cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _log = logging.getLogger(__name__)
 
 
 class ComputeThread:
-    """Open until `close`."""
+    """A compute thread, open until `close`."""
 
     def __init__(self, folder: Path = Path(), name: str = "learner-compute") -> None:
-        """`folder` is where the work writes, to name it when its disk is full."""
+        """`folder` is the folder that the work writes to. The error of a full disk names it."""
         self._folder = folder
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work()`; DiskFull if that is what broke it. If the caller is cancelled, work that has begun goes on."""
+        """Return the result of `work()`. Raise DiskFull for a full disk. If the caller is cancelled, started work continues."""
         with disk_told(self._folder):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     async def close(self, limit_s: float) -> None:
-        """Waits for the work in progress, at most `limit_s`; work that has not begun is dropped."""
+        """Wait for the running work, at most `limit_s`, and drop work that has not started."""
         ending = asyncio.create_task(asyncio.to_thread(self._executor.shutdown, wait=True, cancel_futures=True))
         done, _ = await asyncio.wait([ending], timeout=limit_s)
         if not done:
-            _log.warning("a computation goes on %s s after its learner was stopped; it is left behind", limit_s)
+            _log.warning("the computation did not finish after the stop of the learner: limit_s=%s", limit_s)

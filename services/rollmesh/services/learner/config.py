@@ -1,4 +1,4 @@
-"""Configuration of the learner. Free of torch: a mesh reads it without loading any trainer."""
+"""Configuration of the learner. It does not import torch, so that a mesh can read it without loading a trainer."""
 
 from __future__ import annotations
 
@@ -15,62 +15,63 @@ from rollmesh.trainer.config import UpdateConfig
 
 
 class PublishConfig(Settings):
-    """How weights leave the learner."""
+    """Settings for publishing weights."""
 
     publish_every: NonNegativeInt = 0
-    """Updates between published versions. 0 takes the run's own number, which admission counts on."""
+    """Updates between published versions. 0 uses the run's number, which admission assumes."""
     num_probes: NonNegativeInt = 4
-    """Prompts whose log-probs go with each version, so that nodes can prove what they serve. 0 turns the proof off."""
+    """Number of prompts whose log-probs are published with each version, so that nodes can verify it. 0 disables the check."""
     probe_tokens: Annotated[int, Meta(ge=2)] = 64
-    """Longest probe, tokens. Longer ones see more of the model and cost a node more at every activation."""
+    """Maximum length of a probe, in tokens. Longer probes cover more of the model and cost more at every activation."""
     attempts_max: PositiveInt = 3
-    """Uploads of one version before a depot that keeps losing it is an error."""
+    """Maximum number of uploads of one version if the depot loses it. Then the learner fails."""
     transfer: TransferConfig = TransferConfig()
-    """The upload itself."""
+    """Limits of the upload."""
 
 
 class LearnerRetryConfig(RetryConfig):
-    """How long the learner retries while the gateway is away, and how often it restarts from a checkpoint."""
+    """Retries while the gateway is unreachable, and restarts from a checkpoint."""
 
     restarts_max: NonNegativeInt = 8
-    """Returns to the newest checkpoint without a new checkpoint in between; then the error is final. Two learners that fence
-    each other end here."""
+    """Maximum number of consecutive restarts from a checkpoint without a new checkpoint; then the error is permanent. This also
+    stops two learners that fence each other."""
 
 
 class LearnerConfig(UpdateConfig):
-    """The trainer's settings, its model, and where its state is kept."""
+    """Settings of the trainer, its model and the storage of its state."""
 
     directory: Annotated[NonEmptyStr, LIVE] = "learner"
     """Folder of the learner: `checkpoints/`, `publishing/`, `metrics.jsonl`, `tensorboard/`."""
     engine: Extension = Extension("torch")
-    """The trainer: `torch`, `fake` (no model, for tests), or your own as `file.py:Name`."""
+    """The trainer: `torch`, `fake` (without a model, for tests), or a custom one as `file.py:Name`."""
     model: str = ""
-    """Folder of the initial model (transformers format). Read only while there is no checkpoint."""
+    """Folder of the initial model (transformers format). It is read only if there is no checkpoint."""
     reward_weights: dict[str, float] = {}
-    """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, where both the finalizer and the trainer find it."""
+    """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, which the finalizer uses too."""
     outputs: tuple[str, ...] = ()
-    """Per-token outputs of the engine that samples carry. A mesh sets it to `rollout.outputs`."""
+    """Per-token outputs of the engine in the samples. A mesh sets it to `rollout.outputs`."""
     seed: NonNegativeInt = 0
-    """Key of the trainer's draws (minibatches). A checkpoint is only resumed under its own."""
+    """Seed of the trainer's draws (minibatches). A checkpoint can only be resumed with its own seed."""
     device: Annotated[str, LIVE] = "cpu"
-    """Where the model lives, e.g. "cpu" or "cuda:0"."""
+    """Device of the model, e.g. "cpu" or "cuda:0"."""
     threads: Annotated[PositiveInt, LIVE] = 1
-    """Compute threads of the trainer. More than the free cores is slower than one: their barriers spin."""
+    """Compute threads of the trainer. More threads than free cores are slower than one thread, because their barriers spin."""
     checkpoint_every: Annotated[PositiveInt, LIVE] = 10
-    """Updates between checkpoints: what a crash costs at most. A checkpoint is written in full and synced."""
+    """Updates between checkpoints: the maximum loss of a crash. A checkpoint is written completely and synced."""
     keep_last: Annotated[PositiveInt, LIVE] = 3
-    """Checkpoints kept."""
+    """Number of checkpoints kept."""
     quarantined_max: Annotated[NonNegativeInt, LIVE] = 2
-    """Versions in a row that the first nodes may refuse; one more ends the learner with their cause. It trains on and publishes the next
-    one meanwhile, as far as the bound allows: at max_staleness 0 nothing can be generated without the newest, so the first one ends it."""
+    """Maximum number of consecutive versions that canary nodes may refuse. With one more the learner fails with their cause. Meanwhile it
+    continues to train and publish within the staleness bound. At max_staleness 0 the first refusal ends it, because generation needs the
+    newest version."""
     wait_s: Annotated[float, Meta(gt=0, le=60), LIVE] = 10.0
-    """Longest wait of one request for a batch, at most 60; then it asks again and says what it waits for."""
+    """Maximum wait of one request for a batch, in seconds, at most 60. Then the learner reports the wait and retries."""
     stop_s: Annotated[PositiveFloat, LIVE] = 60.0
-    """How long leaving waits for the computation in progress, which cannot be interrupted."""
+    """Maximum wait for the running computation at shutdown, in seconds. A computation cannot be interrupted."""
     tensorboard: Annotated[bool, LIVE] = True
-    """Write TensorBoard event files beside `metrics.jsonl`."""
+    """Write TensorBoard event files next to `metrics.jsonl`."""
     publish: Annotated[PublishConfig, LIVE] = PublishConfig()
-    """Weights."""
+    """Publishing of weights."""
     retry: Annotated[LearnerRetryConfig, LIVE] = LearnerRetryConfig()
     """Retries of calls to the gateway, and restarts from a checkpoint."""
 

@@ -1,14 +1,14 @@
-"""The port to a trainer: what the learner needs of whatever makes updates.
+"""The port between the learner and a trainer engine.
 
-Implementations are loaded by dotted name, so that the learner's own modules never import torch: `engines/torch_trainer.py`
-drives `rollmesh.trainer`, `engines/fake_trainer.py` needs nothing. Every call is synchronous and may take long; one
-thread (`compute.ComputeThread`) makes them all, so an implementation needs no locks.
+Implementations are loaded by dotted name, so that other modules of the learner do not import torch: `engines/torch_trainer.py`
+uses `rollmesh.trainer`, `engines/fake_trainer.py` has no dependencies. Every call is synchronous and may take long. One thread
+(`compute.ComputeThread`) makes all calls, so an implementation does not need locks.
 
-What an implementation promises (tests/conformance/test_trainer_engine.py):
+Guarantees of an implementation (tests/conformance/test_trainer_engine.py):
 - Equal weights, state, seed and inputs give equal weights, bit for bit.
-- A checkpoint holds all of it: the update after a restore equals the one that would have come.
-- A skipped update changes no weights.
-- `score` is about the present weights, the ones that `export_weights` writes.
+- A checkpoint holds the complete state: the update after a restore equals the update without it.
+- A skipped update does not change weights.
+- `score` uses the current weights, which `export_weights` writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollmesh.trainer.trained_log import TrainedLog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a history of weights stands."""
+    """The position of the weights in the history of updates."""
 
     update: int = 0
     """Last update in the weights; 0 for the initial ones."""
@@ -42,17 +42,17 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One update. `verdicts` has one entry per sample given, in order: (sample id, why it was left out, or None)."""
+    """One update. `verdicts` has one entry per input sample, in order: (sample id, reason for its exclusion or None)."""
 
     update: int
     applied: bool
-    """False if nothing changed: the update is committed as SKIPPED."""
+    """False if the weights did not change: the update is committed as SKIPPED."""
     verdicts: tuple[tuple[str, str | None], ...]
     metrics: Mapping[str, float]
 
     @property
     def used_ids(self) -> list[str]:
-        """Samples in the gradient: what the commit digest is over."""
+        """Ids of the samples in the gradient. The commit digest covers them."""
         return [sample_id for sample_id, reason in self.verdicts if reason is None]
 
 
@@ -65,65 +65,65 @@ class ExportedWeights:
 
 
 class TrainerEngine(Protocol):
-    """Weights and the means to change them."""
+    """Weights and the operations on them."""
 
     @property
     def step(self) -> int:
-        """Number of updates behind the present weights."""
+        """Number of updates in the current weights."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Token ids below this may be scored. 0: no inference engine can reproduce `score`, so versions go without probes."""
+        """Upper bound of token ids that can be scored. 0: inference engines cannot reproduce `score`, so versions have no probes."""
         ...
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
-        """Makes update k = step + 1. A sample that cannot be trained on is left out with a reason, never an error."""
+        """Make update k = step + 1. A sample that cannot be trained on is excluded with a reason, without an error."""
         ...
 
     def score(self, token_ids: IntArray) -> FloatArray:
-        """Plain-softmax log-prob [n] of each token given those before it; entry 0 is 0."""
+        """Return the plain-softmax log-prob [n] of each token given the previous tokens; entry 0 is 0."""
         ...
 
     def export_weights(self, folder: Path) -> ExportedWeights:
-        """Writes the weights into an existing folder. Equal weights make equal bytes."""
+        """Write the weights into an existing folder. Equal weights give equal bytes."""
         ...
 
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
-        """Writes a durable checkpoint, atomically, and removes old ones. The log continues from it. Returns its folder."""
+        """Write a durable checkpoint atomically, remove old ones, and return its folder. The log continues from it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A trainer as its newest whole checkpoint left it, or with the initial weights. All three agree on the last update."""
+    """A trainer restored from its newest complete checkpoint, or with the initial weights. All three agree on the last update."""
 
     engine: TrainerEngine
     log: TrainedLog
     position: Position = field(default_factory=Position)
     passed_by: tuple[str, ...] = ()
-    """What was wrong with newer checkpoints, in words: they are set aside, and this one is older than what was trained."""
+    """Descriptions of the errors of newer checkpoints, which were set aside. This one is older than the last trained update."""
 
 
 class TrainerClass(Protocol):
-    """What a trainer's class declares. Its `Options`, if it has settings, are a strict struct."""
+    """The class of a trainer. Its `Options`, if it has settings, are a strict struct."""
 
     trains_model: ClassVar[bool]
-    """Whether it trains the model of the run by the settings of `UpdateConfig`. If so, `rollmesh check` checks model, loss and device."""
+    """Whether it trains the run's model with the settings of `UpdateConfig`. If so, `rollmesh check` checks model, loss and device."""
 
     @classmethod
     def open(cls, config: LearnerConfig, options: Any) -> Restored:
-        """Make a trainer from the newest whole checkpoint in `config.checkpoints`, or from `config.model` if there is none.
+        """Make a trainer from the newest complete checkpoint in `config.checkpoints`, or from `config.model` without a checkpoint.
 
         `options` is an instance of the class's `Options`, without settings if it has none. A damaged checkpoint is set aside and
         reported (`Restored.passed_by`), and the one before it is used; the attach then rolls back. Raises ConfigError or ValueError,
-        with the remedy, for what cannot be loaded. Checkpoints of which none is whole are such an error.
+        with the remedy, if loading fails or every checkpoint is damaged.
         """
         ...
 
 
 OpenEngine = Callable[[LearnerConfig], Restored]
-"""Opens a trainer, see `TrainerClass.open`."""
+"""Function that opens a trainer, see `TrainerClass.open`."""
 
 TRAINERS = Registry(
     "trainer",
@@ -135,7 +135,7 @@ TRAINERS = Registry(
 
 
 def find_engine(chosen: Extension, base_dir: str | Path | None = None) -> OpenEngine:
-    """Return the function that opens the trainer. A user's file is relative to `base_dir`. Raises ConfigError for a name or an option."""
+    """Return the function that opens the trainer. A user's file is relative to `base_dir`. Raise ConfigError for a name or an option."""
     cls, options = TRAINERS.find(chosen.name, base_dir), TRAINERS.options(chosen, base_dir)
     if not hasattr(cls, "open"):
         raise ConfigError(f"trainer `{chosen.name}` must have a class method `open(config, options)`", name=chosen.name)

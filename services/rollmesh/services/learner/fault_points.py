@@ -6,19 +6,19 @@ from rollmesh.shared.fault_points import FaultPoint
 
 
 class LearnerFaultPoint(FaultPoint):
-    """In the order in which they occur for one update."""
+    """Points in the order in which one update reaches them."""
 
     LEASED = "leased"
-    """A batch is leased; nothing of it is fetched."""
+    """A batch is leased; fetching has not started."""
     MID_FETCH = "mid_fetch"
-    """The first episode of the batch is here."""
+    """The first episode of the batch has arrived."""
     STEPPED = "stepped"
-    """The weights in memory contain the update, the ledger does not."""
+    """The weights in memory contain the update; the ledger does not."""
     COMMITTED = "committed"
-    """The ledger contains it, too; no checkpoint does."""
+    """The ledger contains the update too; checkpoints do not."""
     MID_CHECKPOINT = "mid_checkpoint"
-    """A checkpoint with it is durable; the coordinator has not been notified."""
+    """A checkpoint with the update is durable; the coordinator has not been notified."""
     CHECKPOINTED = "checkpointed"
     """The checkpoint is reported: its samples are TRAINED."""
     PUBLISHED = "published"
-    """A version is announced. Also after every attach."""
+    """A version is announced. Also reached after every attach."""

@@ -35,15 +35,15 @@ _SESSION_LOST = (
     WrongUpdate,
     WrongVersion,
 )
-"""Errors that end a session but not the learner: the weights in memory no longer match the ledger, those of the checkpoint do."""
+"""Errors that end a session but not the learner: the weights in memory no longer match the ledger, but the checkpoint does."""
 
 
 async def run_learner(parts: Parts) -> None:
     """Train until the run ends or a stop is requested; the last weights are then in a checkpoint and published.
 
-    In a run that exports its samples, publish the initial weights and train nothing.
+    In a run that exports its samples, publish the initial weights and do not train.
 
-    Raises errors that a restart cannot resolve: another history, a rejected configuration, or too many consecutive restarts.
+    Raise errors that a restart cannot resolve: another history, a rejected configuration, or too many consecutive restarts.
     """
     backoff = Backoff(parts.config.retry, parts.clock)
     restarts, checkpoint = 0, parts.progress.checkpoint_update
@@ -51,7 +51,7 @@ async def run_learner(parts: Parts) -> None:
         try:
             session = await begin_session(parts)
             if session.exports:
-                del session  # the depot has the weights now; the model's memory is free for others
+                del session  # frees the model's memory, because the depot has the weights
                 return await _wait_for_end(parts)
             return await session.train()
         except MeshError as err:

@@ -1,8 +1,8 @@
-"""Metrics per update: `metrics.jsonl` and TensorBoard event files.
+"""Write metrics per update to `metrics.jsonl` and to TensorBoard event files.
 
 A line: {"update": 12, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": ..., "metrics": {...}, "seconds": {...}}. After a
-roll-back, lines of void updates stay, and the same updates come again under a higher incarnation: the last line of an update counts.
-Event files are written by the tensorboard package alone, which needs neither tensorflow nor torch; not installed, they are left out.
+roll-back, lines of void updates remain, and the same updates follow with a higher incarnation. The last line of an update is valid.
+The tensorboard package writes event files without tensorflow and torch. Without the package they are omitted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MetricsLog:
-    """Appends; open until `close`."""
+    """Append metrics per update. Open until `close`."""
 
     def __init__(self, folder: Path, *, tensorboard: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class MetricsLog:
         metrics: Mapping[str, float],
         seconds: Mapping[str, float],
     ) -> None:
-        """Writes one update; `seconds` are totals, of which the line gets the growth."""
+        """Write one update. `seconds` are totals; the line holds the difference to the previous line."""
         grown = {name: value - self._seconds.get(name, 0.0) for name, value in seconds.items()}
         self._seconds = dict(seconds)
         line = MetricsLine(
@@ -75,7 +75,7 @@ class MetricsLog:
 
 
 class EventFile:
-    """An event file of a run for TensorBoard; several in one folder are shown as one. Open until `close`."""
+    """An event file of a run. TensorBoard shows all event files of a folder as one run. Open until `close`."""
 
     def __init__(self, run_folder: Path) -> None:
         self._writer = _event_writer(run_folder / "tensorboard")
@@ -91,9 +91,9 @@ class EventFile:
 
 
 def read_metrics(path: Path) -> dict[int, MetricsLine]:
-    """The lines of a metrics.jsonl by update; of an update that was rolled back and made again, the newer one.
+    """Return the lines of a metrics.jsonl by update; for an update repeated after a roll-back, the newer line.
 
-    Lines of void updates that were not made again yet are among them. Raises ValueError naming a malformed line.
+    Void updates that are not repeated yet are included. Raise ValueError with the number of a malformed line.
     """
     lines: dict[int, MetricsLine] = {}
     with path.open("rb") as file:
@@ -107,7 +107,7 @@ def read_metrics(path: Path) -> dict[int, MetricsLine]:
 
 
 def newest_metrics(path: Path) -> dict[str, float | None]:
-    """The metrics of the last whole line of a metrics.jsonl; empty if there is none. Safe while the file is being written."""
+    """Return the metrics of the last complete line of a metrics.jsonl, or {} without a line. Safe during writes."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES_MAX))
@@ -121,7 +121,7 @@ def _event_writer(folder: Path) -> Any:
     try:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ModuleNotFoundError:
-        _log.warning("tensorboard is not installed: metrics go to metrics.jsonl alone (pip install tensorboard)")
+        _log.warning("tensorboard is not installed, so metrics are only in metrics.jsonl (pip install tensorboard)")
         return None
     return EventFileWriter(str(folder))
 

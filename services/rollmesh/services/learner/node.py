@@ -1,4 +1,4 @@
-"""`LearnerNode`: the client of the run, the compute thread and the loop.
+"""The learner node: the client of the run, the compute thread and the loop.
 
     async with LearnerNode(config, RunAddress(address=gateway, access=access, run="r1")) as learner:
         await learner.wait()            # until the run ends; raises the error that stopped it
@@ -30,7 +30,7 @@ from rollmesh.v1 import coordinator_pb2
 
 
 class LearnerNode(JoinedNode):
-    """One learner of one run. With a `coordinator` address it also joins the fleet, so that operators see it; training does not need that."""
+    """One learner of one run. With a `coordinator` address it also joins the fleet for monitoring; training does not need it."""
 
     kind = coordinator_pb2.NODE_KIND_LEARNER
     serves = False
@@ -48,8 +48,8 @@ class LearnerNode(JoinedNode):
         node_id: str = "learner",
         base_dir: str | Path | None = None,
     ) -> None:
-        """`at` is awaited at each `LearnerFaultPoint`; `open_engine` replaces the engine that `config.engine` names, which may be a file
-        relative to `base_dir`."""
+        """`at` is awaited at each `LearnerFaultPoint`. `open_engine` replaces `config.engine`, which may be a file relative to
+        `base_dir`."""
         super().__init__(node_id=node_id, access=where.access, coordinator=coordinator, clock=clock)
         self._config = config
         self._where = where
@@ -89,11 +89,11 @@ class LearnerNode(JoinedNode):
         )
 
     async def run(self) -> None:
-        """Train until the run has ended or a stop is done."""
+        """Train until the run has ended or a stop has finished."""
         await run_learner(self._entered())
 
     async def stop(self) -> None:
-        """Finish the current update, write a checkpoint, publish, and return; the run continues without a trainer."""
+        """Finish the current update, write a checkpoint and publish. The run continues without a trainer."""
         await self.on_drain()
         await self.wait()
 

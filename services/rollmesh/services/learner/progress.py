@@ -47,7 +47,7 @@ class LearnerProgress:
         since_s = self.clock.monotonic_s() - self.phase_since_s
         now = f"{self.phase or 'between phases'} of update {self.update + 1} for {since_s:.0f} s"
         return (
-            f"{now}; it went back to its checkpoint {self.num_attached} times: {self.last_error}"
+            f"{now}; it restarted from its checkpoint {self.num_attached} times: {self.last_error}"
             if self.last_error
             else now
         )

@@ -1,12 +1,10 @@
-"""Publishing: export -> probes -> manifest -> upload -> announce.
+"""Publish versions: export -> probes -> manifest -> upload -> announce.
 
-Publishing the same version again must give the same digest, or the coordinator takes it for another history: a learner that
-restarts at the step it published last does publish it again. The digest covers the probes, and their log-probs may differ in the
-last bit on another machine. Hence the manifest of the last version is kept in a file, written before the version is
-announced, and reused as long as it names the same chunks.
+A learner that restarts at its last published step publishes it again. The digest must then be the same; otherwise the coordinator treats
+it as another history. The digest covers the probes, and their log-probs may differ in the last bit on another machine. Therefore the
+manifest of the last version is stored in a file before the announcement, and reused while it names the same chunks.
 
-Probes are token sequences from the first batch ever trained, kept in a file too. Before there is one (step 0), they are drawn
-from the vocabulary.
+Probes are token sequences from the first trained batch, which are stored in a file too. At step 0 they are drawn from the vocabulary.
 Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload), `client.Trainer` (PublishVersion).
 """
 
@@ -35,7 +33,7 @@ _SYNTHETIC_TOKENS = 32
 
 
 class Publisher:
-    """Publishes versions of one learner; `folder` is its own and kept over restarts."""
+    """Publish versions of one learner. No other component uses `folder`, which persists over restarts."""
 
     def __init__(self, compute: ComputeThread, config: PublishConfig, folder: Path) -> None:
         self._compute = compute
@@ -45,7 +43,7 @@ class Publisher:
     async def publish(self, trainer: Trainer, engine: TrainerEngine) -> PolicyVersion:
         """Upload and announce the engine's current weights as `trainer.version`; return it with its digest. Repeatable.
 
-        Raises `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`; `NotUploaded` if the depot keeps losing it.
+        Raise `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
         """
         scratch = self._folder / "files"
         try:
@@ -56,7 +54,7 @@ class Publisher:
             await self._compute.run(lambda: shutil.rmtree(scratch, ignore_errors=True))
 
     def note_samples(self, samples: Sequence[TrainingSample]) -> None:
-        """Takes the probes from these samples unless there are some already. Called in the compute thread."""
+        """Take the probes from these samples unless probes exist. Called in the compute thread."""
         path = self._folder / "probes.json"
         if path.exists() or not self._config.num_probes:
             return
@@ -73,15 +71,15 @@ class Publisher:
         probes = [Probe(token_ids=ids, logprobs=engine.score(ids)) for ids in self._probe_prompts(engine)]
         if not all(np.isfinite(probe.logprobs).all() for probe in probes):
             raise WeightsRejected(
-                f"the weights of {version} score a probe as NaN or infinite: the update went wrong, and they are not published; "
-                "remove the checkpoints that hold it, lower the learning rate, and go on",
+                f"the weights of {version} score a probe as NaN or infinite and are not published; remove the checkpoints that "
+                "hold this update, lower the learning rate, and resume",
                 version=version,
             )
         built = build_manifest(exported.files, tied=exported.tied, probes=[probe.encode() for probe in probes])
         return self._as_before(version, built)
 
     def _as_before(self, version: PolicyVersion, built: BuiltManifest) -> BuiltManifest:
-        """The manifest under which these very weights were published before, if they were; else this one, noted down."""
+        """Return the stored manifest if these weights were published before; otherwise store and return `built`."""
         path = self._folder / f"step-{version.step:08d}.{version.incarnation}.manifest"
         known = _read_manifest(path, built)
         if known is not None:
@@ -104,7 +102,7 @@ class Publisher:
 
 
 def _prompts(samples: Sequence[TrainingSample], config: PublishConfig) -> list[list[int]]:
-    """The beginnings of up to `num_probes` samples, of as many groups as there are."""
+    """Return prefixes of up to `num_probes` samples, from as many groups as possible."""
     by_group: dict[str, list[int]] = {}
     for sample in samples:
         if sample.segments and sample.group not in by_group:
@@ -115,7 +113,7 @@ def _prompts(samples: Sequence[TrainingSample], config: PublishConfig) -> list[l
 
 
 def _read_manifest(path: Path, built: BuiltManifest) -> BuiltManifest | None:
-    """The manifest in `path`, if it can be read and names the same files in the same chunks."""
+    """Return the manifest in `path` if it is readable and names the same files in the same chunks; otherwise None."""
     try:
         data = path.read_bytes()
         same = list(parse_manifest(data).files) == list(parse_manifest(built.data).files)
@@ -125,7 +123,7 @@ def _read_manifest(path: Path, built: BuiltManifest) -> BuiltManifest | None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all, also over a crash."""
+    """Write atomically, also in a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".partial")
     with temporary.open("wb") as file:

@@ -10,7 +10,7 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: LearnerNode) -> list[Reading]:
-    """The learner's progress."""
+    """Return the readings of the learner's progress."""
     progress = node.progress
     last = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
     return [

@@ -1,4 +1,4 @@
-"""A fetched batch as training samples.
+"""Convert a fetched batch to training samples.
 
 The lease decides which samples may be trained, with which rewards and which masked tokens; the payload only has the tokens. Samples keep
 the order of the lease, because the trainer's minibatches depend on it. If a payload cannot be decoded, only its samples are dropped.
@@ -30,10 +30,10 @@ class DecodedBatch:
 
     samples: list[TrainingSample]
     unreadable: Mapping[str, str]
-    """Sample id -> the reason to drop it with."""
+    """Sample id -> reason for dropping it."""
     groups: tuple[GroupContext, ...]
     traceparents: tuple[str, ...]
-    """Contexts of the episodes that are traced."""
+    """Contexts of the traced episodes."""
 
 
 def decode_batch(batch: Batch) -> DecodedBatch:

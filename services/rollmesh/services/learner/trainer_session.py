@@ -68,7 +68,7 @@ class Parts:
 async def begin_session(parts: Parts) -> TrainerSession:
     """Restore, attach and publish. The caller continues with `TrainerSession.train`.
 
-    After `Fenced` and the like the caller begins a new session; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` are permanent.
+    After `Fenced` and similar errors the caller begins a new session; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` are permanent.
     """
     with parts.progress.during("attach"):
         restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
@@ -79,7 +79,9 @@ async def begin_session(parts: Parts) -> TrainerSession:
         trainer = await parts.run.attach(last_update=position.update, digest=position.digest, holder=parts.holder)
     attached = trainer.attached
     if attached.next_update != position.update + 1:
-        raise WrongUpdate(f"attached with update {position.update}, but {attached.next_update} is said to be next")
+        raise WrongUpdate(
+            f"attached with update {position.update}, but the coordinator expects {attached.next_update} next"
+        )
     session = TrainerSession(parts, restored, trainer)
     await session.publish()
     return session
@@ -99,13 +101,13 @@ class TrainerSession:
         self._checkpointed = restored.position.update
         self._publish_every = _publish_every(parts.config, attached)
         self.exports = attached.spec.export_groups > 0
-        """Whether the run exports its samples; then there is nothing to train on."""
+        """Whether the run exports its samples. Such a run does not train."""
         self._refused_max = _refused_max(parts.config, attached, self._publish_every)
         self._published: list[str] = []
         """Versions published in this session, by the names that WatchRun uses."""
         self._num_lost = 0
         self._asked_ns = 0
-        """When the current batch was requested, on the clock of spans."""
+        """Time of the request for the current batch, on the clock of spans."""
         self._backoff = Backoff(parts.config.retry, parts.clock)
         progress = parts.progress
         progress.num_attached += 1
@@ -172,7 +174,7 @@ class TrainerSession:
         row = list(itertools.takewhile(lambda name: name in refused, reversed(self._published)))
         if len(row) > self._refused_max:
             raise VersionRefused(
-                f"the inference nodes refused the weights {row[0]}, the last of {len(row)} in a row: {refused[row[0]]}; find the "
+                f"the inference nodes refused the weights {row[0]}, the last of {len(row)} consecutive ones: {refused[row[0]]}; find the "
                 "cause in their logs; then remove the newest checkpoint, so that the run rolls back and publishes again, and resume",
                 version=row[0],
             )
@@ -310,6 +312,6 @@ def _publish_every(config: LearnerConfig, attached: Attachment) -> int:
     limit = attached.spec.max_staleness + 1
     if every > limit:
         raise ConfigError(
-            f"publish_every = {every}: at most max_staleness + 1 = {limit}, or the run waits for weights that never come"
+            f"`publish_every` must be <= max_staleness + 1 = {limit}, got {every}; otherwise the run waits for unpublished weights"
         )
     return every

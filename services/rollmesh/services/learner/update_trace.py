@@ -1,7 +1,8 @@
-"""The trace of one update, and the update in the traces of its episodes.
+"""Trace one update, and add the update to the traces of its episodes.
 
-An update that holds a traced episode has a separate trace: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to every
-traced episode. Each of those gets `batch lease`, `train` and `commit` below its own root, linked back, so that the trace of an episode covers its whole lifecycle.
+An update with a traced episode has a separate trace: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to every traced
+episode. Each traced episode gets `batch lease`, `train` and `commit` below its root, linked back, so that its trace covers its whole
+lifecycle.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LEASE, FETCH, TRAIN, COMMIT = "batch lease", "fetch", "train", "commit"
 
 
 class UpdateSpans:
-    """Records the spans of one update. Does nothing unless `fetched` reports a traced episode."""
+    """Record the spans of one update. It has no effect unless `fetched` reports a traced episode."""
 
     def __init__(self, lease: BatchLease, asked_ns: int, leased_ns: int) -> None:
         """`asked_ns` and `leased_ns` are the times of the request and of its reply, on the clock of spans."""

@@ -1,4 +1,4 @@
-"""The agent protocol: what a user writes to say how a model works on a task.
+"""The agent protocol. A user implements it to define how a model works on a task.
 
     class Agent:
         async def run(self, task: Task, env: Environment) -> None:
@@ -11,11 +11,11 @@
                 env.observe(result.text)
 
 The conversation of the task is already in the context when `run` begins. The environment records every token with its log-prob,
-version and loss mask; an agent sees ids only if it wants to. Returning ends the episode; so does a limit, which `generate` raises
-as `LimitReached` and no agent needs to catch. Any other exception is a bug in the agent: the episode is an infra failure with the
-traceback, retried, and never scored 0.
+version and loss mask; an agent does not need to handle ids. The episode ends when `run` returns or reaches a limit. `generate` raises
+a limit as `LimitReached`, which no agent needs to catch. Any other exception is a bug in the agent: the episode is an infra failure
+with the traceback. It is retried and never scored 0.
 
-An instance serves many episodes at once: keep what belongs to an episode in local variables. Settings come from the config's
+An instance serves many episodes at once, so keep the state of an episode in local variables. Settings come from the config's
 `options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without one, `Agent()`.
 """
 
@@ -42,10 +42,10 @@ AGENTS = Registry(
 
 
 class Agent(Protocol):
-    """One way of working on tasks."""
+    """Work on tasks with an environment."""
 
     async def run(self, task: Task, env: Environment) -> None:
-        """Works on one task until it is done."""
+        """Work on one task until it is finished."""
         ...
 
 

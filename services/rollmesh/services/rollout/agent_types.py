@@ -10,7 +10,7 @@ from rollmesh.shared.trajectory import FinishReason, IntArray, Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an agent may know of its task; the answer key is not among it."""
+    """The fields of a task that an agent may read. The answer key is not one of them."""
 
     task_id: str
     messages: tuple[Message, ...]
@@ -20,28 +20,28 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model said."""
+    """One generation of the model."""
 
     text: str
-    """With its stop string, and tags as text."""
+    """Includes the stop string, and special tokens as text."""
     finish: FinishReason
-    """STOP, or LENGTH if the turn's own token limit cut it."""
+    """STOP, or LENGTH if the token limit of the turn cut it."""
     token_ids: IntArray
     """[n] int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a tool answered."""
+    """The result of a tool call."""
 
     text: str
-    """For the model: output and value, or one line that says what went wrong."""
+    """Text for the model: output and value, or one line with the error."""
     ok: bool
-    """False if the call was wrong or hit a limit inside the sandbox: the model's doing."""
+    """False if the call was wrong or reached a limit inside the sandbox. Both count as model failures."""
 
 
 class LimitReached(Exception):
-    """The episode has used up one of its limits; `limit` names it. The episode ends and counts as the model's doing."""
+    """The episode has reached the limit `limit`. It ends, and counts as a model failure."""
 
     def __init__(self, limit: str) -> None:
         super().__init__(f"the episode reached its limit of {limit}")

@@ -1,7 +1,7 @@
-"""The words of a conversation, read from the model's chat template: what ends a turn, how a tool call and a tool's result are written.
+"""Derive the markers of a conversation from the model's chat template: the end of a turn, tool calls and tool results.
 
-A template is a program, so it is asked by example: conversations with marked texts are rendered, and the words around the marks are
-the format. `rollout.format` overrides single words. Pure; collaborator: `tokenizer` (renders, knows the special tokens).
+A template is a program. This module renders example conversations with marked texts and takes the strings around the marks as the
+format. `rollout.format` overrides single markers. Pure; collaborator: `tokenizer` (renders, stores the special tokens).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _KEY = "rollout.format.turn_end"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """The words of the conversation for one model."""
+    """The markers of the conversation for one model."""
 
     turn_ends: tuple[str, ...]
-    """Generation stops at these. The first is what the chat template writes after an assistant turn; the others are the model's
+    """Generation stops at these strings. The chat template writes the first after an assistant turn; the others are the model's
     end-of-sequence tokens."""
     tool_call_start: str
     """Opens a tool call. Empty: the whole turn is the call."""
@@ -48,7 +48,7 @@ class ChatFormat:
     tool_call_body: ToolCallBody
     """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
     observation: str
-    """What is appended after a turn to show the model a tool's result, up to its next turn. Tags count around `{text}` only."""
+    """Text appended after a turn to show a tool's result, up to the model's next turn. Special tokens are encoded only around `{text}`."""
     tool_role: str = "tool"
     assistant_role: str = "assistant"
     renders_tools: bool = True
@@ -56,24 +56,24 @@ class ChatFormat:
 
     @property
     def turn_end(self) -> str:
-        """What the chat template writes after an assistant turn."""
+        """The string that the chat template writes after an assistant turn."""
         return self.turn_ends[0]
 
     @property
     def frame(self) -> tuple[str, str]:
-        """What stands before and after the text of an observation."""
+        """The strings before and after the text of an observation."""
         before, _, after = self.observation.partition("{text}")
         return before, after
 
     def without_end(self, text: str) -> str:
-        """A turn's text without the token that ended it."""
+        """Return a turn's text without the token that ended it."""
         return next((text.removesuffix(end) for end in self.turn_ends if text.endswith(end)), text)
 
 
 def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str], eos: Sequence[str]) -> ChatFormat:
-    """The format of a model. `special` are its special tokens, `eos` those that end a sequence.
+    """Return the format of a model. `special` are its special tokens, `eos` the tokens that end a sequence.
 
-    Raises `ConfigError` if no token ends a turn, or if the configured one is not what the template writes.
+    Raise `ConfigError` if no token ends a turn, or if the template does not write the configured token there.
     """
     tail = _tail(render)
     turn_end = _turn_end(config, tail, special, eos)
@@ -92,7 +92,7 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
 
 
 def tools_text(tools: Sequence[ToolSchema], words: ChatFormat) -> str:
-    """The tools in words, for templates that ignore them."""
+    """Describe the tools as text, for templates that ignore them."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     body = '{"name": NAME, "arguments": {...}}' if words.tool_call_body == "json" else "TEXT"
     how = f"{words.tool_call_start}{body}{words.tool_call_end}"
@@ -103,7 +103,7 @@ def tools_text(tools: Sequence[ToolSchema], words: ChatFormat) -> str:
 
 
 def _tail(render: Render) -> str:
-    """What the template writes after the text of an assistant turn."""
+    """Return the string that the template writes after the text of an assistant turn."""
     try:
         text = render([_user(), _said(_ANSWER)], None, False)
     except InvalidInput as err:
@@ -138,7 +138,7 @@ def _turn_end(config: FormatConfig, tail: str, special: Sequence[str], eos: Sequ
 
 
 def _first_of(tokens: Sequence[str], text: str) -> str:
-    """The token that comes first in `text`, the longest of those that begin at the same place."""
+    """Return the token that occurs first in `text`; of tokens at the same position the longest."""
     found = [(text.index(token), -len(token), token) for token in tokens if token and token in text]
     return min(found)[2] if found else ""
 
@@ -147,7 +147,7 @@ def _first_of(tokens: Sequence[str], text: str) -> str:
 
 
 def _observation(render: Render, turn_end: str) -> str:
-    """A tool's result by the template; a user turn where it knows no tools."""
+    """Return a tool's result as the template writes it, or as a user turn if the template ignores tools."""
     tool_result = {"role": "tool", "name": _TOOL, "tool_call_id": _CALL_ID, "content": _RESULT}
     for said, result, tools in (
         (_called(), tool_result, [_EXAMPLE]),
@@ -163,13 +163,13 @@ def _observation(render: Render, turn_end: str) -> str:
         if -1 not in (text.find(_ANSWER), end, at):
             return f"{text[end + len(turn_end) : at]}{{text}}{text[at + len(_RESULT) :]}"
     raise ConfigError(
-        "`rollout.format.observation`: the chat template renders neither a tool's result nor a second user turn; give the key",
+        "`rollout.format.observation`: the chat template renders neither a tool's result nor a second user turn; set the key",
         key="rollout.format.observation",
     )
 
 
 def _written_call(render: Render, turn_end: str) -> tuple[str, str, ToolCallBody] | None:
-    """Start, end and body of a tool call as the template writes it; None if it writes none."""
+    """Return start, end and body of a tool call as the template writes it, or None if it does not write tool calls."""
     try:
         plain = render([_user(), _said(_ANSWER)], [_EXAMPLE], False)
         text = render([_user(), _called()], [_EXAMPLE], False)
@@ -185,7 +185,7 @@ def _written_call(render: Render, turn_end: str) -> tuple[str, str, ToolCallBody
         start, _, _ = turn.partition("{")
         return start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json"
     start, _, rest = turn.partition(_ANSWER)
-    # A bare call without words around it looks like an answer.
+    # A bare call without a marker cannot be distinguished from an answer.
     return (start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None
 
 

@@ -1,4 +1,4 @@
-"""Settings of a rollout node: which agent acts, how it samples, and the limits of everything it may use."""
+"""Settings of a rollout node: the agent, its sampling and its limits."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ ToolCallBody = Literal["bare", "json"]
 
 
 class FormatConfig(Settings):
-    """Changes to the words of the conversation. What is unset comes from the model's chat template and its eos tokens."""
+    """Overrides of conversation markers. Unset markers come from the model's chat template and its eos tokens."""
 
     turn_end: str | None = None
-    """Ends an assistant turn; generation stops there. Must be what the chat template writes after one."""
+    """Ends an assistant turn; generation stops there. The chat template must write it after an assistant turn."""
     tool_call_start: str | None = None
     """Opens a tool call. Empty: the whole turn is the call."""
     tool_call_end: str | None = None
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody | None = None
-    """What stands inside: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
+    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
     observation: str | None = None
-    """What is appended after a turn to show the model a tool's result, up to where its next turn begins. Tags count around `{text}`
-    only: the text itself is encoded without special tokens, so a tool's output cannot open a turn."""
+    """Text appended after a turn to show a tool's result, up to the start of the model's next turn. `{text}` itself is encoded
+    without special tokens, so a tool's output cannot open a turn."""
     tool_role: str = "tool"
     """Role of an observation in the text view of the episode."""
     assistant_role: str = "assistant"
@@ -43,50 +43,50 @@ class FormatConfig(Settings):
 
 
 class SamplingConfig(Settings):
-    """How tokens are drawn unless the agent asks for something else."""
+    """Sampling parameters. An agent can override them per generation."""
 
     temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
     """0 is greedy. Off-policy corrections assume that training samples at 1 without truncation."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus mass; 1 is off."""
+    """Nucleus mass. 1 disables the truncation."""
     top_k: NonNegativeInt = 0
-    """Number of most probable tokens kept; 0 is off."""
+    """Number of most probable tokens kept. 0 disables the truncation."""
     max_tokens: PositiveInt = 256
-    """Most new tokens of one turn."""
+    """Maximum number of new tokens per turn."""
 
 
 class LimitsConfig(Settings):
-    """Limits of one episode. Reaching one is the model's doing: the episode ends, is scored and may be trained on."""
+    """Limits of one episode. Reaching one counts as a model failure: the episode ends, is scored and may be trained on."""
 
     turns_max: PositiveInt = 16
-    """Most generations."""
+    """Maximum number of generations."""
     tokens_max: PositiveInt = 4096
-    """Most sampled tokens, over all turns and branches."""
+    """Maximum number of sampled tokens over all turns and branches."""
     context_tokens_max: PositiveInt = 1024
-    """Longest sequence, prompt and observations included; at most what the engine holds (`context_max`, by default the same)."""
+    """Maximum sequence length in tokens, with prompt and observations; at most the engine's `context_max` (same default)."""
     run_s_max: PositiveFloat = 600.0
-    """Longest time in the RUN stage, seconds."""
+    """Maximum time in the RUN stage, seconds."""
     observation_chars_max: Annotated[int, Meta(ge=16)] = 4096
-    """Longest observation, characters; the middle of a longer one is cut out and marked."""
+    """Maximum length of an observation, characters. The middle of a longer one is replaced by a mark."""
     segments_max: PositiveInt = 1024
-    """Most segments of the tree."""
+    """Maximum number of segments in the tree."""
 
 
 class ToolConfig(Settings):
-    """Where a tool named by a task runs, and how the prompt describes it."""
+    """The place of execution of a tool, and its description in the prompt."""
 
     profile: str
     """Sandbox profile of the session it runs in. Tools of one profile share the episode's session."""
     function: str = ""
-    """Function of the profile that gets the text; empty means that the text is code, run in the session."""
+    """Function of the profile that receives the text. Empty: the text is code, which runs in the session."""
     language: str = "python"
-    """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. Those the sandbox has are listed by its error."""
+    """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. The sandbox's error lists the available ones."""
     arguments: tuple[str, ...] = ()
-    """What every run gets as arguments; of sqlite and duckdb the path of the database file in the session."""
+    """Arguments of every run. For sqlite and duckdb: the path of the database file in the session."""
     description: str = ""
-    """What the prompt says about it. Empty: the docstring of the profile's function."""
+    """Description in the prompt. Empty: the docstring of the profile's function."""
     parameters: dict[str, Any] = {}
-    """JSON schema of its arguments in the prompt. Empty: from the signature of the profile's function."""
+    """JSON schema of the arguments in the prompt. Empty: derived from the signature of the profile's function."""
 
     def check_fields(self) -> None:
         if self.function and (self.language != "python" or self.arguments):
@@ -100,32 +100,32 @@ def _default_tools() -> dict[str, ToolConfig]:
 
 
 class StagesConfig(Settings):
-    """Episodes at once in each stage of one worker. What is over waits in front of the stage."""
+    """Maximum number of concurrent episodes in each stage of one worker. Further episodes wait in a queue."""
 
     init_max: PositiveInt = 32
-    """INIT: encode the prompt, open sandbox sessions. Bounds how many jails are started at once."""
+    """INIT: encode the prompt, open sandbox sessions. Bounds the number of jails that start concurrently."""
     run_max: PositiveInt = 256
-    """RUN: the agent. Should be at least the engines' slots, or they idle."""
+    """RUN: the agent. SHOULD be at least the number of engine slots; otherwise engines are idle."""
     score_max: PositiveInt = 64
-    """SCORE: rewards and hand-over. Bounds requests at the reward service."""
+    """SCORE: rewards, append and report. Bounds concurrent requests to the reward service."""
     init_s_max: PositiveFloat = 60.0
-    """Longest time in INIT, seconds; beyond it the episode is an infra failure."""
+    """Timeout of INIT, seconds. An episode that exceeds it is an infra failure."""
     score_s_max: PositiveFloat = 120.0
-    """Longest time in SCORE, seconds; beyond it the episode is an infra failure."""
+    """Timeout of SCORE, seconds. An episode that exceeds it is an infra failure."""
 
 
 class ToolLatencyConfig(Settings):
     """Extra latency of every tool call, for experiments on asynchrony."""
 
     distribution: Literal["none", "lognormal", "pareto"] = "none"
-    """Shape. Both tails are long: most calls are quick, a few hold their whole group up."""
+    """Distribution. Both have long tails: most calls are fast, a few delay their whole group."""
     mean_s: NonNegativeFloat = 1.0
     """Mean of the drawn latency, seconds."""
     shape: float = 1.5
-    """Pareto: the tail index, above 1; lognormal: sigma of the logarithm. 1.5 puts about half of the time in a tenth of the
-    calls."""
+    """Pareto: the tail index, above 1. Lognormal: sigma of the logarithm. With 1.5, a tenth of the calls take about half of the
+    time."""
     max_s: PositiveFloat = 60.0
-    """Longest latency, seconds; a draw above it is cut, which lowers the mean a little."""
+    """Maximum latency, seconds. Clipping larger draws lowers the mean slightly."""
     seed: int = 0
     """Seed of the draws."""
 
@@ -135,30 +135,30 @@ class ToolLatencyConfig(Settings):
 
 
 class WorkerConfig(Settings):
-    """How a worker talks to the coordinator and the sample stream."""
+    """Limits and retries of a worker at the coordinator and the sample stream."""
 
     episodes_max: Annotated[int, Meta(ge=1, le=4096)] = 320
-    """Episodes held at once, from lease to acknowledged report; at most 4096."""
+    """Maximum number of episodes held, from lease to acknowledged report; at most 4096."""
     acquire_wait_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
-    """How long one request for work may wait at the coordinator, seconds, at most 60."""
+    """Maximum wait of one request for work at the coordinator, seconds; at most 60."""
     renew_every_s_max: PositiveFloat = 10.0
-    """Leases are renewed after a third of their term, but at least this often, seconds."""
+    """Maximum interval between renewals of leases, seconds. They are renewed after a third of their term if that is shorter."""
     report_window_s: Annotated[float, Meta(ge=0, le=1)] = 0.005
-    """Reports that come within this time travel in one request, seconds. Longer saves requests and delays training."""
+    """Reports within this window share one request, seconds. A longer window saves requests and delays training."""
     rpc_s_max: PositiveFloat = 10.0
-    """Deadline of a request to the coordinator (beyond the wait it asks for) and of an append, seconds."""
+    """Deadline of an append and of a request to the coordinator (in addition to the requested wait), seconds."""
     backoff_s: PositiveFloat = 0.1
-    """First wait after a failed request, seconds; doubles up to `backoff_s_max`."""
+    """First back-off after a failed request, seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
-    """Longest wait between tries, seconds."""
+    """Maximum back-off between retries, seconds."""
     give_up_s: PositiveFloat = 120.0
-    """How long a hand-over (append or report) is tried, seconds; then the coordinator's lease expiry decides. Longer than a
-    restart of the bus or the coordinator takes."""
+    """Retry limit of an append or a report, seconds. Then the coordinator's lease expires. It should exceed the restart time of the
+    bus and the coordinator."""
     finish_s_max: PositiveFloat = 120.0
-    """After a command to drain: how long the episodes held may go on, seconds; those that are left are given back, for others to
-    run from their beginning. Long enough for most of them: what is given back was work for nothing."""
+    """Maximum time for held episodes to finish after a drain command, seconds. The remaining ones are released and restart on
+    other workers. It should suffice for most episodes, because the work of a released episode is lost."""
     drain_s_max: PositiveFloat = 5.0
-    """At the end: how long cancelled episodes get to close sessions and give their leases back, seconds."""
+    """Maximum time for cancelled episodes to close their sessions and release their leases at shutdown, seconds."""
 
     def check_fields(self) -> None:
         if self.backoff_s_max < self.backoff_s:
@@ -169,33 +169,33 @@ class RolloutConfig(Settings):
     """Settings of a rollout node."""
 
     agent: Extension = Extension("tool_calling")
-    """Works on tasks: `tool_calling`, `single_turn`, or your own."""
+    """The agent: `tool_calling`, `single_turn` or a custom one."""
     model_dir: str = ""
-    """Folder with the model's tokenizer.json and tokenizer_config.json; the same that the engines serve."""
+    """Folder with the tokenizer.json and tokenizer_config.json of the model that the engines serve."""
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=_default_tools)
-    """Tools by the name that tasks use."""
+    """Tools by the name that tasks refer to."""
     session_ttl_s: Annotated[PositiveFloat, LIVE] = 900.0
-    """Idle time after which a sandbox ends a session that this worker lost, seconds. Longer than the longest turn."""
+    """Idle time after which a sandbox ends a session that this worker lost, seconds. It must exceed the longest turn."""
     format: FormatConfig = msgspec.field(default_factory=FormatConfig)
-    """Changes to the words of the conversation, which come from the model's chat template."""
+    """Overrides of conversation markers, which come from the model's chat template."""
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)
-    """How training episodes sample."""
+    """Sampling of training episodes."""
     outputs: tuple[str, ...] = ()
-    """Per-token outputs of the engine that are recorded beside log-probs, in `Segment.arrays`; each one that the loss needs must be
-    here. The engine must be able to return them."""
+    """Per-token outputs of the engine that are recorded in `Segment.arrays`, in addition to log-probs. List each output that the loss
+    needs. The engine must support them."""
     eval_sampling: SamplingConfig | None = None
-    """How evaluation episodes sample; unset means as in training."""
+    """Sampling of evaluation episodes. Unset: as in training."""
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
     """Limits of one episode."""
     stages: Annotated[StagesConfig, LIVE] = msgspec.field(default_factory=StagesConfig)
-    """Episodes at once in each stage."""
+    """Maximum number of concurrent episodes in each stage."""
     worker: Annotated[WorkerConfig, LIVE] = msgspec.field(default_factory=WorkerConfig)
-    """Leases, reports and hand-over."""
+    """Leases, appends and reports."""
     router: Annotated[RouterConfig, LIVE] = msgspec.field(default_factory=RouterConfig)
-    """How generations find their node."""
+    """Routing of generations to inference nodes."""
     sandbox: Annotated[SandboxClientConfig, LIVE] = msgspec.field(default_factory=SandboxClientConfig)
-    """How sessions find their node."""
+    """Routing of sessions to sandbox nodes."""
     reward: Annotated[RewardClientConfig, LIVE] = msgspec.field(default_factory=RewardClientConfig)
-    """How scoring requests are gathered."""
+    """Batching of scoring requests."""
     tool_latency: Annotated[ToolLatencyConfig, LIVE] = msgspec.field(default_factory=ToolLatencyConfig)
     """Extra latency of tools, for experiments."""

@@ -1,4 +1,4 @@
-"""The coordinator's verbs for workers, over gRPC: the `ports.Coordinator` of production."""
+"""Implement `ports.Coordinator` over gRPC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 
 class CoordinatorLink:
-    """Speaks for one node. Every call has a deadline and raises typed errors."""
+    """Call the coordinator for one node. Every call has a deadline and raises typed errors."""
 
     def __init__(self, channel: grpc.aio.Channel, node_id: str, *, rpc_s_max: float) -> None:
         self._stub: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(

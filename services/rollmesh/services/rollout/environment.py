@@ -1,11 +1,11 @@
 """The environment of an agent: it generates, calls tools and observes; the recorder stores every token.
 
-An `Environment` is one branch of the conversation that grows at its end. `fork` creates a second branch with the same past; `context`
-starts a new one with other messages. All branches of an episode share its recorder, limits and outcome. A fork has separate tool
-sessions, in the state that its past left.
+An `Environment` is one branch of the conversation; new segments are appended at its end. `fork` creates a second branch with the same
+history; `context` starts a new one with other messages. All branches of an episode share its recorder, limits and outcome. A fork has
+separate tool sessions, in the state that its history produced.
 
-Failures are permanent: an agent that catches the error of a broken node and continues does not complete the episode. The same
-holds for limits. Prefixes are concatenated from recorded ids, never encoded again from text.
+Failures are permanent: an agent that catches the error of a failed node and continues does not complete the episode. The same
+holds for limits. Prefixes are concatenated from recorded ids and never encoded again from text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(slots=True, kw_only=True)
 class EnvironmentState:
-    """What the lines of one episode share."""
+    """State that the branches of one episode share."""
 
     key: EpisodeKey
     task: Task
@@ -89,7 +89,7 @@ class EnvironmentState:
 
     @contextmanager
     def crossing(self, name: str) -> Iterator[None]:
-        """Around a call into the mesh: attributes its failure, and remembers the first."""
+        """Wrap a call into the mesh: attribute its failure to `name`, and store the first failure."""
         try:
             with boundary(name):
                 yield
@@ -98,7 +98,7 @@ class EnvironmentState:
             raise
 
     def check(self) -> None:
-        """Raises again what has ended the episode."""
+        """Raise the failure or the limit that has ended the episode."""
         if self.failure is not None:
             raise self.failure
         if self.limit:
@@ -110,7 +110,7 @@ class EnvironmentState:
 
 
 class Environment:
-    """One line of an episode's conversation."""
+    """One branch of an episode's conversation."""
 
     def __init__(self, state: EnvironmentState, tools: ToolBox | None = None) -> None:
         self._state = state
@@ -137,13 +137,13 @@ class Environment:
         state.check()
         params = self._params(stop, max_tokens, temperature)
         with state.timed("generate"), state.crossing("inference"), tracing.span("generate", SERVICE) as traced:
-            spans = await self._ask(params, train=train)
+            spans = await self._generate(params, train=train)
             if traced is not None:
-                traced.set_attributes(_of_generation(spans, state.num_turns, self._num_tokens))
+                traced.set_attributes(_generation_attributes(spans, state.num_turns, self._num_tokens))
         return self._record(spans, params, train=train)
 
     async def tool(self, name: str, text: str) -> ToolResult:
-        """Calls a tool of the task. What goes wrong inside it is an answer, not an error; nothing is observed by this."""
+        """Call a tool of the task. An error inside the tool is a result with `ok` False. The call itself does not add an observation."""
         state = self._state
         state.check()
         with state.timed("tool"), state.crossing("sandbox"), tracing.span("tool", SERVICE) as traced:
@@ -154,7 +154,7 @@ class Environment:
         return result
 
     def observe(self, text: str, *, source: Source = Source.TOOL) -> None:
-        """Tells the model something, in the format's observation frame, up to where it goes on."""
+        """Append `text` in the format's observation frame, up to the start of the model's next turn."""
         state = self._state
         text = shorten(text, state.limits.observation_chars_max)
         before, after = state.format.frame
@@ -171,9 +171,9 @@ class Environment:
         self._give(Role.CONTEXT, source, token_ids, messages)
 
     def append(self, token_ids: IntArray, *, role: Role = Role.CONTEXT, source: Source = Source.HINT) -> None:
-        """Adds tokens [n] as they are: a hint, or with `Role.ACTION` the beginning of an answer, which scorers then read as such.
+        """Append tokens [n] unchanged: a hint, or with `Role.ACTION` the beginning of an answer, which scorers read as part of it.
 
-        They are not sampled: never trained on, and not counted as tokens of the policy.
+        The tokens were not sampled, so they are not trained on and do not count as tokens of the policy.
         """
         state = self._state
         given = np.asarray(token_ids, dtype=np.int32)
@@ -182,9 +182,9 @@ class Environment:
         self._give(role, source, given, [message])
 
     async def fork(self) -> Environment:
-        """A second line with the same past, files and variables of its tools included; `lost_state` names what could not come along.
+        """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists lost values.
 
-        An open tool session that can't be forked is an infra failure of the episode.
+        An open tool session that cannot be forked is an infra failure of the episode.
         """
         state = self._state
         state.check()
@@ -194,15 +194,15 @@ class Environment:
         return twin
 
     def sample(self, *, role: str = "", weight: float = 1.0, trainable: bool = True) -> None:
-        """Makes this line, up to its last action, a sample. Without any call, every line that acted becomes one.
+        """Make this branch, up to its last action, a sample. If no branch calls this, every branch with an action becomes one.
 
-        Tokens that several samples share, those before a fork, are trained in each of them with that sample's advantage. Where they
-        should count once, give the samples weights that sum to 1; the baseline counts an episode once in any case.
+        Tokens before a fork are shared by several samples. Each sample trains them with its advantage. To count them once, give the
+        samples weights that sum to 1. The baseline always counts an episode once.
         """
         state = self._state
         leaf = state.recorder.last_action(self._head)
         if leaf is None:
-            raise ValueError("sample() before anything was generated on this line")
+            raise ValueError("sample() requires a generation on this branch; call generate() first")
         policy = state.target.policy
         state.marked.append(
             Sample(sample_id="", leaf=leaf, role=role, policy=policy, weight=weight, trainable=trainable)
@@ -216,32 +216,32 @@ class Environment:
 
     @property
     def format(self) -> ChatFormat:
-        """The words of the conversation, from the model's chat template."""
+        """The markers of the conversation, from the model's chat template."""
         return self._state.format
 
     @property
     def lost_state(self) -> tuple[str, ...]:
-        """What the tools of this line lost when it was forked, as `profile: name`, e.g. an open file."""
+        """Values that the tools of this branch lost in the fork, as `profile: name`, e.g. an open file."""
         return self._tools.lost
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The text view of this line."""
+        """The text view of this branch."""
         return self._state.recorder.messages(self._head)
 
     @property
     def token_ids(self) -> IntArray:
-        """The whole line, [n] int32."""
+        """All tokens of this branch, [n] int32."""
         return np.concatenate(self._tokens) if self._tokens else np.zeros(0, dtype=np.int32)
 
     @property
     def turns_left(self) -> int:
-        """Generations that the episode may still ask for."""
+        """Number of generations left in the episode."""
         return max(0, self._state.limits.turns_max - self._state.num_turns)
 
     @property
     def tokens_left(self) -> int:
-        """Most tokens that the next generation could have."""
+        """Maximum number of tokens of the next generation."""
         limits = self._state.limits
         left = min(limits.tokens_max - self._state.num_tokens, limits.context_tokens_max - self._num_tokens)
         return max(0, left)
@@ -249,7 +249,7 @@ class Environment:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _params(self, stop: Sequence[str] | None, max_tokens: int | None, temperature: float | None) -> SamplingParams:
-        """Counts the turn: two generations that run at once must not both take the last one."""
+        """Build the parameters and count the turn, so that of two concurrent generations only one takes the last turn."""
         state, sampling = self._state, self._state.sampling
         if not self.turns_left:
             raise state.end_at("turns")
@@ -268,8 +268,8 @@ class Environment:
             seed=state.recorder.draw_key(self._head),
         )
 
-    async def _ask(self, params: SamplingParams, *, train: bool) -> tuple[Segment, ...]:
-        """When the episode's time is over in the middle, what was sampled until then is recorded all the same."""
+    async def _generate(self, params: SamplingParams, *, train: bool) -> tuple[Segment, ...]:
+        """Generate and record. If the episode times out during a generation, record the tokens sampled so far."""
         state = self._state
         pieces: list[Segment] = []
         session = f"{state.key.episode}.{state.key.attempt}"
@@ -286,7 +286,7 @@ class Environment:
                 self._record(merged(pieces, FinishReason.CANCELLED), params, train=train)
             raise
         if generation.finish not in _ENDED or not pieces:
-            raise EngineFailed(f"the engine ended with {generation.finish.name} after {len(pieces)} pieces; retry")
+            raise EngineFailed(f"the engine finished with {generation.finish.name} after {len(pieces)} pieces; retry")
         return merged(pieces, generation.finish)
 
     def _record(self, segments: Sequence[Segment], params: SamplingParams, *, train: bool) -> Turn:
@@ -317,7 +317,7 @@ class Environment:
             raise self._state.end_at("segments")
 
 
-def _of_generation(segments: Sequence[Segment], turn: int, num_prompt_tokens: int) -> dict[str, str | int]:
+def _generation_attributes(segments: Sequence[Segment], turn: int, num_prompt_tokens: int) -> dict[str, str | int]:
     last = segments[-1]
     num_tokens = sum(int(segment.token_ids.size) for segment in segments)
     return {

@@ -1,11 +1,11 @@
-"""One episode from its lease to its report: INIT, RUN, SCORE, report.
+"""Run one episode from its lease to its report: INIT, RUN, SCORE, report.
 
-Order: the payload is appended to the sample stream before the report names it, so that a reported sample always has one. A payload
-whose report never arrives is an orphan that no trainer uses.
+The payload is appended to the sample stream before the report names it, so every reported sample has a payload. A payload whose report
+never arrives is an orphan that no trainer uses.
 
-This is the one place where failures become records: whatever goes wrong, in the mesh or in a user's agent, is reported as an infra
-failure with its boundary. Only cancellation passes, and leaves nothing: sessions end with their block, requests with their task.
-Limits are model failures: the episode is scored as far as it got.
+Only this module turns failures into records. It reports every failure in the mesh or in a user's agent as an infra failure with its
+boundary. It re-raises only cancellation, which closes open sessions and requests. Limits are model failures: the episode is scored
+with the tokens sampled so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeParts:
-    """What all episodes of a worker share."""
+    """Objects that all episodes of a worker share."""
 
     config: RolloutConfig
     agent: Agent
@@ -60,13 +60,13 @@ class EpisodeParts:
 
 
 class EpisodeRunner:
-    """Runs episodes."""
+    """Run episodes."""
 
     def __init__(self, parts: EpisodeParts) -> None:
         self._parts = parts
 
     async def run(self, message: coordinator_pb2.EpisodeLease) -> Report:
-        """The report of an episode that ended; never raises but for cancellation."""
+        """Run the episode and return its report. Raise only when cancelled."""
         try:
             with boundary("rollout"):
                 lease = decode_lease(message)
@@ -86,11 +86,11 @@ class EpisodeRunner:
                 env = await self._init(state)
             async with stages.enter(Stage.RUN, state.stage_s):
                 await self._act(state, env)
-        # The sessions are ended here: scoring must not hold jails.
+        # The sessions end before scoring, because scoring must not hold jails.
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
             samples = await self._score(lease, state)
         episode = _episode(lease, state, samples)
-        return await self._hand_over(lease, episode)
+        return await self._append_payload(lease, episode)
 
     # INIT -------------------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class EpisodeRunner:
         except TimeoutError as err:
             if not limit.expired():
                 raise
-            cause = DeadlineExceeded(f"no end within {limit_s} s; retry, or raise rollout.stages.{stage}_s_max")
+            cause = DeadlineExceeded(f"stage exceeded {limit_s} s; retry, or raise rollout.stages.{stage}_s_max")
             raise EpisodeFailed(stage, cause) from err
 
     # RUN --------------------------------------------------------------------------------------------------------------
@@ -151,9 +151,9 @@ class EpisodeRunner:
         if state.failure is not None:
             raise state.failure
         if state.limit and not state.recorder.leaves():
-            # A limit without a single token says nothing about the model.
+            # A limit without a sampled token is not a model failure.
             cause = DeadlineExceeded(
-                f"no token within the {state.limit} of the episode ({limit_s} s); are engines ready?"
+                f"no token was sampled before the limit `{state.limit}` ({limit_s} s); check that engines are ready"
             )
             raise EpisodeFailed("inference", cause)
 
@@ -164,7 +164,7 @@ class EpisodeRunner:
             state.end_at(err.limit)
         except (EpisodeFailed, TimeoutError):
             raise
-        except Exception as err:  # a user's code may raise anything: attributed here, recorded in run()
+        except Exception as err:  # user code may raise any exception; run() records it
             raise state.failure or EpisodeFailed("agent", err) from err
 
     # SCORE ------------------------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ class EpisodeRunner:
             rewards = await self._parts.scorer.score(lease.key.run, item)
         return scored(samples, rewards)
 
-    # Hand-over --------------------------------------------------------------------------------------------------------
+    # Append -----------------------------------------------------------------------------------------------------------
 
-    async def _hand_over(self, lease: Lease, episode: Episode) -> Report:
+    async def _append_payload(self, lease: Lease, episode: Episode) -> Report:
         with boundary("rollout"):
             message = encode_episode(episode)
             payload = message.SerializeToString(deterministic=True)
@@ -211,7 +211,7 @@ class EpisodeRunner:
 
 
 def cancelled_report(lease: coordinator_pb2.EpisodeLease, reason: str) -> Report:
-    """Gives an episode back unfinished."""
+    """Return a report that releases an unfinished episode."""
     failure = types_pb2.Failure(code=Code.CANCELLED.value, reason=Cancelled.reason, message=reason)
     return _unfinished(lease, coordinator_pb2.EPISODE_OUTCOME_CANCELLED, failure)
 

@@ -1,7 +1,7 @@
-"""The trace of one episode: its root span, from asking for the lease to the acknowledged report.
+"""The root span of one episode, from the lease request to the acknowledged report.
 
-What follows elsewhere (engine, sandbox, scorers, coordinator) hangs below; the trainer adds its lease and commit later, by the context
-that is stored with the episode.
+Spans of the engine, sandbox, scorers and coordinator are its descendants. The trainer adds its lease and commit later, with the
+context that is stored in the episode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SERVICE = "rollout"
 
 @contextmanager
 def episode_trace(lease: coordinator_pb2.EpisodeLease, asked_ns: int) -> Iterator[None]:
-    """Around an episode whose lease was asked for at `asked_ns` and came just now."""
+    """Trace an episode whose lease was requested at `asked_ns` and has just arrived."""
     key = lease.key
     attributes: tracing.Attributes = {
         "rollmesh.run": key.run,

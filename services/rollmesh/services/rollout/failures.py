@@ -1,7 +1,7 @@
-"""Infra failures of an episode: which are retried, at which boundary they occur, and how they are reported.
+"""Infra failures of an episode: retries, boundaries and reports.
 
 A failure is attributed where it crosses a boundary (`boundary`), passes through the agent unchanged, and is recorded once, by
-`episode.EpisodeRunner`. Nothing here is about the model: what it does wrong is text, an outcome of a tool, or a limit.
+`episode.EpisodeRunner`. Model failures are not exceptions of this module: they are text, an outcome of a tool, or a limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def worth_retrying(err: MeshError) -> bool:
-    """Return whether the other side was away, too slow, full, or does not know this node yet."""
+    """Return whether the peer was unreachable, too slow or full, or has not accepted this node yet."""
     return err.retryable or isinstance(err, (DeadlineExceeded, UnknownNode))
 
 
@@ -31,11 +31,11 @@ async def retry_call(ask: Callable[[], Awaitable[T]], config: WorkerConfig, cloc
 
 
 class EpisodeFailed(Exception):
-    """An infra failure that ends the episode; `where` is the boundary it came from, `cause` what came over it."""
+    """An infra failure that ends the episode. `where` is the boundary at which `cause` was raised."""
 
     def __init__(self, where: str, cause: BaseException, *, traceback: str = "") -> None:
-        """`traceback` is that of a user's code in another process; one of this process is read from `cause`."""
-        super().__init__(f"{where}: {_text(cause)}")
+        """`traceback` is the one of user code in another process. The traceback of this process is read from `cause`."""
+        super().__init__(f"{where}: {cause if isinstance(cause, MeshError) else explain(cause)}")
         self.where = where
         self.cause = cause
         self.traceback = traceback
@@ -43,7 +43,7 @@ class EpisodeFailed(Exception):
 
 @contextmanager
 def boundary(where: str) -> Iterator[None]:
-    """Attributes what a call into the mesh raises to `where`: a bug in a client there is not the agent's either."""
+    """Attribute every error of a call into the mesh to `where`. A bug in a client is not a bug of the agent."""
     try:
         yield
     except EpisodeFailed:
@@ -53,7 +53,7 @@ def boundary(where: str) -> Iterator[None]:
 
 
 def to_failure(err: EpisodeFailed) -> types_pb2.Failure:
-    """The failure as the coordinator keeps it. Errors that aren't the mesh's own bring their traceback."""
+    """Return the failure as the coordinator stores it. An error that is not a MeshError includes its traceback."""
     cause = err.cause
     if isinstance(cause, MeshError):
         return types_pb2.Failure(
@@ -64,12 +64,5 @@ def to_failure(err: EpisodeFailed) -> types_pb2.Failure:
             retry_after_s=cause.retry_after_s or 0.0,
         )
     metadata = {"traceback": user_traceback(cause)}
-    return types_pb2.Failure(code=Code.INTERNAL.value, reason=_reason(err.where), message=str(err), metadata=metadata)
-
-
-def _reason(where: str) -> str:
-    return f"{where.split(' ')[0].upper()}_FAILED"
-
-
-def _text(cause: BaseException) -> str:
-    return str(cause) if isinstance(cause, MeshError) else explain(cause)
+    reason = f"{err.where.split(' ')[0].upper()}_FAILED"
+    return types_pb2.Failure(code=Code.INTERNAL.value, reason=reason, message=str(err), metadata=metadata)

@@ -1,4 +1,4 @@
-"""Fault points of an episode at a rollout worker. An exception of the hook is an infra failure of the episode."""
+"""Fault points of an episode at a rollout worker. An exception raised by the hook is an infra failure of the episode."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from rollmesh.shared.fault_points import FaultPoint
 
 
 class RolloutFaultPoint(FaultPoint):
-    """In the order in which they occur for one episode."""
+    """Points in the order in which one episode reaches them."""
 
     LEASED = "leased"
-    """The episode is leased; nothing is done for it."""
+    """The episode is leased; no work has started."""
     GENERATING = "generating"
-    """The first tokens of a turn are here. Once per turn."""
+    """The first tokens of a turn have arrived. Reached once per turn."""
     STORED = "stored"
     """The payload is in the sample stream; the coordinator has not been notified."""

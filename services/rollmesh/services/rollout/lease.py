@@ -21,25 +21,25 @@ class Lease:
     purpose: Purpose
     task: Task
     task_message: types_pb2.Task
-    """The task as it came, for the reward service."""
+    """The received message, for the reward service."""
     target: Target
     seed: int
     term_s: float
 
 
 def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
-    """Raises `InvalidInput` for a lease no worker can serve."""
+    """Decode a lease. Raise `InvalidInput` for an unknown purpose."""
     try:
         purpose = Purpose(message.purpose)
     except ValueError as err:
         raise InvalidInput(
-            f"lease {message.lease_id}: purpose {message.purpose} is not known here; update this worker"
+            f"lease {message.lease_id}: this worker does not support purpose {message.purpose}; update the worker"
         ) from err
     target = Target(
         policy=message.policy or DEFAULT_POLICY,
         step=message.step_min,
         incarnation=message.incarnation_min,
-        exact=purpose is Purpose.EVAL,  # an evaluation measures one step, not whatever came meanwhile
+        exact=purpose is Purpose.EVAL,  # an evaluation measures one step, not later ones
     )
     return Lease(
         lease_id=message.lease_id,

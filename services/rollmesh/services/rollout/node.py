@@ -1,4 +1,4 @@
-"""`RolloutNode`: the clients of the other services and the worker that uses them.
+"""The rollout node: the clients of the other services and the worker that uses them.
 
     async with RolloutNode(config, node_id="rollout-0", coordinator=..., access=..., bus=bus) as node:
         await node.wait()          # until the coordinator has drained it; raises the error that ended the worker
@@ -39,7 +39,7 @@ from rollmesh.v1 import coordinator_pb2
 
 
 class RolloutNode(JoinedNode):
-    """One worker of the mesh. The caller owns `bus` and closes it after the node."""
+    """A node that runs one worker. The caller owns `bus` and closes it after the node."""
 
     kind = coordinator_pb2.NODE_KIND_ROLLOUT
     serves = False
@@ -58,10 +58,10 @@ class RolloutNode(JoinedNode):
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
         at: Hook = noop,
     ) -> None:
-        """Raises `ConfigError` for an agent or a tokenizer that cannot be loaded.
+        """Load the agent and the tokenizer. Raise `ConfigError` if one of them cannot be loaded.
 
-        Relative files of the config are relative to `base_dir`; `tokenizer` replaces the one in `model_dir`; `open_node` opens
-        channels to other nodes, by default with `access`; `at` is awaited at each `RolloutFaultPoint` of each episode.
+        Relative paths of the config are relative to `base_dir`. `tokenizer` replaces the one in `model_dir`. `open_node` opens
+        channels to other nodes, by default with `access`. `at` is awaited at each `RolloutFaultPoint` of each episode.
         """
         super().__init__(
             node_id=node_id,
@@ -76,7 +76,7 @@ class RolloutNode(JoinedNode):
         self._at = at
         self._agent = load_agent(config.agent, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir, config.format)
-        _ = self._tokenizer.format  # a template without an end of turn is an error now, not in every episode
+        _ = self._tokenizer.format  # a template without an end of turn fails now, not in every episode
         self.progress = WorkerProgress()
         self.stages = Stages(config.stages, self.clock)
 
@@ -103,7 +103,7 @@ class RolloutNode(JoinedNode):
         self.worker = RolloutWorker(link, self._runner(), self.progress, config.worker, clock)
 
     async def run(self) -> None:
-        """Starts with the node: until it has joined, the coordinator returns UNKNOWN_NODE, which the worker retries."""
+        """Run the worker. Until the node has joined, the coordinator returns UNKNOWN_NODE, which the worker retries."""
         await self.worker.run()
 
     def report(self) -> coordinator_pb2.NodeReport:
@@ -120,25 +120,25 @@ class RolloutNode(JoinedNode):
 
     @property
     def waiting_for(self) -> str:
-        """What the node waits for; empty if for nothing."""
+        """A description of the current wait; empty if the node does not wait."""
         return self.wait_now()[0]
 
     def wait_now(self) -> tuple[str, coordinator_pb2.NodeKind.ValueType]:
-        """What the node waits for, and the kind of node that could end it."""
+        """Return a description of the current wait, and the kind of node that can end it."""
         assert self.membership is not None, "not entered"
-        parts = (
+        waiters = (
             (self.membership, coordinator_pb2.NODE_KIND_UNSPECIFIED),
             (self._router, coordinator_pb2.NODE_KIND_INFERENCE),
             (self._sandbox, coordinator_pb2.NODE_KIND_SANDBOX),
             (self._reward, coordinator_pb2.NODE_KIND_REWARD),
             (self.worker, coordinator_pb2.NODE_KIND_UNSPECIFIED),
         )
-        waits = ((part.waiting_for, kind) for part, kind in parts if part.waiting_for)
+        waits = ((waiter.waiting_for, kind) for waiter, kind in waiters if waiter.waiting_for)
         return next(waits, ("", coordinator_pb2.NODE_KIND_UNSPECIFIED))
 
     @property
     def num_open(self) -> int:
-        """Leases, sessions and requests held now."""
+        """Number of leases, sessions and requests held now."""
         return (
             self.worker.num_running + self._sandbox.num_sessions + self._sandbox.num_pending + self._reward.num_pending
         )

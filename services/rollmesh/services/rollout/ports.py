@@ -1,8 +1,8 @@
-"""What an episode needs from the rest of the mesh: generation, sandboxes, scores, the sample stream, the coordinator.
+"""The ports of an episode: generation, sandboxes, scores, the sample stream, the coordinator.
 
-Each port is as narrow as its use here; `node` fits the mesh's clients to them, tests fit small in-process fakes.
-All of them raise `rollmesh.shared.errors.MeshError` for whatever is not the model's doing, and leave nothing behind when the
-awaiting task is cancelled.
+Each port has only the methods that an episode uses. `node` passes the mesh's clients; tests pass small in-process fakes.
+All ports raise `rollmesh.shared.errors.MeshError` for infra failures, and release their resources when the awaiting task is
+cancelled.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 
 class GenerationPort(Protocol):
-    """One continuation under way: iterate inside `async with`; leaving it early ends the request at the engine."""
+    """One running generation. Iterate inside `async with`; an early exit cancels the request at the engine."""
 
     @property
     def finish(self) -> FinishReason:
-        """Why it ended; UNFINISHED before the last piece."""
+        """The finish reason; UNFINISHED before the last piece."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -35,22 +35,22 @@ class GenerationPort(Protocol):
     def __aiter__(self) -> Self: ...
 
     async def __anext__(self) -> Segment:
-        """New tokens of one version, at least one."""
+        """Return at least one new token, all of one version."""
         ...
 
 
 class Generator(Protocol):
-    """The fleet of inference nodes behind a router."""
+    """Generation on the fleet of inference nodes."""
 
     def open(
         self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
     ) -> GenerationPort:
-        """Continues the prefix `token_ids` [n]."""
+        """Continue the prefix `token_ids` [n]."""
         ...
 
 
 class SandboxSession(Protocol):
-    """An open session."""
+    """An open sandbox session."""
 
     async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult: ...
 
@@ -62,22 +62,22 @@ class SandboxSession(Protocol):
 
 
 class SandboxPort(Protocol):
-    """The pool of sandbox nodes."""
+    """Sessions on the sandbox nodes."""
 
     def session(
         self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
     ) -> AbstractAsyncContextManager[SandboxSession]:
-        """Opens on entering; ends on leaving, however that comes. Counts against the quota of `tenant`."""
+        """Open a session on entry and end it on every exit. It counts against the quota of `tenant`."""
         ...
 
     def fork(
         self, snapshot: RemoteSnapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AbstractAsyncContextManager[SandboxSession]:
-        """As `session`, in the state of a snapshot."""
+        """Open a session in the state of a snapshot, otherwise as `session`."""
         ...
 
     async def drop(self, snapshot: RemoteSnapshot) -> None:
-        """Forgets a snapshot."""
+        """Delete a snapshot."""
         ...
 
 
@@ -85,25 +85,25 @@ class ScoringPort(Protocol):
     """The reward service."""
 
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
-        """Rewards per sample, in the item's order."""
+        """Return the rewards per sample, in the item's order."""
         ...
 
 
 class SampleLog(Protocol):
-    """The sample stream."""
+    """The sample streams of the runs."""
 
     async def append(self, run: str, payload: bytes, *, message_id: str) -> int:
-        """Stores a payload, returns its sequence. The same `message_id` again, soon after, returns the same sequence."""
+        """Store a payload and return its sequence. A repeated `message_id` within the stream's window returns the same sequence."""
         ...
 
 
 class Coordinator(Protocol):
-    """The coordinator's verbs for workers."""
+    """The coordinator's methods for workers."""
 
     async def acquire(self, num_max: int, wait_s: float) -> coordinator_pb2.AcquireRolloutsResponse: ...
 
     async def renew(self, lease_ids: Sequence[str]) -> coordinator_pb2.RenewLeasesResponse: ...
 
     async def report(self, reports: Sequence[coordinator_pb2.EpisodeReport]) -> Sequence[str]:
-        """One result per report: empty if recorded, else a reason."""
+        """Return one result per report: empty if recorded, else the reason for the rejection."""
         ...

@@ -1,4 +1,4 @@
-"""Counters of a worker since its start, for the node's report and for metrics."""
+"""Count the episodes of a worker since its start, for the node's report and for metrics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rollmesh.shared.trajectory import Episode, FinishReason, Role
 
 @dataclass(slots=True)
 class WorkerProgress:
-    """leased = completed + failed + cancelled + lost + running, at every moment."""
+    """Counters with the invariant: leased = completed + failed + cancelled + lost + running."""
 
     num_leased: int = 0
     num_completed: int = 0
     num_failed: int = 0
     """Infra failures."""
     num_cancelled: int = 0
-    """Given up and given back."""
+    """Cancelled episodes whose leases were released."""
     num_lost: int = 0
-    """Leases that were gone before their episode ended, or whose report was not wanted any more."""
+    """Leases that were gone before their episode ended, or whose report was rejected."""
     num_turns: int = 0
     num_tokens: int = 0
     """Sampled tokens of completed episodes."""
@@ -31,7 +31,7 @@ class WorkerProgress:
     last_failure: str = ""
 
     def add_tokens(self, episode: Episode) -> None:
-        """Counts a completed episode's work."""
+        """Add the turns, tokens and seconds of a completed episode."""
         actions = [segment for segment in episode.segments if segment.role is Role.ACTION]
         self.num_turns += sum(segment.finish is not FinishReason.UNFINISHED for segment in actions)
         self.num_tokens += sum(segment.num_tokens for segment in actions)

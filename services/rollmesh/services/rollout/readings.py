@@ -10,7 +10,7 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: RolloutNode) -> list[Reading]:
-    """What the worker knows anyway."""
+    """Return the readings of the worker's counters."""
     progress, stages = node.progress, node.stages
     outcomes = {
         "completed": progress.num_completed,
@@ -31,7 +31,7 @@ async def read(node: RolloutNode) -> list[Reading]:
 
 
 def _by_boundary(failures: Mapping[str, int]) -> dict[str, int]:
-    """`scorer exact@1` counts as `scorer`: names of users' scorers are not labels."""
+    """Sum failures by boundary. `scorer exact@1` counts as `scorer`, because names of scorers must not become labels."""
     found: dict[str, int] = {}
     for where, num in failures.items():
         boundary = where.partition(" ")[0]

@@ -1,11 +1,11 @@
-"""The tree of segments that an episode grows, and the samples cut from it. Pure: no tokenizer, no clock, no network.
+"""Record the segment tree of an episode and derive its samples. Pure: without tokenizer, clock and network.
 
 Invariants: parents precede children; sampled segments carry log-probs and version as the engine gave them; a generation that
 several versions sampled is a chain of segments, all but the last UNFINISHED.
 
-Draws: every generation has a separate seed, derived from the episode's seed and its position in the tree (which child of which
-child ...), never from the order in which concurrent branches happen to run. A retry of the episode therefore draws the same
-tokens, and two continuations of one prefix draw different ones.
+Seeds: every generation has a separate seed, derived from the episode's seed and the child indices on its path in the tree. It does not
+depend on the order in which concurrent branches run. A retry of the episode therefore draws the same tokens, and two continuations of
+one prefix draw different ones.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Recorder:
         return parent
 
     def path(self, leaf: int) -> list[int]:
-        """Segments from the root to `leaf`."""
+        """Return the segments from the root to `leaf`."""
         chain = []
         while leaf != ROOT:
             chain.append(leaf)
@@ -86,11 +86,11 @@ class Recorder:
         return chain[::-1]
 
     def messages(self, leaf: int) -> tuple[Message, ...]:
-        """The text view of the path to `leaf`."""
+        """Return the text view of the path to `leaf`."""
         return text_view(self.segments[index] for index in self.path(leaf))
 
     def leaves(self) -> list[int]:
-        """The last action of every path, in order: what follows it teaches nothing, and what it continues is part of it."""
+        """Return the last action of every path, in order. Later segments have no loss, and earlier ones belong to the path."""
         covered: set[int] = set()
         actions = [i for i, segment in enumerate(self.segments) if segment.role is Role.ACTION]
         for index in reversed(actions):
@@ -101,13 +101,13 @@ class Recorder:
         return [index for index in actions if index not in covered]
 
     def last_action(self, leaf: int) -> int | None:
-        """The last segment on the path to `leaf` that a policy chose; None if it chose nothing."""
+        """Return the last action on the path to `leaf`, or None if the path has no action."""
         while leaf != ROOT and self.segments[leaf].role is not Role.ACTION:
             leaf = self.segments[leaf].parent
         return None if leaf == ROOT else leaf
 
     def num_action_tokens(self, sample: Sample) -> int:
-        """Tokens that the policy sampled; those it was made to say do not count."""
+        """Return the number of tokens that the policy sampled. Inserted action tokens do not count."""
         path = (self.segments[i] for i in self.path(sample.leaf))
         return sum(s.num_tokens for s in path if s.role is Role.ACTION and s.source is Source.POLICY)
 
@@ -129,12 +129,12 @@ class Recorder:
 
 
 def numbered_samples(episode: str, samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples with their ids: unique in the run, and equal in every try of the episode."""
+    """Return the samples with ids that are unique in the run and equal in every attempt of the episode."""
     return tuple(replace(sample, sample_id=f"{episode}-{number}") for number, sample in enumerate(samples))
 
 
 def mix64(value: int) -> int:
-    """A 64-bit hash of a 64-bit number: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return a 64-bit hash of a 64-bit number, by the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64

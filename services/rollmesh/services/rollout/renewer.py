@@ -1,7 +1,7 @@
-"""Renews all leases of a worker with one request per round, and reports which are gone.
+"""Renew all leases of a worker with one request per round, and report the leases that are gone.
 
-A round comes every third of the shortest term, so that two may be lost. If the coordinator cannot be reached, the request is
-repeated after short pauses. No episode is dropped for that, because a recovered coordinator grants every lease a full term of grace and
+A round starts every third of the shortest term, so two rounds may be lost. If the coordinator cannot be reached, the request is
+retried after a back-off. Episodes are not dropped, because a recovered coordinator grants every lease a full term of grace and
 accepts late reports.
 """
 
@@ -21,7 +21,7 @@ TERM_SHARE = 1 / 3
 
 
 class Renewer:
-    """Renews the leases that `held` returns; calls `on_gone` for each lease that no longer exists."""
+    """Renew the leases that `held` returns; call `on_gone` for each lease that no longer exists."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Renewer:
         """Why the last round failed; empty if it did not."""
 
     def watch(self, term_s: float) -> None:
-        """Register a lease with this term. A term shorter than all before brings the next round forward."""
+        """Register a lease with this term. If it is the shortest so far, the next round starts earlier."""
         every_s = min(TERM_SHARE * term_s, self._config.renew_every_s_max)
         if self._task is None or self._task.done() or every_s < self._every_s:
             if self._task is not None:

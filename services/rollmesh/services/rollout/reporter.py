@@ -1,7 +1,8 @@
-"""Reports of finished episodes, gathered: those that end at about the same time travel in one request.
+"""Report finished episodes in batches.
 
-Reports are idempotent, so a request is tried again until the coordinator answers or `give_up_s` is over. One request is under way at
-a time; what ends meanwhile goes with the next. Bounded by the episodes of the worker: each waits here for its own acknowledgement.
+Reports are idempotent, so a request is retried until the coordinator responds or `give_up_s` has passed. Only one request runs at a
+time; episodes that finish meanwhile join the next one. The queue is bounded by the worker's episodes, because each waits for its
+acknowledgement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import coordinator_pb2
 
 REPORTS_MAX = 4096
-"""Most reports of one request, by contract."""
+"""Maximum number of reports in one request, as the protocol specifies."""
 REQUEST_BYTES = 1 << 20
 """Size above which reports wait for the next request. Each request becomes one ledger record."""
 
@@ -31,7 +32,7 @@ class _PendingReport:
 
 
 class Reporter:
-    """Reports to the coordinator."""
+    """Send reports to the coordinator."""
 
     def __init__(self, coordinator: Coordinator, config: WorkerConfig, clock: Clock) -> None:
         self._coordinator = coordinator
@@ -42,7 +43,7 @@ class Reporter:
 
     @property
     def num_waiting(self) -> int:
-        """Reports not yet sent."""
+        """Number of reports not yet sent."""
         return len(self._waiting)
 
     async def report(self, report: coordinator_pb2.EpisodeReport) -> str:
@@ -59,7 +60,7 @@ class Reporter:
                 self._waiting.remove(waiting)
 
     async def close(self) -> None:
-        """Ends the request under way."""
+        """Cancel the running request."""
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.wait([self._pump])

@@ -1,7 +1,7 @@
-"""The sample streams of runs, over the bus: the `ports.SampleLog` of production.
+"""Implement `ports.SampleLog` on the bus: append payloads to the sample streams of runs.
 
-A full stream is back-pressure and a lost server recovers, so an append is retried until `give_up_s` has passed; its message id
-makes that safe. Meanwhile the episode keeps its slot, so that a worker with a full stream soon requests no more work.
+A full stream is back-pressure and a lost server recovers, so an append is retried until `give_up_s` has passed. Its message id
+makes the retry safe. Meanwhile the episode keeps its slot, so that a worker with a full stream stops acquiring work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollmesh.shared.clock import Clock
 
 
 class BusSampleLog:
-    """Appends payloads to `RM_<run>_SAMPLES`. The coordinator creates the streams with the run."""
+    """Append payloads to `RM_<run>_SAMPLES`. The coordinator creates the streams with the run."""
 
     def __init__(self, bus: Bus, config: WorkerConfig, clock: Clock) -> None:
         self._bus = bus

@@ -1,4 +1,4 @@
-"""Samples to the reward service and rewards back onto samples. A scorer's failure fails the episode: it is never a 0."""
+"""Convert samples to score requests and add the rewards. A scorer failure fails the episode; it never becomes a reward of 0."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rollmesh.v1 import reward_pb2, types_pb2
 
 
 def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
-    """How a sample ended: as its last action did, but LENGTH if the episode was cut by a limit."""
+    """Return the finish reason of a sample: that of its last action, but LENGTH if a limit cut the episode."""
     return FinishReason.LENGTH if cut else segment.finish
 
 
 def score_item(lease: Lease, samples: Sequence[Sample], recorder: Recorder) -> reward_pb2.ScoreItem:
-    """Every sample is scored on the text of its path."""
+    """Build the request. Every sample is scored on the text of its path."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,
@@ -35,7 +35,7 @@ def _view(messages: Sequence[Message]) -> reward_pb2.TextView:
 
 
 def scored(samples: Sequence[Sample], rewards: Sequence[tuple[Reward, ...]]) -> tuple[Sample, ...]:
-    """The samples with their rewards. Raises `EpisodeFailed` naming the scorer that failed."""
+    """Return the samples with their rewards. Raise `EpisodeFailed` with the name of the failed scorer."""
     for sample_rewards in rewards:
         for reward in sample_rewards:
             if reward.outcome is Outcome.INFRA_FAILURE:

@@ -1,13 +1,13 @@
-"""The stages of an episode, each with its own number of places.
+"""The stages of an episode, each with a separate number of slots.
 
     leased -> | INIT: prompt, sessions | -> | RUN: the agent | -> | SCORE: rewards, payload | -> reported
 
   stage   consumes             produces              waits for            unblocked by
-  INIT    a lease              prompt, open sessions init_max places      an episode that goes on to RUN, or fails
-  RUN     an open episode      segments, samples     run_max places       an agent that ends
-  SCORE   samples              rewards, a payload    score_max places     an episode that is handed over
+  INIT    a lease              prompt, open sessions init_max slots       an episode that enters RUN, or fails
+  RUN     an open episode      segments, samples     run_max slots        an agent that returns
+  SCORE   samples              rewards, a payload    score_max slots      an episode that has its rewards
 
-Slow rewards then never keep engines idle, and a burst of leases never starts more jails at once than INIT has places.
+Slow rewards therefore do not idle engines, and a burst of leases starts at most `init_max` jails concurrently.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollmesh.shared.telemetry import tracing
 
 
 class Stage(StrEnum):
-    """Where an episode is."""
+    """The current stage of an episode."""
 
     INIT = "init"
     RUN = "run"
@@ -32,11 +32,11 @@ class Stage(StrEnum):
 
 
 class Stages:
-    """Places per stage, and who is in them or waits for them."""
+    """The slots of each stage, with counts of the episodes inside and waiting."""
 
     def __init__(self, config: StagesConfig, clock: Clock) -> None:
         self._clock = clock
-        self._places = {
+        self._slots = {
             Stage.INIT: asyncio.Semaphore(config.init_max),
             Stage.RUN: asyncio.Semaphore(config.run_max),
             Stage.SCORE: asyncio.Semaphore(config.score_max),
@@ -46,7 +46,7 @@ class Stages:
 
     @asynccontextmanager
     async def enter(self, stage: Stage, stage_s: dict[str, float]) -> AsyncIterator[None]:
-        """Holds a place of `stage`; adds the seconds inside to `stage_s[stage]` and those in front of it to "queue"."""
+        """Hold a slot of `stage`. Add the seconds inside to `stage_s[stage]` and the seconds of waiting to "queue"."""
         asked_s = self._clock.monotonic_s()
         with tracing.span(stage.value, SERVICE) as span:
             await self._wait(stage)
@@ -59,13 +59,13 @@ class Stages:
                 yield
             finally:
                 self.num_inside[stage] -= 1
-                self._places[stage].release()
+                self._slots[stage].release()
                 _add(stage_s, stage.value, self._clock.monotonic_s() - entered_s)
 
     async def _wait(self, stage: Stage) -> None:
         self.num_waiting[stage] += 1
         try:
-            await self._places[stage].acquire()
+            await self._slots[stage].acquire()
         finally:
             self.num_waiting[stage] -= 1
 

@@ -1,9 +1,10 @@
-"""Text to token ids and back, by the model's own tokenizer.json and chat template, without transformers or torch.
+"""Convert text to token ids and back with the model's tokenizer.json and chat template, without transformers or torch.
 
-Tags (special tokens) come out of templates only: `encode_markup` knows them, `encode_text` treats everything as plain text, so
-that a tool's output holding `<|assistant|>` stays data. Prompts are rendered as transformers' `apply_chat_template` would, equal
-to it by test; a task's own messages may therefore hold tags.
-The libraries load with the first tokenizer, not with this module.
+Only templates produce tags (special tokens): `encode_markup` encodes them, `encode_text` encodes everything as plain text, so that a
+tool's output with `<|assistant|>` remains data. Prompts are rendered as by transformers' `apply_chat_template`, which a test
+verifies. The messages of a task may therefore contain tags.
+
+The libraries are imported with the first tokenizer, not with this module.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ MARKUP_CACHE_MAX = 256
 
 
 class Tokenizer(Protocol):
-    """What an episode needs of a tokenizer. Arrays are int32 [n]."""
+    """The tokenizer methods that an episode uses. Arrays are int32 [n]."""
 
     @property
     def format(self) -> ChatFormat:
-        """The words of its conversations. Raises `ConfigError` for configured words that the chat template never writes."""
+        """The markers of its conversations. Raises `ConfigError` for configured markers that the chat template never writes."""
         ...
 
     def encode_text(self, text: str) -> IntArray:
-        """Plain text: no special token comes out of it."""
+        """Encode plain text. The result has no special tokens."""
         ...
 
     def encode_markup(self, text: str) -> IntArray:
-        """Text in which tags mean special tokens."""
+        """Encode text whose tags are special tokens."""
         ...
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
-        """A conversation up to where the assistant's turn begins. Raises `InvalidInput` if the template rejects it."""
+        """Encode a conversation up to the start of the assistant's turn. Raise `InvalidInput` if the template rejects it."""
         ...
 
     def decode(self, token_ids: IntArray) -> str:
-        """The text of tokens, tags included."""
+        """Return the text of tokens, with tags."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token that stands for exactly this text; None if it takes several."""
+        """Return the id of the token for exactly this text, or None if the text needs several tokens."""
         ...
 
 
@@ -60,16 +61,16 @@ class ChatTokenizer:
     def __init__(
         self, core: Any, render: Callable[..., str], *, eos: Sequence[str] = (), words: FormatConfig | None = None
     ) -> None:
-        """`eos` are the tokens that end a sequence, `words` the changes to what the template writes."""
+        """`eos` are the tokens that end a sequence, `words` the overrides of the template's markers."""
         self._core = core
         self._template = render
         self._eos = tuple(eos)
         self._changes = words or FormatConfig()
-        # The words around observations are few and come with every turn.
+        # The markers around observations are few and occur in every turn.
         self._markup = lru_cache(maxsize=MARKUP_CACHE_MAX)(self._encode_shared)
 
     def encode_text(self, text: str) -> IntArray:
-        self._core.encode_special_tokens = True  # the library's name for "encode them as if they were ordinary text"
+        self._core.encode_special_tokens = True  # in this library: encode special tokens as ordinary text
         try:
             return self._encode(text)
         finally:
@@ -100,7 +101,7 @@ class ChatTokenizer:
         return self._template(messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt)
 
     def _with_tools_text(self, messages: list[dict[str, str]], text: str) -> str:
-        """In the system message; before the first message where the template has no system role."""
+        """Add `text` to the system message, or to the first message if the template has no system role."""
         first = messages[0]
         if first["role"] == "system":
             return self._render([_after(first, text), *messages[1:]], None, True)
@@ -118,24 +119,24 @@ class ChatTokenizer:
         return found
 
     def _encode(self, text: str) -> IntArray:
-        # No beginning-of-sequence token is added: a template writes its own, and a continuation must have none.
+        # Without a beginning-of-sequence token: a template writes its own, and a continuation must not contain one.
         return np.asarray(self._core.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
 
 def load_tokenizer(model_dir: str | Path, words: FormatConfig | None = None) -> ChatTokenizer:
-    """The tokenizer in a model folder, with changes to the words of its conversations.
+    """Load the tokenizer of a model folder, with overrides of its conversation markers.
 
-    Raises `ConfigError` naming the file that is missing or does not fit.
+    Raise `ConfigError` with the name of the missing or invalid file.
     """
     from tokenizers import Tokenizer as Core
 
     folder = Path(model_dir)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"model_dir: there is no {path}; name the folder with the model's tokenizer", file=path)
+        raise ConfigError(f"model_dir: {path} does not exist; set the folder with the model's tokenizer", file=path)
     try:
         core = Core.from_str(path.read_text(encoding="utf-8"))
-    except Exception as err:  # the library raises plain Exception for whatever it cannot read
+    except Exception as err:  # the library raises plain Exception for all read errors
         raise ConfigError(f"{path}: not a tokenizer.json of the tokenizers library: {err}", file=path) from err
     core.no_padding()
     core.no_truncation()
@@ -143,7 +144,7 @@ def load_tokenizer(model_dir: str | Path, words: FormatConfig | None = None) -> 
 
 
 def _eos_tokens(folder: Path, core: Any) -> list[str]:
-    """The tokens that end a sequence: the tokenizer's, then those of generation_config.json, or else of config.json."""
+    """Return the tokens that end a sequence: the tokenizer's, then those of generation_config.json, or else of config.json."""
     found = [_token_text(value) for value in [_read_config(folder / "tokenizer_config.json").get("eos_token")] if value]
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -156,7 +157,7 @@ def _eos_tokens(folder: Path, core: Any) -> list[str]:
 
 
 def _renderer(folder: Path) -> Callable[..., str]:
-    """The chat template as a function, with the environment and variables that transformers gives to templates."""
+    """Return the chat template as a function, with the environment and variables that transformers passes to templates."""
     from jinja2 import TemplateError
 
     config = _read_config(folder / "tokenizer_config.json")
@@ -172,7 +173,7 @@ def _renderer(folder: Path) -> Callable[..., str]:
             text: str = template.render(**special, **variables)
             return text
         except TemplateError as err:
-            raise InvalidInput(f"the chat template in {folder} refuses the conversation: {err}") from err
+            raise InvalidInput(f"the chat template in {folder} rejects the conversation: {err}") from err
 
     return render
 
@@ -186,7 +187,7 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # Jinja's own filter escapes for HTML; models were trained on plain JSON.
+        # Jinja's filter escapes for HTML, but models were trained on plain JSON.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -200,19 +201,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        raise ConfigError(f"{path}: cannot be read: {err}; it belongs to the model's tokenizer", file=path) from err
+        raise ConfigError(f"{path}: cannot read this tokenizer file: {err}", file=path) from err
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: expected a JSON object", file=path)
     return config
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    """transformers writes the template to a separate file since 4.51, and into the config before."""
+    """Return the template. transformers >= 4.51 writes it to a separate file, older versions to the config."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     source = config.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several named templates
         source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     if not isinstance(source, str):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Extra latency of tool calls, for experiments: a decorator of the sandbox port.
+"""Add latency to tool calls for experiments, as a decorator of the sandbox port.
 
-Draws are keyed by (seed, session, call), not taken from one stream, so that they do not depend on which episode calls first.
+Draws are keyed by (seed, session, call), so they do not depend on the order of the episodes' calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollmesh.shared.clock import Clock
 
 
 class SlowSandbox:
-    """Waits before each call as the distribution says."""
+    """Wait before each call for a time drawn from the configured distribution."""
 
     def __init__(self, inner: SandboxPort, config: ToolLatencyConfig, clock: Clock) -> None:
         self._inner = inner
@@ -68,15 +68,15 @@ class _SlowSession:
 
     async def _wait(self) -> None:
         self._num_calls += 1
-        # The middle of one of 2**53 equal slices: never 0 or 1, where the quantiles are infinite.
+        # The middle of one of 2**53 equal intervals is never 0 or 1, where the quantiles are infinite.
         uniform = ((mix64(self._key + self._num_calls) >> 11) + 0.5) / 2**53
         await self._clock.sleep(latency_s(self._config, uniform))
 
 
 def latency_s(config: ToolLatencyConfig, uniform: float) -> float:
-    """The quantile at `uniform` in (0, 1), seconds, at most `max_s`.
+    """Return the quantile at `uniform` in (0, 1), seconds, at most `max_s`.
 
-    Pareto (type I) of tail index a has mean x_min a / (a - 1); the lognormal has mean exp(mu + sigma^2 / 2).
+    Pareto (type I) with tail index a has mean x_min a / (a - 1); the lognormal has mean exp(mu + sigma^2 / 2).
     """
     if config.distribution == "none" or config.mean_s == 0:
         return 0.0

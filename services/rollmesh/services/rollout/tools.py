@@ -1,7 +1,7 @@
-"""The tools of one episode: named by its task, run in sandbox sessions that last as long as the episode.
+"""Run the tools that the task of an episode names, in sandbox sessions that last as long as the episode.
 
-One session per profile, opened in INIT and again after a call that used it up (a limit inside the jail is the model's doing). A fork has
-separate sessions, in the current state of the originals, so that branches of a tree cannot change each other's files and variables.
+Each profile has one session. It opens in INIT, and again after a call that ended it (a limit inside the jail is a model failure). A fork
+has separate sessions, in the current state of the originals, so that branches of a tree cannot change each other's files and variables.
 Collaborators: the sandbox port; `environment` (calls), `episode` (opens and closes).
 """
 
@@ -24,16 +24,18 @@ from rollmesh.shared.trajectory import EpisodeKey
 
 
 class ToolBox:
-    """Calls tools by the names that the task uses."""
+    """Call tools by the names that the task uses."""
 
     def __init__(
         self, sandbox: SandboxPort, tools: Mapping[str, ToolConfig], names: Sequence[str], key: EpisodeKey, ttl_s: float
     ) -> None:
-        """Raises `NotFound` for a tool of the task that isn't configured."""
+        """Raise `NotFound` for a tool of the task that is not configured."""
         missing = [name for name in names if name not in tools]
         if missing:
             known = ", ".join(tools) or "none"
-            raise NotFound(f"the task names tool `{missing[0]}`; configured are: {known}; add it to rollout.tools")
+            raise NotFound(
+                f"tool `{missing[0]}` of the task is not configured; known: {known}; add it to rollout.tools"
+            )
         self._sandbox = sandbox
         self._tools = {name: tools[name] for name in names}
         self._key = key
@@ -42,7 +44,7 @@ class ToolBox:
         self._sessions: dict[str, SandboxSession] = {}
         self._numbers = itertools.count(1)
         self.lost: tuple[str, ...] = ()
-        """What the sessions of a fork lack, as `profile: name`: values that could not be saved."""
+        """Values that the fork could not save, as `profile: name`."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -50,16 +52,16 @@ class ToolBox:
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """The tools as the prompt describes them."""
+        """The tools as described in the prompt."""
         return tuple(tool_schema(name, tool) for name, tool in self._tools.items())
 
     async def open(self) -> None:
-        """Opens the sessions that the tools need."""
+        """Open the sessions that the tools need."""
         for profile in dict.fromkeys(tool.profile for tool in self._tools.values()):
             await self._session(profile)
 
     async def call(self, name: str, text: str) -> ToolResult:
-        """What the tool says to `text`. Raises `SandboxFailed` and other `MeshError`s for what isn't the model's doing."""
+        """Return the tool's result for `text`. Raise `SandboxFailed` and other `MeshError`s for infra failures."""
         tool = self._tools.get(name)
         if tool is None:
             return ToolResult(
@@ -73,11 +75,13 @@ class ToolBox:
         if not result.session_alive:
             self._sessions.pop(tool.profile, None)
         if result.outcome is ExecOutcome.INFRA_FAILURE:
-            raise SandboxFailed(f"{tool.profile}: {result.error or 'the jail was lost'}; retried elsewhere")
+            raise SandboxFailed(
+                f"{tool.profile}: {result.error or 'the jail was lost'}; another worker retries the episode"
+            )
         return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
 
     async def fork(self) -> ToolBox:
-        """Return the same tools on forked sessions, which end with the originals. Raises `MeshError` where a session can't be forked."""
+        """Return the same tools on forked sessions, which end with the originals. Raise `MeshError` if a session cannot be forked."""
         twin = copy.copy(self)
         twin._sessions = {}
         for profile, session in list(self._sessions.items()):
@@ -116,7 +120,7 @@ class ToolBox:
 
 
 def tool_schema(name: str, tool: ToolConfig) -> ToolSchema:
-    """A tool as chat templates expect it. A tool without a configured schema takes one text."""
+    """Return a tool as chat templates expect it. A tool without a configured schema takes one text."""
     argument = "text" if tool.function else "code"
     one_text = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
     description = tool.description or ("" if tool.function else f"Run {tool.language} code and return its output.")
@@ -125,9 +129,9 @@ def tool_schema(name: str, tool: ToolConfig) -> ToolSchema:
 
 
 def result_text(result: ExecResult) -> str:
-    """A result as one text for the model: what was printed, then the value, or what went wrong.
+    """Return a result as one text for the model: the output, then the value or the error.
 
-    What a program with an exit status wrote to stderr belongs to it (compilers, shells); of a Python traceback only the last line is shown.
+    The stderr of a program with an exit status is included (compilers, shells). Of a Python traceback only the last line is shown.
     """
     parts = [
         result.stdout.rstrip("\n"),
@@ -138,7 +142,7 @@ def result_text(result: ExecResult) -> str:
 
 
 def shorten(text: str, chars_max: int) -> str:
-    """`text`, or its beginning and end with a mark between them, in at most `chars_max` characters."""
+    """Return `text`, or its beginning and end with a mark between them, in at most `chars_max` characters."""
     if len(text) <= chars_max:
         return text
     mark = f"\n[{len(text) - chars_max} characters cut]\n"

@@ -1,13 +1,13 @@
-"""The worker: leases episodes, runs many at once, reports them, and gives back what it cannot finish.
+"""Lease episodes, run many concurrently, report them, and release the leases of unfinished ones.
 
   loop      consumes            produces           waits for                  unblocked by
-  acquire   free places         leases             a place; work              a reported episode; admission
-  episode   a lease             a report           places of its stages       other episodes (see stages)
+  acquire   free slots          leases             a slot; work               a reported episode; admission
+  episode   a lease             a report           slots of its stages        other episodes (see stages)
   renew     held leases         gone leases        a third of a term          the clock
-  report    finished episodes   acknowledgements   the coordinator            its answer, or give_up_s
+  report    finished episodes   acknowledgements   the coordinator            its response, or give_up_s
 
-A lease is held from the answer that brought it until its report is acknowledged, given back, or known to be gone; `episodes_max` bounds
-them. Every way out of an episode passes through `_hold`, so that leased = completed + failed + cancelled + lost + running.
+A lease is held from the response that grants it until its report is acknowledged, or until it is released or gone. `episodes_max` bounds
+the number of leases. Every exit of an episode passes through `_hold`, so that leased = completed + failed + cancelled + lost + running.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from rollmesh.v1 import coordinator_pb2
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A lease in this worker's hands."""
+    """A lease that this worker holds."""
 
     message: coordinator_pb2.EpisodeLease
     task: asyncio.Task[None] | None = None
     report: Report | None = None
-    """Set once the episode has ended; from then on only the acknowledgement is missing."""
+    """Set when the episode has ended and only its acknowledgement is missing."""
     gone: bool = False
 
 
 class RolloutWorker:
-    """Runs episodes until drained or cancelled."""
+    """Run episodes until drained or cancelled."""
 
     def __init__(
         self,
@@ -59,28 +59,28 @@ class RolloutWorker:
         self._config = config
         self._clock = clock
         self._held: dict[str, _Held] = {}
-        self._given_back: list[Report] = []
+        self._releases: list[Report] = []
         self._changed = asyncio.Event()
         self._acquiring: asyncio.Task[None] | None = None
         self._reporter = Reporter(coordinator, config, clock)
         self._renewer = Renewer(coordinator, config, clock, self._held.keys, self._lose)
-        self._waiting_for = "the first answer of the coordinator"
+        self._waiting_for = "the first response of the coordinator"
 
     @property
     def num_running(self) -> int:
-        """Leases held."""
+        """Number of leases held."""
         return len(self._held)
 
     @property
     def waiting_for(self) -> str:
-        """What the worker waits for; empty while it has work in every place or nothing is wrong."""
+        """A description of the current wait; empty while every slot has work or no error occurs."""
         return self._renewer.last_error or self._waiting_for
 
     async def run(self) -> None:
-        """Until drained. At the end, and when cancelled: ends the episodes and gives their leases back, within `drain_s_max`."""
+        """Run until drained. On exit or cancellation, cancel the episodes and release their leases within `drain_s_max`."""
         self._acquiring = asyncio.ensure_future(self._acquire_forever())
         try:
-            await asyncio.wait([self._acquiring])  # not awaited itself: draining cancels it, which is not our own end
+            await asyncio.wait([self._acquiring])  # not awaited directly, because draining cancels it
             if not self._acquiring.cancelled():
                 self._acquiring.result()
             await self._finish_held()
@@ -88,31 +88,31 @@ class RolloutWorker:
             await self._stop()
 
     async def _finish_held(self) -> None:
-        """What is held ends by itself, or is given back by `_stop` when the time for that is over."""
+        """Wait until the held episodes finish, at most `finish_s_max`. `_stop` releases the remaining ones."""
         try:
             async with time_limit(self._clock, self._config.finish_s_max):
                 while self._held:
                     await self._change()
         except TimeoutError:
-            self._waiting_for = f"{len(self._held)} episodes to be given back: finish_s_max is over"
+            self._waiting_for = f"release of {len(self._held)} episodes that exceeded finish_s_max"
 
     def drain(self) -> None:
-        """Takes nothing more; `run` returns when what is held has ended, or was given back after `finish_s_max`."""
+        """Stop acquiring. `run` returns when the held episodes have finished or were released after `finish_s_max`."""
         if self._acquiring is not None:
             self._acquiring.cancel()
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
-        """Gives up episodes whose leases are already gone."""
+        """Cancel episodes whose leases are already gone."""
         for lease_id in lease_ids:
             self._lose(lease_id)
 
     # Acquiring --------------------------------------------------------------------------------------------------------
 
     async def _acquire_forever(self) -> None:
-        """Until the coordinator says that this node is draining."""
+        """Acquire leases until the coordinator reports that this node is draining."""
         backoff = Backoff(self._config, self._clock)
         while True:
-            free = await self._free_places()
+            free = await self._free_slots()
             asked_ns = tracing.now_ns()
             try:
                 answer = await self._coordinator.acquire(free, self._config.acquire_wait_s)
@@ -131,9 +131,9 @@ class RolloutWorker:
             if answer.leases:
                 backoff.reset()
             else:
-                await backoff.pause()  # a coordinator that answers at once must not be asked in a tight loop
+                await backoff.pause()  # avoids a tight loop when the coordinator responds immediately
 
-    async def _free_places(self) -> int:
+    async def _free_slots(self) -> int:
         while len(self._held) >= self._config.episodes_max:
             self._waiting_for = ""
             await self._change()
@@ -164,7 +164,7 @@ class RolloutWorker:
         except MeshError:
             self._progress.num_lost += 1  # the report failed: the lease expires, and another worker runs the episode
         except asyncio.CancelledError:
-            self._give_back(held)
+            self._release(held)
             raise
         finally:
             del self._held[lease.lease_id]
@@ -178,7 +178,7 @@ class RolloutWorker:
         else:
             self._progress.num_failed += 1
 
-    def _give_back(self, held: _Held) -> None:
+    def _release(self, held: _Held) -> None:
         if held.gone:
             self._progress.num_lost += 1
             return
@@ -188,10 +188,10 @@ class RolloutWorker:
             report = cancelled_report(held.message, "the worker is stopping")
         else:
             self._count(report.outcome, lost=False)
-        self._given_back.append(report)
+        self._releases.append(report)
 
     def _lose(self, lease_id: str) -> None:
-        """A finished episode is left alone: its lease may be gone because its report has just been recorded."""
+        """Cancel an episode unless it has finished, because the lease of a recorded report is gone as well."""
         held = self._held.get(lease_id)
         if held is not None and held.task is not None and held.report is None:
             held.gone = True
@@ -213,15 +213,15 @@ class RolloutWorker:
             await asyncio.wait(tasks, timeout=self._config.drain_s_max)
         await self._renewer.close()
         await self._reporter.close()
-        await self._send_given_back()
+        await self._send_releases()
 
-    async def _send_given_back(self) -> None:
-        """One try: a lease that isn't given back expires by itself."""
-        reports, self._given_back = self._given_back, []
+    async def _send_releases(self) -> None:
+        """Send the releases once, without a retry, because an unreleased lease expires."""
+        reports, self._releases = self._releases, []
         if not reports:
             return
         try:
             async with time_limit(self._clock, self._config.drain_s_max):
                 await self._coordinator.report(reports)
         except (MeshError, TimeoutError) as err:
-            self._waiting_for = f"gave up giving back {len(reports)} leases: {err}"
+            self._waiting_for = f"cannot release {len(reports)} leases: {err}"

@@ -1,1 +1,1 @@
-"""Trainers behind the learner's port, loaded by dotted name."""
+"""Implementations of the learner's trainer port, loaded by dotted name."""

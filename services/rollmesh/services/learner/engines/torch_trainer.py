@@ -1,7 +1,7 @@
-"""`rollmesh.trainer` behind the learner's port. The only module of the learner that loads torch.
+"""Implement the learner's port with `rollmesh.trainer`. No other module of the learner imports torch.
 
-Opened and called in the compute thread, where the number of torch's threads is set: they spin on barriers and collapse when cores are
-busy, so the default is one.
+The compute thread opens and calls the trainer, and sets the number of torch threads. The default is one, because torch threads spin on
+barriers and become very slow when cores are busy.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TorchTrainer:
 
 def _fresh(config: LearnerConfig) -> Restored:
     if not config.model:
-        raise ConfigError("model: empty, expected the folder of the initial model in transformers format", key="model")
+        raise ConfigError("`model` must be the folder of the initial model in transformers format, got ''", key="model")
     engine = TorchTrainer(_trainer(config, Path(config.model)), _tokenizer(Path(config.model)), config)
     return Restored(engine=engine, log=TrainedLog())
 
@@ -111,7 +111,7 @@ def _resumed(config: LearnerConfig, found: Checkpoint) -> Restored:
     if meta.config_digest != _digest(config):
         settings = f" (optimizer: {', '.join(changed)})" if changed else ""
         _log.warning(
-            "%s was trained under other settings of the recipe; the present ones apply%s", found.path, settings
+            "%s was trained with other settings of the recipe; the current settings apply%s", found.path, settings
         )
     position = Position(
         update=meta.update,
@@ -135,7 +135,7 @@ def _trainer(config: LearnerConfig, folder: Path) -> BatchTrainer:
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """A model folder without a tokenizer trains as well; its checkpoints then have none either."""
+    """Load the tokenizer if the model folder has one. Otherwise checkpoints do not have a tokenizer either."""
     return load_tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
 
 

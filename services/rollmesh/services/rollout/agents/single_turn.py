@@ -1,4 +1,4 @@
-"""The agent without tools: one turn, whatever it says."""
+"""The agent without tools. It generates one turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollmesh.services.rollout.environment import Environment
 
 
 class SingleTurnAgent:
-    """Lets the model answer once."""
+    """Let the model answer once."""
 
     async def run(self, task: Task, env: Environment) -> None:
         await env.generate()

@@ -1,7 +1,7 @@
 """The agent that lets the model call tools until it answers.
 
-A turn ends with a tool call, which is carried out and observed, or with anything else, which ends the episode: an answer, or
-words without one. A call that cannot be parsed is answered with an error line, so that the model can correct it.
+If a turn ends with a tool call, the agent executes the call and observes its result. Any other turn ends the episode. If a call
+cannot be parsed, the model observes an error line, so that it can correct the call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollmesh.shared.trajectory import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it; `error` says what is wrong with it, for the model."""
+    """A call as the model wrote it. `error` describes a malformed call to the model."""
 
     name: str
     text: str
@@ -26,7 +26,7 @@ class ToolCall:
 
 
 class ToolCallingAgent:
-    """Generate, call, observe, until the model answers."""
+    """Generate, call and observe until the model answers."""
 
     async def run(self, task: Task, env: Environment) -> None:
         while True:
@@ -43,7 +43,7 @@ class ToolCallingAgent:
 
 
 def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall | None:
-    """The tool call that a turn ends with; None if it doesn't end with one."""
+    """Return the tool call at the end of a turn, or None if the turn does not end with one."""
     body = words.without_end(text).rstrip()
     if not body.endswith(words.tool_call_end):
         return None
@@ -54,15 +54,15 @@ def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall |
             return None
     if words.tool_call_body == "json":
         call = _json_call(body)
-        # Without words around a call, any turn that is not one is an answer.
+        # Without a marker around calls, any turn that does not parse as a call is an answer.
         return None if call.error and not words.tool_call_start else call
     return ToolCall(tools[0] if tools else "", body)
 
 
 def _json_call(body: str) -> ToolCall:
-    """{"name": ..., "arguments": ...}, or a list of one such object; some models write "parameters" for the arguments.
+    """Parse {"name": ..., "arguments": ...}, or a list of one such object. Some models write "parameters" for the arguments.
 
-    The arguments are text, or an object whose only value is the text, or JSON for the tool.
+    The arguments are text, an object whose only value is the text, or JSON for the tool.
     """
     try:
         call = json.loads(body)
