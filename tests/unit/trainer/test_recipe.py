@@ -39,6 +39,18 @@ def test_a_built_in_recipe_resolves_and_its_test_exists(name: str) -> None:
     assert re.search(rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), about.test
 
 
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_documentation_repeats_what_a_recipe_says_about_itself(name: str) -> None:
+    text = (ROOT / "docs/recipes.md").read_text()
+    section = " ".join(text.partition(f"\n## {name}\n")[2].partition("\n## ")[0].split())
+    about, _ = read_recipe(find_recipe(name))
+    status = f"{about.status}. Missing: {about.missing}" if about.missing else about.status
+    assert section.startswith(f"{about.summary} - Paper: {about.paper} - Formula: `{about.formula}` - Deviations:")
+    assert f"- Status: {status} - Test: `{about.test}`" in section
+    needs = section.partition("- Needs: ")[2].partition("- Status:")[0]
+    assert all(f"`{output}`" in needs for output in configured(recipe=name).rollout.outputs)
+
+
 def test_the_default_recipe_is_what_the_structs_hold() -> None:
     found = configured()
     options = found.learner.loss[0].options
