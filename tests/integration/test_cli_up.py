@@ -24,7 +24,7 @@ from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
 
 from ..chaos.world import mesh_config, save_model_folder
-from .up_mesh import END_S, rollmesh, up
+from .up_mesh import COMMAND, END_S, audited, rollmesh, up, up_again
 
 
 async def create(gateway: str, access: Access, run: str, **fields: Any) -> bool:
@@ -60,6 +60,28 @@ async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_
         mesh.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(END_S):
             assert await mesh.process.wait() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_mesh_that_was_stopped_is_restarted_with_its_live_run_and_its_address(tmp_path: Path) -> None:
+    config = mesh_config(save_model_folder(tmp_path / "model"))
+    async with up(config, tmp_path) as mesh:
+        access = Access(read_token(mesh.token_file))
+        assert await create(mesh.gateway, access, "mine", updates_max=6)
+        settings = LearnerConfig(directory=str(tmp_path / "mine"), engine=Extension("fake"), tensorboard=False)
+        async with LearnerNode(settings, RunAddress(address=mesh.gateway, access=access, run="mine")) as node:
+            async with asyncio.timeout(END_S):
+                while node.progress.update < 3:  # noqa: ASYNC110 (another process trains)
+                    await asyncio.sleep(0.05)
+    mistaken = await asyncio.create_subprocess_exec(*COMMAND, "train", str(mesh.folder), stderr=asyncio.subprocess.PIPE)
+    assert b"restart it with `rollmesh up" in (await mistaken.communicate())[1]
+    assert mistaken.returncode == 2
+    async with up_again(tmp_path) as again:
+        assert again.gateway == mesh.gateway
+        await train(tmp_path / "mine", again.gateway, access, "mine")
+    report = await audited(mesh.folder, "mine")
+    assert report.updates == 6
 
 
 async def train(folder: Path, gateway: str, access: Access, run: str) -> None:

@@ -36,15 +36,26 @@ class UpMesh:
 async def up(config: MeshConfig, folder: Path) -> AsyncIterator[UpMesh]:
     """Run until the block ends; then it is stopped and has exited cleanly."""
     await asyncio.to_thread((folder / "mesh.yaml").write_text, to_yaml(config))
-    process = await asyncio.create_subprocess_exec(
-        *(*COMMAND, "up", str(folder / "mesh.yaml"), "--out", str(folder / "out")), stdout=asyncio.subprocess.PIPE
-    )
+    async with _started(folder / "out", str(folder / "mesh.yaml"), "--out", str(folder / "out")) as mesh:
+        yield mesh
+
+
+@asynccontextmanager
+async def up_again(folder: Path) -> AsyncIterator[UpMesh]:
+    """Restart the mesh that `up` has left in `folder`, until the block ends."""
+    async with _started(folder / "out", str(folder / "out")) as mesh:
+        yield mesh
+
+
+@asynccontextmanager
+async def _started(out: Path, *arguments: str) -> AsyncIterator[UpMesh]:
+    process = await asyncio.create_subprocess_exec(*(*COMMAND, "up", *arguments), stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
         async with asyncio.timeout(END_S):
             while not (line := (await process.stdout.readline()).decode()).startswith("gateway"):
                 assert not process.stdout.at_eof(), "it ended before its gateway served"
-        yield UpMesh(process, line.split()[1], folder / "out")
+        yield UpMesh(process, line.split()[1], out)
         if process.returncode is None:
             process.terminate()
         async with asyncio.timeout(END_S):

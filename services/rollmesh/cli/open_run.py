@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.cli.config import TrainConfig, load_train_config
-from rollmesh.cli.config_checks import check, load_checked
+from rollmesh.cli.config_checks import check, find_mistakes, load_checked
 from rollmesh.cli.run_folder import RunFolder, new_folder, open_folder, origin_now, run_config
 from rollmesh.mesh.changes import check_changes, describe, diff, recorded, settings_of
 from rollmesh.mesh.run_lock import owned
 from rollmesh.services.coordinator.core.facts import ConfigChange
+from rollmesh.shared.config import all_in_one
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import CheckpointError, newest_whole
 
@@ -41,7 +42,8 @@ def open_run(path: Path, overrides: Sequence[str], *, command: list[str], out: P
             raise ConfigError(
                 f"--out {out} cannot be used with a run's folder, because a resumed run stays in it; remove --out"
             )
-        RunFolder(path).read_origin()
+        if RunFolder(path).read_origin().is_mesh:
+            raise ConfigError(f"{path} holds a mesh without a run; restart it with `rollmesh up {path}`", path=path)
         with owned(path.resolve()):  # before anything is read or written: another process may be running the run
             yield open_resumed(path, list(overrides))
         return
@@ -72,6 +74,28 @@ def open_resumed(root: Path, overrides: list[str]) -> OpenedRun:
         folder.write(config, folder.read_origin())
     changed = (f"changed: {change.key} {describe(change)}" for change in changes)
     return OpenedRun(folder=folder, config=config, base_dir=base_dir, notes=(*changed, *damage))
+
+
+def open_stopped_mesh(root: Path, overrides: list[str], *, out: Path | None) -> tuple[RunFolder, TrainConfig, Path]:
+    """Open the folder of a mesh that `rollmesh up` created, with `overrides`, and write the configuration back.
+
+    Raises ConfigError if it is not such a folder or its configuration is unusable; ChangeRefused, RunFolderBusy.
+    """
+    if out is not None:
+        raise ConfigError(
+            f"--out {out} cannot be used with a mesh's folder, because the mesh stays in it; remove --out"
+        )
+    folder, config, base_dir = open_folder(root, overrides)
+    if not folder.read_origin().is_mesh:
+        raise ConfigError(f"{root} holds a run; resume it with `rollmesh train {root}`", path=root)
+    with owned(folder.root):
+        before = load_train_config(folder.config)
+        check_changes(diff(settings_of(before, folder.root), settings_of(config, folder.root)))
+        if found := find_mistakes(config, base_dir, learner=False):
+            raise all_in_one(found)
+        if overrides:
+            folder.write(config, folder.read_origin())
+    return folder, config, base_dir
 
 
 def _changes(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> tuple[ConfigChange, ...]:

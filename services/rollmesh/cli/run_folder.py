@@ -46,6 +46,8 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     platform: str
     packages: dict[str, str]
+    is_mesh: bool = False
+    """Whether `rollmesh up` created the folder: a mesh for external trainers, without a run of its configuration."""
 
 
 class RunExistsHere(AlreadyExists):
@@ -177,8 +179,8 @@ def run_config(folder: RunFolder, config: TrainConfig) -> TrainConfig:
     return msgspec.structs.replace(config, made_model=None, model=str(folder.model))
 
 
-def origin_now(command: list[str], base_dir: Path) -> Origin:
-    """Return the origin of a run that starts now."""
+def origin_now(command: list[str], base_dir: Path, *, is_mesh: bool = False) -> Origin:
+    """Return the origin of a run, or of a mesh without a run, that starts now."""
     return Origin(
         command=command,
         base_dir=str(base_dir.resolve()),
@@ -186,6 +188,7 @@ def origin_now(command: list[str], base_dir: Path) -> Origin:
         python=sys.version.split()[0],
         platform=f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores",
         packages={name: version for name in PACKAGES if (version := _version(name))},
+        is_mesh=is_mesh,
     )
 
 
@@ -205,8 +208,11 @@ def _claim(out: Path) -> Path:
             f"{out}: cannot be the folder of a run: {err.strerror}; choose another --out", path=out
         ) from err
     if taken:
-        is_run = RunFolder(out).origin.exists()
-        what = f"holds a run; resume it with `rollmesh train {out}`, or" if is_run else "is not empty;"
+        what = "is not empty;"
+        if (folder := RunFolder(out)).origin.exists():
+            what = f"holds a run; resume it with `rollmesh train {out}`, or"
+            if folder.read_origin().is_mesh:
+                what = f"holds a mesh; restart it with `rollmesh up {out}`, or"
         raise RunExistsHere(f"{out} {what} choose another --out", path=out)
     return out.resolve()
 

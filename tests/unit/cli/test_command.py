@@ -7,15 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
 from rollmesh.cli.__main__ import app
 from rollmesh.cli.config import DEMO_CONFIG
+from rollmesh.cli.run_folder import RunFolder
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.trainer.model_files import write_model_folder
+
+from .recorded import ORIGIN
 
 ROOT = Path(__file__).parents[3]
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
@@ -288,9 +292,12 @@ def test_train_refuses_before_it_makes_a_folder(tmp_path: Path) -> None:
 
 
 def test_train_does_not_overwrite_a_run(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
+    folder = RunFolder(tmp_path)
+    folder.origin.write_bytes(msgspec.json.encode(ORIGIN))
     message = refused("demo", "--out", str(tmp_path))
     assert f"holds a run; resume it with `rollmesh train {tmp_path}`, or choose another --out" in message
+    folder.origin.write_bytes(msgspec.json.encode(msgspec.structs.replace(ORIGIN, is_mesh=True)))
+    assert f"holds a mesh; restart it with `rollmesh up {tmp_path}`" in refused("demo", "--out", str(tmp_path))
 
 
 def test_audit_of_another_folder_is_refused(tmp_path: Path) -> None:

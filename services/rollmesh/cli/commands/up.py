@@ -20,9 +20,13 @@ READY_POLL_S = 0.2
 
 @app.command()
 def up(
-    config: Annotated[Path, typer.Argument(help="A configuration file.")], overrides: Overrides = None, out: Out = None
+    config: Annotated[Path, typer.Argument(help="A configuration file, or the folder of a mesh to restart.")],
+    overrides: Overrides = None,
+    out: Out = None,
 ) -> None:
-    """Start a mesh without a run. External trainers connect to the gateway with CreateRun and AttachTrainer.
+    """Start a mesh without a run, or restart one. External trainers connect to the gateway with CreateRun and AttachTrainer.
+
+    A restarted mesh has its address, its token and its runs again: a trainer attaches with its checkpoint and continues.
 
     The learner and the run of the configuration are not started. A run may have any name. Its policy must be `inference.policy`
     of the configuration, and one run at a time gets the inference nodes.
@@ -32,10 +36,14 @@ def up(
 
         set_up_compute()
         from rollmesh.cli.config_checks import load_checked, notes
+        from rollmesh.cli.open_run import open_stopped_mesh
         from rollmesh.cli.run_folder import logging_to, new_folder, origin_now
 
-        settings, base_dir = load_checked(config, overrides or [], learner=False), config.parent.resolve()
-        folder = new_folder(settings, origin_now(sys.argv, base_dir), out)
+        if config.is_dir():
+            folder, settings, base_dir = open_stopped_mesh(config, overrides or [], out=out)
+        else:
+            settings, base_dir = load_checked(config, overrides or [], learner=False), config.parent.resolve()
+            folder = new_folder(settings, origin_now(sys.argv, base_dir, is_mesh=True), out)
         for line in notes(settings, base_dir):
             typer.echo(line)
         with logging_to(folder.log):
@@ -52,7 +60,8 @@ async def _up(folder: RunFolder, config: TrainConfig, base_dir: Path) -> None:
     with Interrupts(notice=lambda: typer.echo("stopping (press Ctrl-C again to exit at once)")) as interrupts:
         try:
             if config.made_model is not None:
-                await interrupts.unless_stopped(make_model(folder, config, base_dir))
+                if not (folder.model / "config.json").is_file():
+                    await interrupts.unless_stopped(make_model(folder, config, base_dir))
                 config = run_config(folder, config)
             parts = [part for part in all_parts(config) if part != "learner"]
             async with Supervisor(config, run_dir=folder.root, base_dir=base_dir, parts=parts) as mesh:
