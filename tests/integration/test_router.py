@@ -185,14 +185,14 @@ async def test_a_request_that_fails_everywhere_is_an_infra_failure(tmp_path: Pat
         node = await it.add("a", await it.publish(1))
         await node.engine.close()
         async with it.router() as router:
-            with pytest.raises(InfraFailure, match="16 times in a row.*engine is closed"):
+            with pytest.raises(InfraFailure, match="16 consecutive times.*engine is closed"):
                 await generated(router)
 
 
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("ForgetfulEngine", r"returned the arrays \[\], requested were \[entropy\]"),
+        ("ForgetfulEngine", r"returned the arrays \[\], expected \[entropy\]"),
         ("DoubleEngine", r"malformed delta: .*arrays\[entropy\].dtype.* must be one of f32le.* got float64"),
     ],
 )

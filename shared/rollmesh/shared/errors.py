@@ -93,7 +93,7 @@ class CorruptSnapshot(InvalidInput):
 
 
 class UnknownRun(NotFound):
-    """No such run on this server."""
+    """The run does not exist on this server."""
 
     reason = "UNKNOWN_RUN"
 
@@ -123,13 +123,13 @@ class UnknownNode(NotFound):
 
 
 class UnknownEndpoint(NotFound):
-    """No such endpoint is configured."""
+    """The endpoint is not configured."""
 
     reason = "UNKNOWN_ENDPOINT"
 
 
 class UnknownVersion(NotFound):
-    """No such policy version here."""
+    """The policy version does not exist here."""
 
     reason = "UNKNOWN_VERSION"
 
@@ -141,7 +141,7 @@ class UnknownBlob(NotFound):
 
 
 class UnknownSample(NotFound):
-    """No such sample in the ledger."""
+    """The ledger does not contain the sample."""
 
     reason = "UNKNOWN_SAMPLE"
 
@@ -153,7 +153,7 @@ class UnknownSession(NotFound):
 
 
 class UnknownProfile(NotFound):
-    """No such sandbox profile is configured."""
+    """The sandbox profile is not configured."""
 
     reason = "UNKNOWN_PROFILE"
 
@@ -222,43 +222,43 @@ class ProbeMismatch(FailedPrecondition):
 
 
 class RunStopped(FailedPrecondition):
-    """The run has ended; it can be read but no longer driven."""
+    """The run has ended; it can be read but not changed."""
 
     reason = "RUN_STOPPED"
 
 
 class BrokenOracle(FailedPrecondition):
-    """The oracle's own code does not load or run: it cannot judge until it is fixed."""
+    """The oracle's code does not load or run, so it cannot judge until it is fixed."""
 
     reason = "BROKEN_ORACLE"
 
 
 class NoLearner(FailedPrecondition):
-    """The run exports its samples: nothing is leased or committed."""
+    """The run exports its samples, so it does not lease or commit batches."""
 
     reason = "NO_LEARNER"
 
 
 class HasLearner(FailedPrecondition):
-    """The run's samples go to its learner: nothing is streamed."""
+    """The learner of the run trains on its samples, so they are not streamed."""
 
     reason = "HAS_LEARNER"
 
 
 class ChangeRefused(FailedPrecondition):
-    """A setting that is fixed for the life of a run."""
+    """The setting cannot change during a run."""
 
     reason = "CHANGE_REFUSED"
 
 
 class VersionRefused(FailedPrecondition):
-    """The first nodes could not load published weights, or scored their probes wrong."""
+    """Canary nodes could not load published weights, or scored their probes wrong."""
 
     reason = "VERSION_REFUSED"
 
 
 class WrongUpdate(FailedPrecondition):
-    """Not the update that comes next; the metadata says which does."""
+    """The update is not the next one, which the metadata contains."""
 
     reason = "WRONG_UPDATE"
 
@@ -270,13 +270,13 @@ class LeaseOut(FailedPrecondition):
 
 
 class NotPublished(FailedPrecondition):
-    """The present weights must be published first."""
+    """The current weights must be published first."""
 
     reason = "NOT_PUBLISHED"
 
 
 class WrongVersion(FailedPrecondition):
-    """Not the newest committed step of the present incarnation."""
+    """The version is not the newest committed step of the current incarnation."""
 
     reason = "WRONG_VERSION"
 

@@ -1,1 +1,1 @@
-"""Clients of the mesh's services: routing, batching and retries on this side of the wire."""
+"""Clients of the mesh's services, with routing, batching and retries in the caller's process."""

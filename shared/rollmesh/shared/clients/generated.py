@@ -15,7 +15,7 @@ from rollmesh.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Which weights may answer: `step` or newer of `incarnation` or newer; exactly those if `exact`."""
+    """The admissible weights: `step` or newer of `incarnation` or newer; exactly those if `exact`."""
 
     policy: str = "main"
     step: int = 0
@@ -28,7 +28,7 @@ class Target:
         return kind(policy=self.policy, selector=selector, step=self.step, incarnation=self.incarnation)
 
     def admits(self, version: PolicyVersion) -> bool:
-        """Whether these weights may answer."""
+        """Return whether these weights may serve the request."""
         if version.policy != self.policy:
             return False
         if self.exact:
@@ -42,19 +42,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """One finished generation: one action segment per version that sampled a part of it, in order, each with tokens.
+    """One finished generation: one action segment per sampling version, in order, each with tokens.
 
-    The segments have no place in an episode yet: `parent` is ROOT, and `sampling`, `loss_mask` and `messages` are unset.
+    The segments are not part of an episode yet: `parent` is ROOT, and `sampling`, `loss_mask` and `messages` are unset.
     """
 
     segments: tuple[Segment, ...]
     finish: FinishReason
     num_failovers: int = 0
-    """How often another node continued it."""
+    """Number of fail-overs to another node."""
     num_prompt_cached: int = 0
-    """Prefix tokens found in caches, over all nodes that it ran on."""
+    """Prefix tokens found in caches, summed over its nodes."""
     num_prompt_prefilled: int = 0
-    """Prefix tokens computed for it, including received tokens that were sent again."""
+    """Prefix tokens computed for it, including received tokens that were resent."""
 
     @property
     def token_ids(self) -> IntArray:
@@ -65,7 +65,7 @@ class Generated:
 def merged(pieces: Sequence[Segment], finish: FinishReason) -> tuple[Segment, ...]:
     """Join adjacent pieces of one version to one segment each; the last one gets `finish`. Pieces without tokens are dropped.
 
-    `kv_step_oldest` of a segment is the oldest of its pieces: under kv policy `keep`, a node that took over has a fresher cache.
+    `kv_step_oldest` of a segment is the oldest of its pieces: under kv policy `keep`, a node after a fail-over has a fresher cache.
     """
     runs: list[list[Segment]] = []
     for piece in pieces:

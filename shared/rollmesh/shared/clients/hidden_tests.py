@@ -1,4 +1,4 @@
-"""The result of hidden tests, as clients see it. See `SandboxService.RunTests`."""
+"""Requests and results of hidden tests for clients. See `SandboxService.RunTests`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmesh.v1 import sandbox_pb2
 
 
 class TestOutcome(IntEnum):
-    """What one test showed. Numbers equal `rollmesh.v1.TestOutcome`."""
+    """The outcome of one test. Numbers equal `rollmesh.v1.TestOutcome`."""
 
     AC = 1
     WA = 2
@@ -42,14 +42,14 @@ class TestReport:
 
     @property
     def accepted(self) -> bool:
-        """Whether every test was."""
+        """Whether every test was accepted."""
         return self.num_accepted == self.num_tests > 0
 
 
 def tests_request(
     files: Mapping[str, bytes], *, oracle_ref: str, manifest: str, limits: Mapping[str, float] | None, owner: str
 ) -> sandbox_pb2.RunTestsRequest:
-    """The request; `limits` by the names of `rollmesh.v1.SandboxLimits`."""
+    """Return the request. `limits` has the field names of `rollmesh.v1.SandboxLimits`."""
     request = sandbox_pb2.RunTestsRequest(oracle_ref=oracle_ref, manifest=manifest, owner=owner)
     for name, value in (limits or {}).items():
         setattr(request.limits, name, value)
@@ -59,7 +59,7 @@ def tests_request(
 
 
 def read_report(response: sandbox_pb2.RunTestsResponse) -> TestReport:
-    """The report in an answer. A verdict that this client does not know counts as a runtime error: it is not acceptance."""
+    """Return the report of a response. An unknown verdict counts as a runtime error, because it is not acceptance."""
     verdicts = tuple(
         JudgedTest(
             name=verdict.name,

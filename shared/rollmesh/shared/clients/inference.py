@@ -1,15 +1,15 @@
-"""The client-side router over inference nodes: affinity, load, fail-over that keeps the tokens.
+"""Route requests to inference nodes, with session affinity, load balancing and fail-over that keeps the tokens.
 
     router = InferenceRouter(membership.fleet, access=access)
     answer = await router.generate(prompt, params, target=Target(step=3), session="e7")     # Generated
     async with router.open(prompt, params, target=Target()) as generation:                  # or piece by piece
         async for segment in generation: ...
 
-A request goes to the node that had its session last, while that one may be used, else to the least loaded. When the node is lost
-or rejects it, the request continues at another one with the received tokens appended to its prefix and `max_tokens` reduced. Sampling
-is keyed by (seed, position), so under the same weights the answer equals that of an undisturbed run. A stop string may straddle
-the fail-over: the submission says how many tokens of its prefix are the answer so far (`num_resumed`), and the engine looks for
-stop strings in those and the new ones together.
+A request goes to the last node of its session if that node is usable, else to the least loaded one. If the node is lost or rejects the
+request, it continues at another node with the received tokens appended to its prefix and `max_tokens` reduced. Sampling is keyed by
+(seed, position), so with the same weights the result equals that of an undisturbed run. A stop string may span the fail-over: the
+submission contains the number of generated tokens in its prefix (`num_resumed`), and the engine searches for stop strings in these and
+the new tokens together.
 
 Cancelling the awaiting task, or leaving the context, cancels the request at the node.
 """
@@ -50,11 +50,11 @@ from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Sampl
 from rollmesh.v1 import inference_pb2, types_pb2
 
 _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthenticated, Unimplemented)
-"""Errors that every node would answer alike."""
+"""Errors that every node would return."""
 
 
 class InferenceRouter:
-    """Routes requests of this process. The owner of `fleet` keeps it up to date. Used on one event loop."""
+    """Route the requests of this process. The owner of `fleet` updates it. Use it on one event loop."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class InferenceRouter:
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
         outputs: Sequence[str] = (),
     ) -> None:
-        """`open_node` opens a channel to host:port, by default with `access`. Every request asks for the engine `outputs`."""
+        """`open_node` opens a channel to host:port, by default with `access`. Every request includes the engine `outputs`."""
         self._outputs = tuple(outputs)
         self._config = config or RouterConfig()
         open_node = open_node or (lambda address: open_channel(address, access=access))
@@ -74,7 +74,7 @@ class InferenceRouter:
 
     @property
     def waiting_for(self) -> str:
-        """What requests wait for that have no node; empty if none waits."""
+        """A description of the waits of requests without a node; empty if no request waits."""
         return self._pool.waiting_for
 
     async def generate(
@@ -88,7 +88,7 @@ class InferenceRouter:
         key: EpisodeKey | None = None,
         deadline_s: float | None = None,
     ) -> Generated:
-        """Continues the prefix `token_ids` [n]; `key` labels the request. Raises as `Generation` does."""
+        """Continue the prefix `token_ids` [n]. `key` labels the request. Raise the errors of `Generation`."""
         generation = self.open(
             token_ids, params, target=target, session=session, priority=priority, key=key, deadline_s=deadline_s
         )
@@ -113,7 +113,7 @@ class InferenceRouter:
         key: EpisodeKey | None = None,
         deadline_s: float | None = None,
     ) -> Generation:
-        """The same piece by piece. Nothing is sent before it is iterated."""
+        """Continue as `generate`, but return the pieces. The request is sent when the iteration starts."""
         labels = inference_pb2.RequestLabels()
         if key is not None:
             labels = inference_pb2.RequestLabels(run=key.run, group=key.group, episode=key.episode)
@@ -123,7 +123,7 @@ class InferenceRouter:
         return Generation(self._pool, request, failures_max=self._config.failures_max)
 
     async def close(self) -> None:
-        """Closes every stream; what still runs on them ends as Unavailable."""
+        """Close every stream. Running requests end with Unavailable."""
         await self._pool.close()
 
     async def __aenter__(self) -> Self:
@@ -136,10 +136,10 @@ class InferenceRouter:
 
 
 class Generation:
-    """One request: iterate inside `async with`. After the last piece, `finish` says why it ended.
+    """One request. Iterate inside `async with`. After the last piece, `finish` is the finish reason.
 
-    Raises `DeadlineExceeded`; `InfraFailure` after too many failures in a row; `StaleWeights` for an exact step that is gone; what every
-    node would answer (`InvalidInput`, `UnknownPolicy`, ...).
+    Raise `DeadlineExceeded`; `InfraFailure` after too many consecutive failures; `StaleWeights` for an exact step that is gone; and errors
+    that every node would return (`InvalidInput`, `UnknownPolicy`, ...).
     """
 
     def __init__(self, pool: NodePool, request: PendingRequest, *, failures_max: int) -> None:
@@ -167,19 +167,19 @@ class Generation:
         return self
 
     async def __anext__(self) -> Segment:
-        """New tokens of one version, at least one."""
+        """Return at least one new token, all of one version."""
         while self.finish is FinishReason.UNFINISHED:
             try:
                 async with asyncio.timeout_at(self._request.deadline_s):
                     piece = await self._step()
             except TimeoutError as err:
-                raise DeadlineExceeded(f"no whole answer in time; {self._state()}") from err
+                raise DeadlineExceeded(f"the generation did not finish before its deadline; {self._state()}") from err
             if piece is not None:
                 return piece
         raise StopAsyncIteration
 
     async def _step(self) -> Segment | None:
-        """One reply of the node, or one fail-over."""
+        """Process one reply of the node, or one fail-over."""
         if self._try is None:
             node_id, node = await self._pool.take(self._request)
             self._try = node_id, node, node.stream.submit(self._request.submission())
@@ -202,7 +202,7 @@ class Generation:
         if finish in (FinishReason.STOP, FinishReason.LENGTH):
             self.finish, self._try = finish, None
         elif finish is not FinishReason.UNFINISHED:
-            cancelled = Unavailable(f"node {node_id} cancelled the request, which this side did not ask for")
+            cancelled = Unavailable(f"node {node_id} cancelled the request without a cancellation by this client")
             self._fail_over(decode_failure(reply.failure) if reply.HasField("failure") else cancelled)
         return segment
 
@@ -218,7 +218,7 @@ class Generation:
         self._pool.failed(self._request, node_id, node, err)
         self.num_failovers += 1
         if self._request.num_failures >= self._failures_max:
-            raise InfraFailure(f"inference failed {self._failures_max} times in a row; the last: {err}") from err
+            raise InfraFailure(f"inference failed {self._failures_max} consecutive times; last error: {err}") from err
 
     def _decode(self, message: types_pb2.Segment) -> Segment:
         """Return the new tokens. Raises InvalidInput for a malformed segment, and for other arrays than requested."""
@@ -226,11 +226,11 @@ class Generation:
         checks.check_segment(segment, "segment", index=0, num_params=0)
         if set(segment.arrays) != set(self._request.outputs):
             names = (", ".join(sorted(names)) for names in (segment.arrays, self._request.outputs))
-            raise InvalidInput("returned the arrays [{}], requested were [{}]".format(*names))
+            raise InvalidInput("the node returned the arrays [{}], expected [{}]".format(*names))
         self._request.received += segment.token_ids.tolist()
         return segment
 
     def _state(self) -> str:
         request = self._request
-        last = f"; the last failure: {request.last_error}" if request.last_error is not None else ""
-        return f"{len(request.received)} tokens came, it waits for {request.waiting_for or 'a node to answer'}{last}"
+        last = f"; last error: {request.last_error}" if request.last_error is not None else ""
+        return f"received {len(request.received)} tokens, waiting for {request.waiting_for or 'a response of a node'}{last}"

@@ -1,4 +1,4 @@
-"""The inference nodes as a router uses them: their streams, which of them to take, and which to pass by for a while."""
+"""Choose inference nodes for a router, keep their streams, and temporarily skip failed nodes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 
 class RouterConfig(Settings):
-    """How requests find their node."""
+    """Settings for routing requests to nodes."""
 
     deadline_s: PositiveFloat = 600.0
-    """Limit of one request, waiting for a node included."""
+    """Timeout of one request, including the wait for a node, in seconds."""
     failures_max: PositiveInt = 16
     """Consecutive failures without a new token after which a request fails as an infra failure."""
     penalty_s_min: PositiveFloat = 0.1
-    """How long a node that failed is passed by; doubles with every failure in a row."""
+    """Time for which a failed node is skipped, in seconds; doubles with every consecutive failure."""
     penalty_s_max: PositiveFloat = 10.0
-    """Longest time a failed node is passed by: how late, at most, it is tried again."""
+    """Maximum time for which a failed node is skipped, in seconds."""
     session_moves_at: PositiveInt = 4
-    """A session's next turn goes to another node if its own has at least so many requests of this client, and that one, for its
-    capacity, at most half as many: a node that has just joined takes its share at once, for a prefill per session."""
+    """A session moves to another node if its node has at least this many requests of this client and the other node, relative to its
+    capacity, at most half as many. A new node thus gets its share immediately, at the cost of a prefill per session."""
     sessions_max: PositiveInt = 65536
-    """Sessions whose node is remembered, least recently used out first. Forgetting one costs a prefill."""
+    """Maximum number of sessions with a stored node; the least recently used is evicted first. An eviction costs a prefill."""
 
 
 @dataclass(slots=True)
 class KnownNode:
-    """What the router knows of a node beyond the fleet's view."""
+    """State that the router keeps of a node in addition to the fleet's."""
 
     stream: GenerateLink
     num_failures: int = 0
@@ -52,7 +52,7 @@ class KnownNode:
 
 @dataclass(slots=True)
 class PendingRequest:
-    """One request over all its tries: what came, what failed, what it waits for."""
+    """One request over all its attempts: received tokens, failures and the current wait."""
 
     token_ids: IntArray
     params: SamplingParams
@@ -65,14 +65,14 @@ class PendingRequest:
     outputs: tuple[str, ...] = ()
     received: list[int] = field(default_factory=list)
     num_failures: int = 0
-    """Infrastructure failures in a row, without a new token."""
+    """Consecutive infrastructure failures without a new token."""
     num_stale: int = 0
-    """Refusals for stale weights."""
+    """Rejections because of stale weights."""
     last_error: MeshError | None = None
     waiting_for: str = ""
-    """What it last waited for, while it has no node."""
+    """Cause of the last wait while it has no node."""
     avoid_until_s: dict[str, float] = field(default_factory=dict)
-    """Nodes that refused just this request."""
+    """Nodes that rejected only this request, with the time until which they are skipped."""
 
     def submission(self) -> inference_pb2.Submission:
         new = np.array(self.received, np.int32)
@@ -89,14 +89,14 @@ class PendingRequest:
         )
 
     def ended(self) -> FinishReason | None:
-        """How it ended if the received tokens say so by themselves: the node was lost between them and its last word."""
+        """The finish reason if the received tokens determine it, because the node was lost before its final message."""
         if self.received and self.received[-1] in self.params.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.received) >= self.params.max_tokens else None
 
 
 class NodePool:
-    """Chooses nodes for requests. Sessions stay where they were while that is not overloaded; else own requests per capacity decide."""
+    """Choose nodes for requests. A session keeps its node unless that is overloaded; otherwise own requests per capacity decide."""
 
     def __init__(
         self, fleet: KnownFleet, clock: Clock, config: RouterConfig, open_node: Callable[[str], grpc.aio.Channel]
@@ -111,11 +111,11 @@ class NodePool:
 
     @property
     def waiting_for(self) -> str:
-        """What requests wait for that have no node; empty if none waits."""
+        """A description of the waits of requests without a node; empty if no request waits."""
         return "; ".join(f"{num} requests wait for {cause}" for cause, num in sorted(self._waiting.items()))
 
     async def take(self, request: PendingRequest) -> tuple[str, KnownNode]:
-        """The best node for a request now, waiting for one that may be used. Bounded by the caller's deadline."""
+        """Return the best node for a request, and wait for a usable one. The caller's deadline bounds the wait."""
         while (found := self._pick(request)) is None:
             await self._wait_for_node(request)
         request.waiting_for = ""
@@ -124,7 +124,7 @@ class NodePool:
         return found.node_id, self._known(found)
 
     def failed(self, request: PendingRequest, node_id: str, node: KnownNode, err: MeshError) -> None:
-        """Notes a failure. Stale weights concern this request only; an overloaded or broken node is passed by for all."""
+        """Record a failure. Stale weights concern only this request; an overloaded or failed node is skipped for all."""
         request.last_error = err
         now_s = self._clock.monotonic_s()
         if isinstance(err, StaleWeights):
@@ -138,7 +138,7 @@ class NodePool:
             node.usable_from_s = now_s + self._penalty_s(node.num_failures)
 
     async def close(self) -> None:
-        """Closes every stream; what still runs on them ends as Unavailable."""
+        """Close every stream. Running requests end with Unavailable."""
         for node in self._nodes.values():
             await node.stream.close()
         self._nodes.clear()
@@ -159,7 +159,7 @@ class NodePool:
         return best if last is None or best is None or self._should_move(last, best) else last
 
     def _should_move(self, last: coordinator_pb2.FleetNode, best: coordinator_pb2.FleetNode) -> bool:
-        """Whether a session's node has so much more to do than the best one that a prefill there is cheaper than the wait."""
+        """Return whether a prefill at the best node is cheaper than the wait at the session's node."""
         if self._num_own(last) < self._config.session_moves_at:
             return False
         with_it = (self._num_own(best) + 1) / max(1, best.capacity)
@@ -176,7 +176,7 @@ class NodePool:
         return max(usable_from_s, request.avoid_until_s.get(node.node_id, 0.0)) <= self._clock.monotonic_s()
 
     def _load(self, node: coordinator_pb2.FleetNode) -> tuple[float, float, str]:
-        """Own requests first: the fleet's numbers are a heartbeat old, and many requests come between two."""
+        """Return the sort key. Own requests come first, because the fleet's numbers are up to one heartbeat old."""
         capacity = max(1, node.capacity)
         return self._num_own(node) / capacity, node.num_running / capacity, node.node_id
 
@@ -192,13 +192,13 @@ class NodePool:
         return self._nodes[place]
 
     def _forget_lost(self) -> None:
-        """Nodes that left the fleet and whose stream has ended: a node that restarts is a new place."""
+        """Remove nodes that left the fleet and whose stream has ended. A restarted node is a new node."""
         places = {(node.node_id, node.address) for node in self._fleet.nodes()}
         for place in [p for p, node in self._nodes.items() if p not in places and not node.stream.is_open]:
             del self._nodes[place]
 
     async def _wait_for_node(self, request: PendingRequest) -> None:
-        """Until the fleet changes or a penalty ends."""
+        """Wait until the fleet changes or a penalty ends."""
         admissible = self._admissible(request.target)
         self._raise_if_hopeless(request.target)
         cause = f"an inference node with {request.target}: " + self._describe(bool(admissible))
@@ -216,7 +216,7 @@ class NodePool:
                 wait.cancel()
             self._waiting -= Counter([cause])
         if self._fleet.revision != revision:
-            request.avoid_until_s.clear()  # a new picture may bring new weights
+            request.avoid_until_s.clear()  # a fleet change may include new weights
 
     def _penalty_left_s(self, request: PendingRequest, nodes: list[coordinator_pb2.FleetNode]) -> float:
         ends = [request.avoid_until_s.get(node.node_id, 0.0) for node in nodes]
@@ -225,17 +225,17 @@ class NodePool:
         return min((end - now_s for end in [*ends, *known] if end > now_s), default=self._config.penalty_s_min)
 
     def _raise_if_hopeless(self, target: Target) -> None:
-        """An EXACT step that every node has left behind does not come back."""
+        """Raise if every node has passed the requested exact step, because it will not be served again."""
         nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
         active = [decode_version(node.active) for node in nodes if node.HasField("active")]
         own = [version for version in active if version.policy == target.policy]
         wanted = (target.incarnation, target.step)
         if target.exact and own and all((version.incarnation, version.step) > wanted for version in own):
-            raise StaleWeights(f"no node serves {target} any more; all are newer", step=target.step)
+            raise StaleWeights(f"no node serves {target}, because all have newer weights", step=target.step)
 
     def _describe(self, penalised: bool) -> str:
         if penalised:
-            return "those that have it failed just now"
+            return "all nodes with it have just failed"
         nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
         states = [f"{n.node_id} {_state_name(n)}" for n in nodes[:8]]
         return f"of {len(nodes)} nodes none is ready with it" + (f" ({', '.join(states)})" if states else "")

@@ -1,7 +1,7 @@
-"""One inference node's long-lived Generate stream, shared by all requests that this process has on the node.
+"""The long-lived Generate stream to one inference node, shared by all requests of this process to the node.
 
-The stream opens with the first request and again after a loss. A loss ends every request on it with the error; the callers continue at
-another node.
+The stream opens with the first request and reopens after a loss. A loss ends every request on it with the error; the callers continue
+at another node.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 Reply = inference_pb2.GenerateDelta | MeshError
-"""A delta, or what ended the stream."""
+"""A delta, or the error that ended the stream."""
 
 
 class StreamRequest:
-    """One request on a node. Replies queue here, at most `max_tokens` tokens of them."""
+    """One request on a node. It queues replies of at most `max_tokens` tokens."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -33,7 +33,7 @@ class StreamRequest:
 
 
 class GenerateLink:
-    """Multiplexes requests. Used on one event loop; `close` before leaving it."""
+    """Multiplex requests. Use it on one event loop, and call `close` before the loop ends."""
 
     def __init__(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
         self._open_channel = open_channel
@@ -45,7 +45,7 @@ class GenerateLink:
 
     @property
     def num_live(self) -> int:
-        """Requests without a last reply."""
+        """Number of requests without a final reply."""
         return len(self._live)
 
     @property
@@ -54,7 +54,7 @@ class GenerateLink:
         return self._task is not None
 
     def submit(self, submission: inference_pb2.Submission) -> StreamRequest:
-        """Send a request under a unique id. Submissions of one turn of the loop leave in one message."""
+        """Send a request with a unique id. Submissions in one iteration of the loop share one message."""
         request = StreamRequest(f"r{next(self._ids)}")
         submission.request_id = request.request_id
         submission.traceparent = traceparent()
@@ -66,13 +66,13 @@ class GenerateLink:
         return request
 
     def cancel(self, request: StreamRequest, reason: str) -> None:
-        """Ends a request at the node; no further replies come. Nothing happens if it has ended."""
+        """Cancel a request at the node; no further replies arrive. No effect if it has ended."""
         if self._live.pop(request.request_id, None) is not None and self._task is not None:
             self._outgoing.cancellations.add(request_id=request.request_id, reason=reason)
             self._wake.set()
 
     async def close(self) -> None:
-        """Ends the stream; live requests end as Unavailable."""
+        """Close the stream. Running requests end with Unavailable."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -108,7 +108,7 @@ class GenerateLink:
             await asyncio.wait([writer])
 
     async def _write(self, call: Any) -> None:
-        # A failed write means that the call has ended; the reader tells why.
+        # A failed write means that the call has ended; the reader raises the cause.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._wake.wait()

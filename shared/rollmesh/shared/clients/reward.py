@@ -1,8 +1,8 @@
-"""Client of the reward service: episodes that finish at about the same time travel in one request.
+"""Client of the reward service. It batches episodes that finish at about the same time.
 
-An episode waits at most `window_s` for company. One that the service refuses on its merits (an unknown answer key, say) must not take
-its company with it: a refused batch is halved until the culprit stands alone. Scoring is repeatable, so requests are tried again on
-another node when one fails, up to a limit.
+An episode waits at most `window_s` for others. An episode that the service rejects permanently (e.g. for an unknown answer key) must not
+fail the others, so a rejected batch is halved until the episode is alone. Scoring is repeatable, so a failed request is retried on
+another node, up to a limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rollmesh.shared.trajectory import Reward
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc
 
 ITEMS_MAX = 256
-"""Most episodes of one request, by contract."""
+"""Maximum number of episodes in one request, as the protocol specifies."""
 
 Rewards = list[tuple[Reward, ...]]
 
@@ -37,17 +37,17 @@ class RewardClientConfig(Settings):
     """Limits of the reward client."""
 
     window_s: NonNegativeFloat = 0.002
-    """How long an episode waits for others, seconds. 0 still gathers what is there in the same turn of the loop."""
+    """Maximum wait of an episode for others, seconds. 0 batches only episodes of the same iteration of the event loop."""
     batch_max: Annotated[int, Meta(ge=1, le=ITEMS_MAX)] = 64
-    """Most episodes of one request, at most 256; a full batch goes at once."""
+    """Maximum number of episodes in one request, at most 256. A full batch is sent immediately."""
     inflight_max: PositiveInt = 8
-    """Requests at once; more wait."""
+    """Maximum number of concurrent requests; further ones wait."""
     rpc_s_max: PositiveFloat = 60.0
     """Deadline of one request, seconds."""
     tries_max: PositiveInt = 5
-    """Tries of one request, over all nodes."""
+    """Maximum number of attempts of one request, over all nodes."""
     backoff_s: PositiveFloat = 0.1
-    """First pause between tries, seconds; doubles."""
+    """First back-off between attempts, seconds; doubles."""
 
 
 @dataclass(slots=True)
@@ -59,13 +59,13 @@ class _PendingItem:
     sending: asyncio.Task[None] | None = None
 
     def leave(self) -> None:
-        """Ends the request if everyone in it has been cancelled."""
+        """Cancel the request if all its callers have been cancelled."""
         if self.sending is not None and all(entry.answer.done() for entry in self.company):
             self.sending.cancel()
 
 
 class RewardClient:
-    """Scores at whatever nodes `addresses` names at the moment, in turn."""
+    """Score at the nodes that `addresses` currently returns, in turn."""
 
     def __init__(
         self,
@@ -84,22 +84,22 @@ class RewardClient:
         self._places = asyncio.Semaphore(self._config.inflight_max)
         self._window: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        self._trouble: dict[int, str] = {}
+        self._errors: dict[int, str] = {}
 
     @property
     def waiting_for(self) -> str:
-        """Why requests are being tried again; empty if none is."""
-        if not self._trouble:
+        """Cause of the current retries; empty without retries."""
+        if not self._errors:
             return ""
-        return f"{len(self._trouble)} scoring requests are tried again: {next(iter(self._trouble.values()))}"
+        return f"{len(self._errors)} scoring requests are retried: {next(iter(self._errors.values()))}"
 
     @property
     def num_pending(self) -> int:
-        """Requests being gathered or under way."""
+        """Number of queued or running requests."""
         return len(self._sending) + bool(self._waiting)
 
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> Rewards:
-        """Rewards of the item's samples, in their order. Raises `MeshError`; a scorer's failure is inside the rewards."""
+        """Return the rewards of the item's samples, in order. Raise `MeshError`; the rewards contain failures of scorers."""
         item.traceparent = traceparent()
         waiting = _PendingItem(run, item, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -151,7 +151,7 @@ class RewardClient:
     async def _send(self, run: str, batch: list[_PendingItem]) -> None:
         try:
             async with self._places:
-                batch = [entry for entry in batch if not entry.answer.done()]  # the others were cancelled meanwhile
+                batch = [entry for entry in batch if not entry.answer.done()]  # drops entries cancelled meanwhile
                 await self._score_batch(run, batch)
         except asyncio.CancelledError:
             for entry in batch:
@@ -191,16 +191,16 @@ class RewardClient:
         raise AssertionError("the last try returns or raises")
 
     async def _wait(self, pause_s: float, err: MeshError) -> None:
-        self._trouble[id(err)] = str(err)
+        self._errors[id(err)] = str(err)
         try:
             await self._clock.sleep(pause_s)
         finally:
-            del self._trouble[id(err)]
+            del self._errors[id(err)]
 
     def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
         addresses = sorted(self._addresses())
         if not addresses:
-            raise NotReady("no reward node is known; start one, or wait until it has joined")
+            raise NotReady("no reward node has joined; start one, or wait until it joins")
         address = addresses[next(self._turns) % len(addresses)]
         if address not in self._channels:
             self._channels[address] = self._connect(address)
@@ -215,9 +215,9 @@ def _refuse(batch: Sequence[_PendingItem], err: MeshError) -> None:
 
 
 def _by_item(response: reward_pb2.RewardServiceScoreResponse, batch: Sequence[_PendingItem]) -> list[Rewards]:
-    """The flat answer cut up by episode. Raises `ScorerFailed` if it isn't about the samples asked for."""
+    """Split the flat response by episode. Raise `ScorerFailed` if it does not contain the requested samples."""
     asked = [sample.sample_id for entry in batch for sample in entry.item.samples]
     if [sample.sample_id for sample in response.samples] != asked:
-        raise ScorerFailed("the reward service answered for other samples than asked for; retry")
+        raise ScorerFailed("the reward service returned other samples than requested; retry")
     scored = iter(decode_rewards(sample.rewards) for sample in response.samples)
     return [[next(scored) for _ in entry.item.samples] for entry in batch]

@@ -3,10 +3,9 @@
     async with client.session("python", session_id="e1.1", owner="run/e1", ttl_s=600) as session:
         result = await session.run("2 + 2")
 
-A session opens on the node that holds the fewest of this client's sessions; a node that refuses is passed by, and when all refuse
-the client waits with growing pauses, up to a limit. A session ends with its block, however the block ends: the message is queued
-without waiting, so a cancelled task leaves nothing behind. What the program in it does wrong is an `ExecResult`; what the mesh does
-wrong is a `MeshError`.
+A session opens on the node with the fewest sessions of this client. A node that rejects it is skipped. If all nodes reject it, the client
+retries with back-off, up to a limit. A session always ends with its block: the message is queued without waiting, so a cancelled task
+does not leave a session open. An error of the program is an `ExecResult`; an error of the mesh is a `MeshError`.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ class SandboxClientConfig(Settings):
     """Limits of the sandbox client."""
 
     inflight_max: PositiveInt = 1024
-    """Commands under way to one node; more wait."""
+    """Maximum number of concurrent commands to one node; further ones wait."""
     command_s_max: PositiveFloat = 60.0
-    """Longest wait for the answer to a command beyond its own time limit, seconds."""
+    """Maximum wait for the response to a command in addition to its time limit, seconds."""
     open_s_max: PositiveFloat = 45.0
-    """How long nodes are asked for a session, seconds; then the last refusal is raised."""
+    """Retry limit for opening a session, seconds; then the last rejection is raised."""
     backoff_s: PositiveFloat = 0.05
-    """First pause after every node has refused, seconds; doubles up to `backoff_s_max`."""
+    """First back-off after every node has rejected a session, seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
-    """Longest pause, seconds."""
+    """Maximum back-off, seconds."""
     judgment_s_max: PositiveFloat = 600.0
-    """Longest run of hidden tests, including the wait for a slot at the node, in seconds."""
+    """Timeout of a run of hidden tests, including the wait for a slot at the node, in seconds."""
     close_s_max: PositiveFloat = 2.0
-    """How long the client waits at its end for nodes to confirm ended sessions, seconds; then their time to live ends them."""
+    """Maximum wait at shutdown for nodes to confirm ended sessions, seconds. Then the sessions expire."""
 
 
 class ExecOutcome(IntEnum):
-    """How a command ended. Numbers equal `rollmesh.v1.ExecOutcome`; all but INFRA_FAILURE are the program's own doing."""
+    """The outcome of a command. Numbers equal `rollmesh.v1.ExecOutcome`. The program causes all outcomes but INFRA_FAILURE."""
 
     OK = 1
     ERROR = 2
@@ -65,7 +64,7 @@ class ExecOutcome(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """What a command did; the fields are those of `rollmesh.v1.ExecResult`."""
+    """The result of a command; the fields are those of `rollmesh.v1.ExecResult`."""
 
     outcome: ExecOutcome
     stdout: str = ""
@@ -77,13 +76,13 @@ class ExecResult:
     session_alive: bool = True
     exit_status: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """The files in `return_paths` that exist, by path."""
+    """Existing files of `return_paths`, by path."""
     cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSnapshot:
-    """A saved session, on the node at `address` and only there."""
+    """A saved session, stored only on the node at `address`."""
 
     snapshot_id: str
     address: str
@@ -94,15 +93,15 @@ class RemoteSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """A piece of what a command prints."""
+    """A piece of a command's output."""
 
     descriptor: int
-    """1 stdout, 2 stderr; of bash all is 1."""
+    """1 stdout, 2 stderr; for bash always 1."""
     text: str
 
 
 class RemoteSession:
-    """An open session. Commands run in the order of the calls. Not to be used after its block."""
+    """An open session. Commands run in the order of the calls. Do not use it after its block."""
 
     def __init__(self, link: WorkLink, session_id: str, config: SandboxClientConfig, clock: Clock) -> None:
         self._link = link
@@ -111,7 +110,7 @@ class RemoteSession:
         self._clock = clock
 
     async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
-        """Calls a function of the profile; `wall_s` 0 means the session's own limit. Raises `MeshError`."""
+        """Call a function of the profile. `wall_s` 0 means the session's limit. Raise `MeshError`."""
         command = sandbox_pb2.CallFunction(function=function, arguments=arguments, wall_s=wall_s)
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, call=command), wall_s)
 
@@ -126,11 +125,11 @@ class RemoteSession:
         wall_s: float = 0.0,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Runs source text; what Python and bash define survives until the next run. Raises `MeshError`.
+        """Run source text. Definitions of Python and bash persist until the next run. Raise `MeshError`.
 
-        `stdin` and `arguments` are for the compiled languages; of SQL the first argument is the path of the database. The regular
-        files of `return_paths` that exist afterwards come back with the result. `on_output` gets what is printed while it is, as far
-        as it is kept; the result has it again as a whole.
+        `stdin` and `arguments` are for the compiled languages; for SQL the first argument is the path of the database. The result contains
+        the regular files of `return_paths` that exist afterwards. `on_output` receives the stored output while it is printed; the result
+        contains all of it again.
         """
         command = sandbox_pb2.RunCode(
             language=language, code=code, stdin=stdin, arguments=arguments, return_paths=return_paths, wall_s=wall_s
@@ -139,7 +138,7 @@ class RemoteSession:
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s, on_output)
 
     async def snapshot(self, *, ttl_s: float = 0.0) -> RemoteSnapshot:
-        """Saves files and python state; `ttl_s` without use and it is dropped, 0 means the node's default. Raises `MeshError`."""
+        """Save files and Python state. The snapshot expires after `ttl_s` without use; 0 means the node's default. Raise `MeshError`."""
         command = sandbox_pb2.SnapshotSession(ttl_s=ttl_s)
         answer = await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, snapshot=command))
         taken = answer.snapshot
@@ -151,7 +150,7 @@ class RemoteSession:
         )
 
     async def restore(self, snapshot: RemoteSnapshot) -> None:
-        """Undoes what the session did since. If it fails for another reason than the snapshot's, the session is gone."""
+        """Undo the changes of the session since the snapshot. If this fails for another reason than the snapshot, the session is gone."""
         command = sandbox_pb2.RestoreSession(snapshot_id=snapshot.snapshot_id)
         await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, restore=command))
 
@@ -159,11 +158,11 @@ class RemoteSession:
         return await self._link.request(command, limit_s=self._config.command_s_max)
 
     async def stream(self, code: str, **options: Any) -> AsyncIterator[OutputPiece | ExecResult]:
-        """As `run` with its options: pieces of output as they are printed, and the result as the last.
+        """Run as `run` with its options. Yield pieces of output when they are printed, and the result as the last item.
 
-        Ending the iteration early does not end the program. Raises `MeshError`.
+        An early end of the iteration does not end the program. Raise `MeshError`.
         """
-        arrived: asyncio.Queue[OutputPiece | None] = asyncio.Queue()  # bounded by what the session keeps of the output
+        arrived: asyncio.Queue[OutputPiece | None] = asyncio.Queue()  # bounded by the session's limit of output
 
         def put(descriptor: int, text: str) -> None:
             arrived.put_nowait(OutputPiece(descriptor, text))
@@ -180,7 +179,7 @@ class RemoteSession:
     async def _execute(
         self, command: sandbox_pb2.WorkRequest, wall_s: float, on_output: OnOutput | None = None
     ) -> ExecResult:
-        """A command refused for the tenant's quota was not begun, and is sent again until `open_s_max` is over."""
+        """Execute a command. If the tenant's quota rejects it, it has not started and is retried for `open_s_max`."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
         while True:
             try:
@@ -196,7 +195,7 @@ class RemoteSession:
 
 
 class SandboxClient:
-    """Sessions on whatever nodes `addresses` names at the moment."""
+    """Sessions on the nodes that `addresses` currently returns."""
 
     def __init__(
         self,
@@ -216,28 +215,27 @@ class SandboxClient:
 
     @property
     def num_sessions(self) -> int:
-        """Sessions being opened or open."""
+        """Number of sessions that are open or being opened."""
         return sum(link.num_sessions for link in self._links.values())
 
     @property
     def waiting_for(self) -> str:
-        """What openers wait for that no node has taken; empty if none waits."""
+        """Cause of the wait for a session; empty if no caller waits."""
         return f"{self._num_waiting} sessions wait for a sandbox: {self._last_refusal}" if self._num_waiting else ""
 
     @property
     def num_pending(self) -> int:
-        """Commands under way."""
+        """Number of running commands."""
         return sum(link.num_pending for link in self._links.values())
 
     @asynccontextmanager
     async def session(
         self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
     ) -> AsyncIterator[RemoteSession]:
-        """An open session of `profile`; `session_id` is unique among the mesh's live sessions.
+        """Open a session of `profile`. `session_id` is unique among the mesh's live sessions.
 
-        `ttl_s`: idle seconds after which the node ends it by itself; 0 means the node's default. `tenant`: whose quota on the node it
-        counts against. Raises `Overloaded` or another
-        `MeshError` if no node gives one within `open_s_max`.
+        `ttl_s`: idle seconds after which the node ends the session; 0 means the node's default. `tenant`: the quota on the node that it
+        counts against. Raise `Overloaded` or another `MeshError` if no node opens one within `open_s_max`.
         """
         opening = sandbox_pb2.OpenSession(profile=profile, ttl_s=ttl_s, owner=owner, tenant=tenant)
         async with self._opened(session_id, sandbox_pb2.WorkRequest(open=opening)) as session:
@@ -247,16 +245,16 @@ class SandboxClient:
     async def fork(
         self, snapshot: RemoteSnapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AsyncIterator[RemoteSession]:
-        """An open session in the state of `snapshot`, on its node: waits for that one as long as `session` waits for any.
+        """Open a session in the state of `snapshot`, on its node. The limit of the wait is that of `session`.
 
-        Raises `UnknownSnapshot` if it was dropped, expired, or its node restarted; otherwise as `session`.
+        Raise `UnknownSnapshot` if it was dropped, expired, or its node restarted; otherwise as `session`.
         """
         forking = sandbox_pb2.ForkSession(snapshot_id=snapshot.snapshot_id, ttl_s=ttl_s, owner=owner)
         async with self._opened(session_id, sandbox_pb2.WorkRequest(fork=forking), only=snapshot.address) as session:
             yield session
 
     async def drop(self, snapshot: RemoteSnapshot) -> None:
-        """Forgets a snapshot before it expires; of an unknown one it succeeds. Raises `MeshError`."""
+        """Delete a snapshot before it expires. No effect on an unknown one. Raise `MeshError`."""
         command = sandbox_pb2.WorkRequest(drop=sandbox_pb2.DropSnapshot(snapshot_id=snapshot.snapshot_id))
         await self._link(snapshot.address).request(command, limit_s=self._config.command_s_max)
 
@@ -280,10 +278,10 @@ class SandboxClient:
         limits: Mapping[str, float] | None = None,
         owner: str = "",
     ) -> TestReport:
-        """Judges a candidate's files by the hidden tests of a node's store, or by those of a manifest (JSON).
+        """Judge a candidate's files with the hidden tests of a node's store, or with those of a manifest (JSON).
 
-        If the node or the jail fails, the tests are repeated, on another node if there is one, within `open_s_max`. Raises
-        `UnknownOracle`, `BrokenOracle`, `InvalidInput` or another `MeshError`, never for what the candidate did.
+        If the node or the jail fails, the tests are repeated, if possible on another node, within `open_s_max`. Raise
+        `UnknownOracle`, `BrokenOracle`, `InvalidInput` or another `MeshError`, never for an error of the candidate.
         """
         request = tests_request(files, oracle_ref=oracle_ref, manifest=manifest, limits=limits, owner=owner)
 
@@ -297,7 +295,7 @@ class SandboxClient:
         return await self._on_some_node(judge_on)
 
     async def close(self) -> None:
-        """Ends the streams; posted ends of sessions get `close_s_max` to arrive."""
+        """Close the streams. Posted ends of sessions have `close_s_max` to arrive."""
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close(limit_s=self._config.close_s_max) for link in links), *self._retiring)
 
@@ -305,7 +303,7 @@ class SandboxClient:
         numbers = itertools.count()
 
         async def open_on(link: WorkLink) -> tuple[WorkLink, str]:
-            # A try whose answer was lost may have opened a session under its id, so every try has its own.
+            # An attempt without a received response may have opened a session with its id, so every attempt has a separate id.
             number = next(numbers)
             opened_id = f"{session_id}.{number}" if number else session_id
             await self._open_on(link, opened_id, opening)
@@ -314,10 +312,10 @@ class SandboxClient:
         return await self._on_some_node(open_on, only)
 
     async def _on_some_node(self, attempt: Callable[[WorkLink], Awaitable[_T]], only: str = "") -> _T:
-        """Tries node after node, or the `only` one, while their refusals are for the moment, for `open_s_max`; then raises the last."""
+        """Try node after node, or the `only` one, while rejections are temporary, for `open_s_max`; then raise the last."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
         num_rounds = 0
-        refusal: MeshError = NotReady("no sandbox node is known; start one, or wait until it has joined")
+        refusal: MeshError = NotReady("no sandbox node has joined; start one, or wait until it joins")
         refused: set[str] = set()
         while True:
             link = self._least_used(refused, only)
@@ -354,7 +352,7 @@ class SandboxClient:
         except BaseException as err:
             link.num_sessions -= 1
             if not isinstance(err, MeshError) or err.reason != "OVERLOADED":
-                link.post_close(session_id)  # cancelled, or the answer was lost: it may be open there
+                link.post_close(session_id)  # cancelled or response lost, so the session may be open at the node
             raise
 
     def _least_used(self, refused: set[str], only: str) -> WorkLink | None:
@@ -393,7 +391,7 @@ def _exec_result(message: sandbox_pb2.ExecResult) -> ExecResult:
 
 
 def _outcome(number: int) -> ExecOutcome:
-    """A newer node may tell apart more of the program's own doings; only an answer without any outcome is its fault."""
+    """Return the outcome. A newer node may return further program errors; only a missing outcome is an error of the node."""
     if number in set(ExecOutcome):
         return ExecOutcome(number)
     return ExecOutcome.ERROR if number else ExecOutcome.INFRA_FAILURE

@@ -1,8 +1,8 @@
-"""One long-lived Work stream to one sandbox node, multiplexed by request id.
+"""The long-lived Work stream to one sandbox node, multiplexed by request id.
 
-The stream opens with the first request and again after it broke. What was in flight then has an unknown fate and fails; sessions
-live on at the node and are used over the next stream. Ends of sessions are posted without waiting, also from a cancelled task, and
-posted again on a new stream until the node has confirmed them.
+The stream opens with the first request and reopens after a failure. Requests in flight then fail, because their outcome is unknown.
+Sessions remain open at the node and are used over the next stream. Ends of sessions are posted without waiting, also from a cancelled
+task, and posted again on a new stream until the node has confirmed them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc
 
 _Queue = asyncio.Queue[sandbox_pb2.WorkRequest | None]
-"""What is to be sent on one stream; None ends it. Bounded by the places for requests and the number of sessions."""
+"""Messages to send on one stream; None ends it. Bounded by the request slots and the number of sessions."""
 
 Connect = Callable[[str], grpc.aio.Channel]
 OnOutput = Callable[[int, str], None]
-"""Gets a piece of what a command prints: its descriptor (1 or 2) and its text."""
+"""Receives a piece of a command's output: its descriptor (1 or 2) and its text."""
 
 
 class WorkLink:
@@ -34,7 +34,7 @@ class WorkLink:
     def __init__(self, address: str, connect: Connect, *, inflight_max: int) -> None:
         self.address = address
         self.num_sessions = 0
-        """Sessions opened here and not ended; kept by the pool."""
+        """Number of open sessions on this link. The pool updates it."""
         self._connect = connect
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
@@ -48,31 +48,30 @@ class WorkLink:
 
     @property
     def num_pending(self) -> int:
-        """Requests sent and not answered."""
+        """Number of sent requests without a response."""
         return len(self._pending)
 
     async def request(
         self, command: sandbox_pb2.WorkRequest, *, limit_s: float, on_output: OnOutput | None = None
     ) -> sandbox_pb2.WorkResponse:
-        """The answer to a command (its request id is set here); output ahead of it goes to `on_output`, which must not wait.
+        """Send a command and return its response. Earlier output is passed to `on_output`, which must not wait.
 
-        Raises the refusal as a `MeshError`.
-
-        `SandboxFailed` if the stream breaks meanwhile, `DeadlineExceeded` after `limit_s` seconds.
+        This sets the request id. Raise a rejection as a `MeshError`, `SandboxFailed` if the stream breaks meanwhile, or
+        `DeadlineExceeded` after `limit_s` seconds.
         """
         try:
             async with asyncio.timeout(limit_s), self._places:
                 answer = await self._exchange(command, on_output)
         except TimeoutError as err:
             raise DeadlineExceeded(
-                f"sandbox {self.address} gave no answer within {limit_s} s; retry elsewhere", address=self.address
+                f"sandbox {self.address} did not respond within {limit_s} s; retry elsewhere", address=self.address
             ) from err
         if answer.WhichOneof("answer") == "failure":
             raise decode_failure(answer.failure)
         return answer
 
     async def run_tests(self, request: sandbox_pb2.RunTestsRequest, *, limit_s: float) -> sandbox_pb2.RunTestsResponse:
-        """Run hidden tests in a unary call, beside the stream. Raises `MeshError`."""
+        """Run hidden tests in a unary call, outside the stream. Raise `MeshError`."""
         if self._channel is None:
             self._channel = self._connect(self.address)
         stub: sandbox_pb2_grpc.SandboxServiceAsyncStub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
@@ -80,7 +79,7 @@ class WorkLink:
             return await stub.RunTests(request, timeout=limit_s)
 
     def post_close(self, session_id: str) -> None:
-        """Ends a session without waiting for it."""
+        """End a session without waiting for the confirmation."""
         command = sandbox_pb2.WorkRequest(
             request_id=f"{next(self._numbers)}", session_id=session_id, close=sandbox_pb2.CloseSession()
         )
@@ -90,7 +89,7 @@ class WorkLink:
         self._ensure_stream()
 
     async def close(self, *, limit_s: float) -> None:
-        """Waits up to `limit_s` seconds for posted closes to be confirmed, then ends the stream."""
+        """Wait up to `limit_s` seconds for the confirmation of posted closes, then close the stream."""
         if self._task is not None:
             if self._closing:
                 confirmed = asyncio.ensure_future(self._all_closed.wait())
@@ -137,7 +136,7 @@ class WorkLink:
         except grpc.aio.AioRpcError as err:
             cause = from_rpc_error(err)
         finally:
-            # gRPC may leave the reader of a broken stream waiting; it must not take what belongs to the next one.
+            # gRPC may leave the reader of a broken stream waiting; it must not read messages of the next one.
             outgoing.put_nowait(None)
             self._outgoing = _Queue()
             for command in self._closing.values():
@@ -155,7 +154,7 @@ class WorkLink:
             return
         closing = self._closing.get(answer.session_id)
         if closing is not None and closing.request_id == answer.request_id:
-            del self._closing[answer.session_id]  # closed, or unknown there: either way it is gone
+            del self._closing[answer.session_id]  # the session is closed, or unknown to the node
             if not self._closing:
                 self._all_closed.set()
 

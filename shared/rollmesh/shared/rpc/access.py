@@ -1,8 +1,7 @@
 """`Access`: the credentials of a process as client and as server: the token, and TLS if it is configured.
 
-Every server, channel and node gets one value, so that none has only half of it. With `tls`
-both sides authenticate (mutual TLS): a server accepts only clients with a certificate of the same CA. Neither the token nor the
-content of a file is part of a repr, a message or a log.
+Every server, channel and node gets one value with both. With `tls` both sides authenticate (mutual TLS): a server accepts only clients
+with a certificate of the same CA. Neither the token nor the content of a file is part of a repr, a message or a log.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from rollmesh.shared.telemetry.metrics import count, counter, histogram, observe
 CALLS = counter("rollmesh_rpc_calls_total", "Calls served, by method and gRPC code.", "service", "method", "code")
 CALL_SECONDS = histogram(
     "rollmesh_rpc_call_seconds",
-    "Time to serve a call with one answer; of long polls the wait for work is part.",
+    "Time to serve a call with one response, in seconds. It includes the wait of long polls.",
     "service",
     "method",
 )

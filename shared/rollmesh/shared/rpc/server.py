@@ -190,7 +190,7 @@ class _Recorder:
         self._server.add_generic_rpc_handlers(handlers)
 
     def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
-        """Registered methods would pass by the generic handlers; grpc.aio ignores them too."""
+        """Ignore registered methods, because they would bypass the generic handlers; grpc.aio ignores them too."""
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -203,7 +203,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients may ping as often as those of the mesh do, also without calls; the default allows one ping in 5 minutes.
+        # Clients may ping at the interval of the mesh's clients, also without calls; the default allows one ping in 5 minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 5_000)),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

@@ -1,4 +1,4 @@
-"""Typed errors to `google.rpc.Status` and back: the only place that knows how errors look on the wire.
+"""Convert typed errors to `google.rpc.Status` and back. Only this module defines the wire format of errors.
 
 A status carries ErrorInfo (domain `rollmesh`, reason, metadata), RetryInfo where waiting helps, and BadRequest where fields are
 wrong, in the `grpc-status-details-bin` trailer. The class is restored by its reason, so `except StaleWeights` works on both sides.
@@ -28,12 +28,12 @@ from rollmesh.shared.errors import (
 )
 
 MESSAGE_CHARS_MAX = 1500
-"""Trailers share one 8 KiB metadata budget, and the message travels twice in it; past that the call fails with another error."""
+"""Trailers share one 8 KiB metadata budget, which contains the message twice; beyond it the call fails with another error."""
 METADATA_CHARS_MAX = 200
 
 
 def to_status(err: MeshError) -> status_pb2.Status:
-    """`err` as a status with details. Long texts are cut: see `MESSAGE_CHARS_MAX`."""
+    """Return `err` as a status with details. Long texts are cut, see `MESSAGE_CHARS_MAX`."""
     metadata = {key: value[:METADATA_CHARS_MAX] for key, value in list(err.metadata.items())[:10]}
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=err.reason, domain=DOMAIN, metadata=metadata)]
     if err.retry_after_s is not None:
@@ -51,7 +51,7 @@ def to_status(err: MeshError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> MeshError:
-    """The typed error behind a status; the class of its code if the reason is unknown here."""
+    """Return the typed error of a status; the class of its code if the reason is unknown here."""
     info, retry, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
     for detail in status.details:
         for message in (info, retry, bad):
@@ -68,7 +68,7 @@ def from_status(status: status_pb2.Status) -> MeshError:
 
 
 def from_rpc_error(err: grpc.aio.AioRpcError) -> MeshError:
-    """The typed error behind a failed call, also where gRPC itself failed it."""
+    """Return the typed error of a failed call, also if gRPC itself failed it."""
     call: Any = err  # grpc-stubs leave out code() and details()
     try:
         status = rpc_status.from_call(call)
@@ -87,7 +87,7 @@ def from_rpc_error(err: grpc.aio.AioRpcError) -> MeshError:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Around client calls: raises the `MeshError` a failed call stands for."""
+    """Wrap client calls: raise the `MeshError` of a failed call."""
     try:
         yield
     except grpc.aio.AioRpcError as err:
@@ -95,21 +95,21 @@ def typed_errors() -> Iterator[None]:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], err: MeshError) -> NoReturn:
-    """Ends the call on the server with `err`'s status and details."""
+    """End the call on the server with `err`'s status and details."""
     status: Any = rpc_status.to_status(to_status(err))
     try:
         await context.abort(status.code, status.details, status.trailing_metadata)
     except grpc.aio.AbortError as aborted:
         drop_tracebacks_later(aborted)
         raise
-    raise AssertionError("abort returned")  # for mypy: it never does
+    raise AssertionError("abort returned")  # unreachable, for mypy
 
 
 def drop_tracebacks_later(aborted: BaseException) -> None:
-    """Drop the tracebacks of the error that ends this call, and of those it followed from, when the task of the call has ended.
+    """Drop the tracebacks of the error that ends this call, and of its causes, when the task of the call has ended.
 
-    An error refers to the frames that it passed, these to the request and the call, and the call to the error that aborted it. Until the
-    next garbage collection this cycle would keep a request of any size, and the call would count against the connection's limit.
+    An error refers to its frames, these to the request and the call, and the call to the error that aborted it. Until the next garbage
+    collection this cycle would keep a request of any size, and the call would count against the connection's limit.
     """
     task = asyncio.current_task()
     assert task is not None
