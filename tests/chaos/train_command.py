@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from rollmesh.cli.config import load_train_config
 from rollmesh.mesh.process_events import FILE, read_process_events
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.supervisor import CONFIG_FILE
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.shared.process_launch import bound_to_parent
@@ -129,7 +129,7 @@ class TrainCommand:
 
     def _place(self) -> RunLayout:
         config = load_train_config(self.run_dir / "config.yaml")
-        return open_place(config, run_dir=self.run_dir, base_dir=self._folder)
+        return open_layout(config, run_dir=self.run_dir, base_dir=self._folder)
 
     def _note_groups(self) -> None:
         """Record the cgroups that sandbox services name in the run folder while they exist."""

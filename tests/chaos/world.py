@@ -16,7 +16,7 @@ from typing import Any
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.process_events import ProcessEvent
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.supervisor import LOGS, Supervisor
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import MeshError
@@ -210,7 +210,7 @@ async def run_state(layout: RunLayout) -> run_pb2.RunState | None:
 @asynccontextmanager
 async def world(folder: Path, config: MeshConfig, hosts: Mapping[str, Sequence[str]] = HOSTS) -> AsyncIterator[World]:
     """Run all processes of a run in `folder` until exit."""
-    layout = open_place(config, run_dir=folder / "run", base_dir=folder)
+    layout = open_layout(config, run_dir=folder / "run", base_dir=folder)
     made = World(layout=layout, folder_of_traps=folder / "traps")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     made.supervisor = Supervisor(

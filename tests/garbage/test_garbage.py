@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.mesh import Mesh
-from rollmesh.mesh.parts import part_names
+from rollmesh.mesh.mesh_services import service_names
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -32,8 +32,8 @@ NEARLY_A_MESSAGE = 8_300_000
 async def test_every_method_of_every_server_withstands_malformed_requests(tmp_path: Path) -> None:
     """A sixth of the cases; `make garbage` sends all of them, and large ones, to a mesh of processes."""
     config = mesh_config(save_model_folder(tmp_path / "model"))
-    parts = [name for name in part_names(config) if name != "learner"]
-    async with Mesh(config, run_dir=tmp_path / "run", parts=parts) as mesh:
+    services = [name for name in service_names(config) if name != "learner"]
+    async with Mesh(config, run_dir=tmp_path / "run", services=services) as mesh:
         finished = asyncio.create_task(mesh.finished())
         sizes = Sizes(oversized=False)
         result = await exercise(mesh.layout.coordinator, mesh.gateway_address, mesh.access, sizes, every=6)
@@ -44,7 +44,7 @@ async def test_every_method_of_every_server_withstands_malformed_requests(tmp_pa
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a mesh, by their parts."""
+    """The processes of a mesh, by their services."""
 
     parent: int
 
@@ -54,9 +54,9 @@ class Processes:
         found = {}
         for pid in _descendants(self.parent):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"--parts" in command:
-                part = command[command.index(b"--parts") + 1].decode()
-                found[f"{part} {pid}"] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+            if b"--services" in command:
+                service = command[command.index(b"--services") + 1].decode()
+                found[f"{service} {pid}"] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
         return found
 
 

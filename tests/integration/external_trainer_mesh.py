@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.mesh import Mesh, MeshConfig
-from rollmesh.mesh.parts import part_names
+from rollmesh.mesh.mesh_services import service_names
 
 from .up_mesh import UpMesh
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @asynccontextmanager
 async def mesh_without_learner(config: MeshConfig, folder: Path) -> AsyncIterator[Mesh]:
-    """Every part but the learner, and no run: the trainer makes it."""
-    parts = [name for name in part_names(config) if name != "learner"]
-    async with Mesh(config, run_dir=folder, parts=parts) as mesh:
+    """Every service but the learner, and no run: the trainer makes it."""
+    services = [name for name in service_names(config) if name != "learner"]
+    async with Mesh(config, run_dir=folder, services=services) as mesh:
         yield mesh
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh import Mesh, MeshConfig
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_layout import open_layout
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -67,7 +67,7 @@ def test_a_bus_that_nobody_serves_ends_the_command_with_its_address(mine: Path) 
 
 async def test_a_port_that_another_process_has_taken_is_named(tmp_path: Path, model: Path) -> None:  # noqa: F811
     made = config(model)
-    layout = open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path)
+    layout = open_layout(made, run_dir=tmp_path / "run", base_dir=tmp_path)
     host, port = layout.coordinator.split(":")
     with socket.socket() as other:
         other.bind((host, int(port)))
@@ -146,7 +146,7 @@ async def test_nan_weights_that_are_published_never_become_active_and_the_learne
         refused = dict(policy(stalled).refused)
         assert refused
         assert all("NaN or infinite" in cause for cause in refused.values())
-        told = mesh.part("learner").progress.refused
+        told = mesh.service("learner").progress.refused
         await operator.until(lambda _: set(refused) <= set(told))
         facts = await operator.facts()
         report = await operator.audit()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from rollmesh.cli.__main__ import app
 from rollmesh.cli.config import load_train_config
 from rollmesh.cli.run_folder import RunFolder
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_layout import open_layout
 
 from .test_cli import save_user_folder
 
@@ -102,7 +102,7 @@ def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines
 
 async def test_show_reads_a_run_that_is_running(mine: Path, lines: list[dict[str, object]]) -> None:
     folder = RunFolder(mine / "run")
-    layout = open_place(load_train_config(folder.config), run_dir=folder.root, base_dir=mine)
+    layout = open_layout(load_train_config(folder.config), run_dir=folder.root, base_dir=mine)
     async with layout.bus_server() as server:
         pid = server.pid
         shown = await asyncio.to_thread(run, "show", mine / "run", lines[0]["episode"], "--json")

@@ -35,7 +35,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     model = save_model_folder(tmp_path / "theirs")
     (model / "model.safetensors").write_bytes(b"weights")
     (model / "model.safetensors.index.json").write_text("{}")
-    async with Mesh(mesh_config(model), run_dir=tmp_path / "run", base_dir=tmp_path, parts=PARTS) as made:
+    async with Mesh(mesh_config(model), run_dir=tmp_path / "run", base_dir=tmp_path, services=PARTS) as made:
         async with open_channel(made.layout.gateway, access=made.access) as channel, asyncio.timeout(JOIN_S):
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             while {n.node_id for n in await ready(stub)} != set(PARTS[1:]):  # noqa: ASYNC110 (another task joins them)
@@ -102,7 +102,7 @@ async def test_a_mesh_that_hosts_no_workers_trains_with_nodes_that_join(tmp_path
         mesh = await stack.enter_async_context(Mesh(config, run_dir=tmp_path / "run", base_dir=tmp_path))
         for kind in ("inference", "sandbox", "rollout"):
             layout, name = await open_joined(options(mesh, kind))
-            node = Mesh(layout.config, run_dir=layout.run_dir, layout=layout, parts=[name])
+            node = Mesh(layout.config, run_dir=layout.run_dir, layout=layout, services=[name])
             await stack.enter_async_context(node)
         await mesh.finished()
 

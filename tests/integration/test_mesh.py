@@ -1,4 +1,4 @@
-"""The whole mesh in one process, with fake model, trainer and sandbox engine: it ends, outlives its parts, and is asynchronous."""
+"""The whole mesh in one process, with fake model, trainer and sandbox engine: it ends, outlives its services, and is asynchronous."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh import create_run
-from rollmesh.mesh.parts import part_names
+from rollmesh.mesh.mesh_services import service_names
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
@@ -130,7 +130,7 @@ async def test_every_part_may_be_restarted_in_mid_run(tmp_path: Path, model: Pat
     made = config(model, updates_max=12)
     async with Mesh(made, run_dir=tmp_path / "run") as mesh:
         operator = Operator(mesh)
-        for update, name in enumerate(part_names(made), start=1):
+        for update, name in enumerate(service_names(made), start=1):
             await operator.until(lambda s, k=update: policy(s).applied_step >= min(k, 10))  # type: ignore[misc]
             await mesh.restart(name)
         assert mesh.nats is not None
@@ -167,7 +167,7 @@ async def test_generation_and_training_go_on_without_each_other_as_far_as_the_bo
     async with Mesh(config(model, updates_max=0), run_dir=tmp_path / "run") as mesh:
         operator = Operator(mesh)
         await operator.until(lambda s: policy(s).applied_step >= 2)
-        await mesh.part("learner").stop()
+        await mesh.service("learner").stop()
         await mesh.stop("learner")
         full = await operator.until(
             lambda s: s.waiting["worker/rollout-0"].startswith("admission:") and not unfinished(s)
@@ -264,8 +264,8 @@ def _trained_steps(sample: TrainingSample) -> list[int]:
 
 async def test_an_external_trainer_gets_clear_errors_and_loses_nothing(tmp_path: Path, model: Path) -> None:
     """Run an external trainer over the gateway of a mesh without a learner."""
-    parts = [name for name in part_names(config(model)) if name != "learner"]
-    async with Mesh(config(model), run_dir=tmp_path / "run", parts=parts) as mesh:
+    services = [name for name in service_names(config(model)) if name != "learner"]
+    async with Mesh(config(model), run_dir=tmp_path / "run", services=services) as mesh:
         operator = Operator(mesh)
         await create_run(mesh.layout)
         first = await operator.call("AttachTrainer", run_pb2.AttachTrainerRequest(run=mesh.run))

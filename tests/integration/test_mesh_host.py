@@ -16,9 +16,9 @@ import pytest
 
 from rollmesh.cli.certificates import make_certificates
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.parts import NATS, part_names
+from rollmesh.mesh.mesh_services import NATS, service_names
 from rollmesh.mesh.process_events import STOPPED
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
@@ -38,13 +38,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MeshConfig:
 
 @asynccontextmanager
 async def host(
-    folder: Path, config: MeshConfig, parts: Sequence[str], *overrides: str
+    folder: Path, config: MeshConfig, services: Sequence[str], *overrides: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """The command, killed at the end if it is still there."""
     (folder / "config.yaml").write_text(to_yaml(config))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rollmesh.mesh", "--run-dir", str(folder / "run")),
-        *("--config", str(folder / "config.yaml"), "--parts", ",".join(parts), *overrides),
+        *("--config", str(folder / "config.yaml"), "--services", ",".join(services), *overrides),
         stderr=asyncio.subprocess.PIPE,
     )
     try:
@@ -64,12 +64,12 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
 
 def look(folder: Path, config: MeshConfig) -> World:
     """The run from outside."""
-    layout = open_place(config, run_dir=folder / "run", base_dir=folder)
+    layout = open_layout(config, run_dir=folder / "run", base_dir=folder)
     return World(layout=layout)
 
 
 async def test_a_host_told_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_path: Path, made: MeshConfig) -> None:
-    async with host(tmp_path, made, [NATS, *part_names(made)]) as process:
+    async with host(tmp_path, made, [NATS, *service_names(made)]) as process:
         run = look(tmp_path, made)
         state = await run.until_state("two updates", lambda s: s.policies[0].applied_step >= 2, limit_s=END_S)
         (ports,) = run.layout.folder(NATS).glob("nats-server_*.ports")
@@ -91,8 +91,8 @@ async def test_hosts_with_certificates_that_listen_everywhere_train_over_the_adv
         security=SecurityConfig(ca=files.ca, certificate=files.certificate, key=files.key, token_file=files.token_file),
         network=NetworkConfig(host="0.0.0.0", advertise="localhost"),
     )
-    workers = [name for name in part_names(exposed) if name.startswith(("rollout", "data"))]
-    others = [NATS, *(name for name in part_names(exposed) if name not in workers)]
+    workers = [name for name in service_names(exposed) if name.startswith(("rollout", "data"))]
+    others = [NATS, *(name for name in service_names(exposed) if name not in workers)]
     async with host(tmp_path, exposed, others), host(tmp_path, exposed, workers):
         run = look(tmp_path, exposed)
         await run.until_state("an update", lambda s: s.policies[0].applied_step >= 1, limit_s=END_S)
@@ -112,23 +112,23 @@ async def test_a_host_ends_with_its_nats_server(tmp_path: Path, made: MeshConfig
 
 
 @pytest.mark.parametrize(
-    ("parts", "overrides", "code", "message"),
+    ("services", "overrides", "code", "message"),
     [
-        (["rollout-7"], [], 2, "--parts: there is no `rollout-7`; this config has nats, coordinator"),
-        ([], [], 2, "--parts: name at least one of nats, coordinator"),
+        (["rollout-7"], [], 2, "--services must name services of this config (nats, coordinator"),
+        ([], [], 2, "--services must name at least one of nats, coordinator"),
         (
             [NATS],
             ["bus.url=tls://elsewhere:4222"],
             2,
-            "bus.url names the cluster tls://elsewhere:4222; leave out `nats`",
+            "--services must not include nats, because bus.url is tls://elsewhere:4222",
         ),
-        (["rollout-0"], ["bus.embedded.start_s=0.2"], 1, "within 0.2 s; host the part `nats`, or set bus.url"),
+        (["rollout-0"], ["bus.embedded.start_s=0.2"], 1, "within 0.2 s; host the service `nats`, or set bus.url"),
     ],
 )
 async def test_a_host_that_cannot_work_says_why(
-    tmp_path: Path, made: MeshConfig, parts: list[str], overrides: list[str], code: int, message: str
+    tmp_path: Path, made: MeshConfig, services: list[str], overrides: list[str], code: int, message: str
 ) -> None:
-    async with host(tmp_path, made, parts, *overrides) as process:
+    async with host(tmp_path, made, services, *overrides) as process:
         found, said = await ended(process)
     assert found == code
     assert message in said
@@ -149,7 +149,7 @@ async def test_a_model_that_the_engine_rejects_ends_the_node_as_a_configuration_
 def test_hosts_that_start_together_agree_on_token_and_addresses(tmp_path: Path, made: MeshConfig) -> None:
     with ThreadPoolExecutor(8) as pool:
         places = list(
-            pool.map(lambda _: open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path), range(8), timeout=END_S)
+            pool.map(lambda _: open_layout(made, run_dir=tmp_path / "run", base_dir=tmp_path), range(8), timeout=END_S)
         )
     assert all(layout == places[0] for layout in places)
     assert len(places[0].access.token) >= 32

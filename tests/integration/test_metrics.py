@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh import create_run
+from rollmesh.mesh.mesh_services import service_names
 from rollmesh.mesh.observe import catalog, to_markdown
-from rollmesh.mesh.parts import part_names
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 
@@ -87,12 +87,12 @@ async def test_metrics_agree_with_the_books_of_a_run(tmp_path: Path, model: Path
     )
     assert created == live + ended >= 8
     assert value(series, "rollmesh_inference_tokens_total", work="generated") >= state.policies[0].tokens_trained
-    _assert_complete(series, part_names(made))
+    _assert_complete(series, service_names(made))
     _assert_promtool_content(text)
 
 
-def _assert_complete(series: Series, parts: list[str]) -> None:
-    """Every metric of the catalog has been seen, and every part has its own series."""
+def _assert_complete(series: Series, services: list[str]) -> None:
+    """Every metric of the catalog has been seen, and every service has a separate series."""
     seen = {name.removesuffix("_bucket") for name in series}
     absent = {
         "rollmesh_rollout_failures_total",
@@ -107,7 +107,7 @@ def _assert_complete(series: Series, parts: list[str]) -> None:
         {metric.name for metric in catalog()} - seen == absent
     )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
-    assert nodes == set(parts)
+    assert nodes == set(services)
 
 
 def _assert_promtool_content(text: str) -> None:
@@ -121,7 +121,7 @@ def _assert_promtool_content(text: str) -> None:
 
 async def test_a_refused_call_is_counted_with_its_code(tmp_path: Path, model: Path) -> None:
     made = config(model, metrics="prometheus")
-    async with Mesh(made, run_dir=tmp_path, parts=["coordinator", "gateway"]) as mesh:
+    async with Mesh(made, run_dir=tmp_path, services=["coordinator", "gateway"]) as mesh:
         from rollmesh.shared.errors import MeshError
         from rollmesh.v1 import run_pb2
 
@@ -134,10 +134,10 @@ async def test_a_refused_call_is_counted_with_its_code(tmp_path: Path, model: Pa
 
 async def test_only_one_mesh_of_a_process_has_metrics_and_a_later_one_may(tmp_path: Path, model: Path) -> None:
     made = config(model, metrics="prometheus")
-    async with Mesh(made, run_dir=tmp_path / "a", parts=["coordinator"]):
+    async with Mesh(made, run_dir=tmp_path / "a", services=["coordinator"]):
         with pytest.raises(ConfigError, match="another mesh"):
-            await Mesh(made, run_dir=tmp_path / "b", parts=["coordinator"]).__aenter__()
-    async with Mesh(made, run_dir=tmp_path / "b", parts=["coordinator"]) as mesh:
+            await Mesh(made, run_dir=tmp_path / "b", services=["coordinator"]).__aenter__()
+    async with Mesh(made, run_dir=tmp_path / "b", services=["coordinator"]) as mesh:
         await create_run(mesh.layout)
         assert value(series_of(await scrape(mesh)), "rollmesh_rpc_calls_total", method="CreateRun") == 1
 

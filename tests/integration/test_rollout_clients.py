@@ -139,7 +139,7 @@ async def test_a_wrong_request_is_refused_at_once_and_a_missing_fleet_named(tmp_
         with pytest.raises(UnknownProfile):
             await client.session("ruby", session_id="s").__aenter__()
     async with sandbox_client(open_s_max=0.1) as client:
-        with pytest.raises(NotReady, match="no sandbox node is known"):
+        with pytest.raises(NotReady, match="no sandbox node has joined"):
             await client.session("calc", session_id="s").__aenter__()
 
 

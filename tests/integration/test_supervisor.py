@@ -43,7 +43,7 @@ HOSTS: Mapping[str, Sequence[str]] = {
     "rollout": ("rollout-0",),
     "learner": ("learner",),
 }
-"""Fewer processes than parts: each costs a second of imports."""
+"""Fewer processes than services, because each costs a second of imports."""
 
 
 @pytest.fixture(scope="module")
@@ -248,14 +248,14 @@ async def kill_in_the_middle(mine: Path, run: Path) -> list[Process]:
 async def test_nothing_is_left_of_a_train_command_that_is_killed_and_its_run_goes_on(mine: Path) -> None:
     run = mine / "run"
     family = await kill_in_the_middle(mine, run)
-    for part in (
+    for service in (
         "nats-server",
-        "--parts learner",
-        "--parts sandbox-0",
+        "--services learner",
+        "--services sandbox-0",
         "sandbox_runtime.launcher",
         "sleep 611",
     ):
-        assert any(part in process.command for process in family), part
+        assert any(service in process.command for process in family), service
 
     before = updates(run)
     async with command("train", str(run)) as train:
@@ -265,7 +265,7 @@ async def test_nothing_is_left_of_a_train_command_that_is_killed_and_its_run_goe
         async with asyncio.timeout(LIMIT_S):
             told, _ = await train.communicate()
     assert train.returncode == 0, told.decode()
-    assert "learner was ended by SIGKILL; starts again in 0.2 s (restart 1)" in told.decode()
+    assert "learner was ended by SIGKILL; restarts in 0.2 s (restart 1)" in told.decode()
     assert "finished after 10 updates" in told.decode()
     audit = await asyncio.to_thread(CliRunner().invoke, app, ["audit", str(run)])
     assert audit.exit_code == 0, audit.output

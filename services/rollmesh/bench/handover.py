@@ -29,7 +29,7 @@ from rollmesh.bench.cpu_profile import tree_cpu_s
 from rollmesh.bench.progress import until_update
 from rollmesh.bench.report import Report, spread
 from rollmesh.mesh import MeshConfig
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.shared.config import config_from_dict, to_yaml
 
 BATCH = 512
@@ -38,7 +38,7 @@ SIZES = {4096: 16, 65536: 8, 262144: 4}
 WARM = 2
 LIMIT_S = 240.0
 RAY_PYTHON = "ROLLMESH_RAY_PYTHON"
-PARTS = ("nats,coordinator,depot,reward,data,gateway", "learner")
+SERVICES = ("nats,coordinator,depot,reward,data,gateway", "learner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _ours(num_bytes: int, num_batches: int) -> Rate:
         config_file = folder / "run.yaml"
         config = _config()
         config_file.write_text(to_yaml(config))
-        layout = open_place(config, run_dir=folder / "run", base_dir=folder)
+        layout = open_layout(config, run_dir=folder / "run", base_dir=folder)
         return asyncio.run(_measure(layout, config_file, num_bytes, num_batches))
 
 
@@ -106,12 +106,12 @@ async def _measure(layout: RunLayout, config_file: Path, num_bytes: int, num_bat
         layout.run_dir,
         "--config",
         config_file,
-        "--parts",
+        "--services",
     ]
     worker = [sys.executable, "-m", "rollmesh.bench.handover_worker", layout.run_dir, config_file, num_bytes]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        processes += [_start([*host, parts], layout) for parts in PARTS]
+        processes += [_start([*host, services], layout) for services in SERVICES]
         await until_update(layout, 0, limit_s=LIMIT_S)
         processes.append(_start(worker, layout))
         await until_update(layout, WARM, limit_s=LIMIT_S)

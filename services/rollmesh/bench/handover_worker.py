@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.lease import decode_lease
@@ -108,7 +108,7 @@ async def _store(
 
 async def main() -> None:
     run_dir, config_file, num_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    layout = open_place(load_config(MeshConfig, config_file), run_dir=run_dir, base_dir=config_file.parent)
+    layout = open_layout(load_config(MeshConfig, config_file), run_dir=run_dir, base_dir=config_file.parent)
     server = layout.bus_server()
     bus = await JetStreamBus.connect(server.known_url(), login=layout.bus_login())
     try:

@@ -24,9 +24,9 @@ from rollmesh.bench.cpu_profile import tree_cpu_s
 from rollmesh.bench.mesh_modes_profile import MODEL, profiled_by_process, profiled_here
 from rollmesh.bench.warm_model import CONFIG
 from rollmesh.mesh import Mesh, MeshConfig
-from rollmesh.mesh.running import RunningMesh
+from rollmesh.mesh.interpreter_tuning import tune_process
+from rollmesh.mesh.running_mesh import RunningMesh
 from rollmesh.mesh.supervisor import Supervisor
-from rollmesh.mesh.tuning import tune_process
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.shared.config import config_from_dict
 

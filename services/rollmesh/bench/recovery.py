@@ -26,7 +26,7 @@ from rollmesh.shared.config import config_from_dict
 from rollmesh.trainer.model_files import save_tokenizer
 
 BASELINE = "no process"
-PARTS = (
+SERVICES = (
     "learner", "rollout-0", "inference-0", "sandbox-0", "reward", "data", "depot", "gateway", "coordinator", "nats",
 )  # fmt: skip
 WARM = 5
@@ -37,13 +37,15 @@ LIMIT_S = 120.0
 
 def run(quick: bool) -> Report:
     kills = 1 if quick else 3
-    report = Report("recovery", f"{kills} kills -9 of each process, {len(PARTS)} processes, batches of 4 x 8 episodes")
+    report = Report(
+        "recovery", f"{kills} kills -9 of each process, {len(SERVICES)} processes, batches of 4 x 8 episodes"
+    )
     with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         waits = asyncio.run(_measure(Path(folder), kills))
     usual_s = median(waits[BASELINE])
-    for part, seconds in waits.items():
-        pause_s = 0.0 if part == BASELINE else median(seconds) - usual_s
-        report.rows.append({"killed": part, f"update {NEXT} after, s": spread(seconds, 2), "pause, s": pause_s})
+    for service, seconds in waits.items():
+        pause_s = 0.0 if service == BASELINE else median(seconds) - usual_s
+        report.rows.append({"killed": service, f"update {NEXT} after, s": spread(seconds, 2), "pause, s": pause_s})
     return report
 
 
@@ -51,23 +53,23 @@ async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
     model = folder / "model"
     model.mkdir()
     save_tokenizer(build_tokenizer(), model)
-    waits: dict[str, list[float]] = {part: [] for part in (BASELINE, *PARTS)}
+    waits: dict[str, list[float]] = {service: [] for service in (BASELINE, *SERVICES)}
     async with Supervisor(_config(model), run_dir=folder / "run", base_dir=folder) as mesh:
         await until_update(mesh.layout, WARM, limit_s=LIMIT_S)
         for _ in range(kills):
-            for part in PARTS:
-                for killed in (BASELINE, part):
+            for service in SERVICES:
+                for killed in (BASELINE, service):
                     waits[killed].append(await _wait_after(mesh, killed))
     return waits
 
 
-async def _wait_after(mesh: Supervisor, part: str) -> float:
-    """Return the seconds from now, or from the kill of `part`, until `NEXT` more updates are committed."""
+async def _wait_after(mesh: Supervisor, service: str) -> float:
+    """Return the seconds from now, or from the kill of `service`, until `NEXT` more updates are committed."""
     # A learner that rolls back repeats updates, so count from the newest committed update.
     update = await until_update(mesh.layout, 0, limit_s=LIMIT_S)
     begin_s = time.perf_counter()
-    if part != BASELINE:
-        mesh.kill(part)
+    if service != BASELINE:
+        mesh.kill(service)
     await until_update(mesh.layout, update + NEXT, limit_s=LIMIT_S)
     return time.perf_counter() - begin_s
 

@@ -13,7 +13,7 @@ import threading
 import time
 
 from rollmesh.bench.report import Report, spread
-from rollmesh.mesh.tuning import SWITCH_INTERVAL_S
+from rollmesh.mesh.interpreter_tuning import SWITCH_INTERVAL_S
 
 INTERVALS_S = (0.005, 0.001, SWITCH_INTERVAL_S)
 NUM_OPERATIONS = 400

@@ -23,7 +23,7 @@ class AllFailed(FailedPrecondition):
     reason = "ALL_FAILED"
 
 
-def failure_words(num_failed: int, cause: str) -> str:
+def failed_attempts_text(num_failed: int, cause: str) -> str:
     """Return the newest failure in a line, or an empty string if no attempt failed."""
     if not num_failed:
         return ""
@@ -31,7 +31,7 @@ def failure_words(num_failed: int, cause: str) -> str:
     return f"{num_failed:,} attempts failed, the newest: {line[:_CAUSE_CHARS_MAX]}"
 
 
-def no_update_words(update: int, reasons: Mapping[str, int]) -> str:
+def no_update_text(update: int, reasons: Mapping[str, int]) -> str:
     """Return why there is no update: the samples that ended without one, by reason. Empty if there are none."""
     ended = {
         reason: num for reason, num in reasons.items() if num > 0 and not reason.startswith(("trained", "exported"))

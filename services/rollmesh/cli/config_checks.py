@@ -14,7 +14,7 @@ from typing import Any
 
 from rollmesh.cli.config import TrainConfig, read_train_config
 from rollmesh.cli.model_checks import check_made_model, check_model
-from rollmesh.mesh.parts import reward_config
+from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig

@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from rollmesh.cli.config import load_train_config
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.mesh.mesh import Mesh
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.run_lock import RunFolderBusy, owned
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -93,12 +93,12 @@ async def _run_service(root: Path) -> AsyncIterator[tuple[Any, str]]:
     try:
         with owned(folder.root):
             async with (
-                Mesh(config, run_dir=folder.root, base_dir=base_dir, parts=["coordinator"]) as mesh,
+                Mesh(config, run_dir=folder.root, base_dir=base_dir, services=["coordinator"]) as mesh,
                 _stub(mesh.layout.coordinator, mesh.layout) as stub,
             ):
                 yield stub, mesh.layout.run
     except RunFolderBusy:
-        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)
         async with _stub(layout.gateway, layout) as stub:
             yield stub, layout.run
 

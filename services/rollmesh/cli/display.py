@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.cli.causes import failure_words, no_update_words
+from rollmesh.cli.causes import failed_attempts_text, no_update_text
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.series import Eval, Point, Series, staleness_shares
 from rollmesh.cli.watch import RunRecorder
@@ -317,11 +317,11 @@ def silence_text(silent_s: float) -> str:
 def problems(config: TrainConfig, recorder: RunRecorder) -> tuple[str, str]:
     """Return the newest failure, and why no update was made from two batches of samples; each may be empty."""
     now, unused = recorder.now, recorder.unused()
-    no_update = no_update_words(now.update, unused)
+    no_update = no_update_text(now.update, unused)
     wasted = sum(num for reason, num in unused.items() if not reason.startswith("trained"))
     if now.update and wasted < 2 * config.run.batch_groups * config.run.group_size:
         no_update = ""
-    return failure_words(now.failed_attempts, now.failure), no_update
+    return failed_attempts_text(now.failed_attempts, now.failure), no_update
 
 
 def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:

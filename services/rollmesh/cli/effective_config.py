@@ -69,7 +69,7 @@ def headline(config: TrainConfig, base_dir: Path) -> str:
     ends = " ".join(words.turn_ends) if words is not None else _MADE_TURN_END if config.made_model is not None else "?"
     parts = [
         _model(config, base_dir),
-        *_recipe_words(config, base_dir),
+        *_recipe_lines(config, base_dir),
         f"stop token {ends}",
         f"context {context}",
         f"bound {config.run.max_staleness}",
@@ -122,7 +122,7 @@ def _learner(config: TrainConfig, base_dir: Path) -> LearnerConfig:
     return msgspec.structs.replace(learner, engine=engine, estimator=estimator, loss=loss)
 
 
-def _recipe_words(config: TrainConfig, base_dir: Path) -> list[str]:
+def _recipe_lines(config: TrainConfig, base_dir: Path) -> list[str]:
     if not TRAINERS.find(config.learner.engine.name, base_dir).trains_model:
         return []
     terms = " + ".join(term.short_name for term in config.learner.loss)

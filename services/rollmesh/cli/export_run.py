@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from rollmesh.cli.causes import failure_text, failure_words, refuse_if_all_failed
+from rollmesh.cli.causes import failed_attempts_text, failure_text, refuse_if_all_failed
 from rollmesh.cli.config import TrainConfig, load_train_config
 from rollmesh.cli.config_checks import check
 from rollmesh.cli.interrupts import Interrupts, Stopped
@@ -165,7 +165,7 @@ class Rollout:
                 with contextlib.suppress(MeshError), typed_errors():
                     request = run_pb2.GetRunRequest(run=mesh.run)
                     self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
-                    self.on_phase(progress_words(self.state))
+                    self.on_phase(progress_text(self.state))
                 refuse_if_all_failed(self.state, self.config.run.first_failures_max)
 
     async def _read(self, mesh: Mesh, file: BinaryIO | None) -> None:
@@ -199,11 +199,11 @@ def _open(path: Path) -> BinaryIO:
         raise ConfigError(f"--out {path}: cannot be written: {err.strerror}; name another file", path=path) from err
 
 
-def progress_words(state: run_pb2.RunState) -> str:
+def progress_text(state: run_pb2.RunState) -> str:
     """Return the progress in a line."""
     ended = state.samples.reserved - state.samples.live
     waiting = "; ".join(f"{who}: {what}" for who, what in sorted(state.waiting.items()))
-    failure = failure_words(state.failed_attempts.num, state.failed_attempts.cause)
+    failure = failed_attempts_text(state.failed_attempts.num, state.failed_attempts.cause)
     notes = "; ".join(filter(None, [failure, waiting]))
     return f"generating: {ended} of {state.samples.reserved} samples have ended" + (f" ({notes})" if notes else "")
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 from rollmesh.cli.run_folder import open_folder
 from rollmesh.mesh.joining import own_security
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.run_lock import is_owned
 from rollmesh.mesh.security import open_access
 from rollmesh.shared.clock import Clock
@@ -68,7 +68,7 @@ def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: S
     """Return the address of a mesh, named by a run folder or by `join` and `token_file`. Raises ConfigError for any other combination."""
     if run is not None and not join and token_file is None:
         folder, config, base_dir = open_folder(run, [])
-        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)
         return MeshAddress(address=layout.gateway, access=layout.access, run=run)
     if run is None and join and token_file is not None:
         access = open_access(own_security(overrides), base_dir=Path.cwd(), run_token=token_file)

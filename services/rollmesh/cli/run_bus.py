@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.run_folder import RunFolder
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.shared.bus.bus import Bus, BusUnavailable
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.errors import ConfigError
@@ -28,7 +28,7 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
             f"what remains is its audit in {folder.audit.name}",
             path=folder.root,
         )
-    layout = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
+    layout = open_layout(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
     async with _server(layout) as url, _connected(layout, url) as bus:
         yield bus
 

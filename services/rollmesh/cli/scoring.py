@@ -25,7 +25,7 @@ from rollmesh.cli.samples import (
     mean_rewards,
     reward_lines,
 )
-from rollmesh.mesh.parts import reward_config
+from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.reward.config import build_engine

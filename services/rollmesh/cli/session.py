@@ -28,7 +28,7 @@ from rollmesh.cli.summary import Outcome, Summary
 from rollmesh.cli.watch import RunRecorder, Watcher
 from rollmesh.demo.model_process import WarmStep, make_in_process
 from rollmesh.mesh.mesh import Mesh
-from rollmesh.mesh.running import RunningMesh
+from rollmesh.mesh.running_mesh import RunningMesh
 from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.services.learner.metrics_log import EventFile
 from rollmesh.shared.clock import Clock, SystemClock

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from rollmesh.cli.causes import failure_words, no_update_words
+from rollmesh.cli.causes import failed_attempts_text, no_update_text
 from rollmesh.cli.mesh_client import MeshStatus
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
@@ -106,9 +106,9 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
         yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
     yield Text(f"  leases: {_leases(run.leases)}")
     yield Text(f"  samples: {_sample_counts(run.samples)}")
-    if failure := failure_words(run.failed_attempts.num, run.failed_attempts.cause):
+    if failure := failed_attempts_text(run.failed_attempts.num, run.failed_attempts.cause):
         yield Text(f"  {failure}", style="red")
-    if not any(policy.applied_step for policy in run.policies) and (words := no_update_words(0, run.samples.reasons)):
+    if not any(policy.applied_step for policy in run.policies) and (words := no_update_text(0, run.samples.reasons)):
         yield Text(f"  {words}", style="yellow")
     for process, cause in sorted(run.waiting.items()):
         yield Text(f"  {process} waits for {cause}")

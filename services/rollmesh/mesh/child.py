@@ -141,7 +141,7 @@ class Child:
         self._tell("gave_up", cause=cause)
         config = self._config
         return ProcessGaveUp(
-            f"{self.name} {cause}: more than restarts_max = {config.restarts_max} deaths within window_s = {config.window_s:g} s. "
+            f"{self.name} {cause}: more than restarts_max = {config.restarts_max} failures within window_s = {config.window_s:g} s. "
             f"The end of its log, {self._log.path}:\n{self._log.tail()}",
             process=self.name,
         )

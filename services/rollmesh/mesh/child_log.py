@@ -59,5 +59,5 @@ class ChildLog:
 
     def last_error(self) -> str:
         """Return the reason that the process logged for its exit; empty if it logged none."""
-        _, found, told = ("\n" + self.tail()).rpartition("\nerror: ")
-        return told if found else ""
+        _, found, error = ("\n" + self.tail()).rpartition("\nerror: ")
+        return error if found else ""

@@ -1,12 +1,12 @@
 """Host some services of a run in one process. Several hosts over one run folder form a mesh of processes.
 
-    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts nats
-    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts coordinator,depot,reward,data,gateway
-    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts inference-0,rollout-0
-    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts learner
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --services nats
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --services coordinator,depot,reward,data,gateway
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --services inference-0,rollout-0
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --services learner
 
-The hosts share the folder (token, addresses) and start in any order. Part `nats` is the embedded server. The others find its port in the
-folder, or use the cluster at bus.url. A host exits when one of its parts ends: with 0 after a clean end (the run is over, the worker has
+The hosts share the folder (token, addresses) and start in any order. Service `nats` is the embedded server. The others find its port in the
+folder, or use the cluster at bus.url. A host exits when one of its services ends: with 0 after a clean end (the run is over, the worker has
 drained), with 1 after an error, so that a supervisor restarts it, with 2 for an unusable configuration and with 3 for a full disk.
 SIGTERM, SIGINT and SIGHUP stop it cleanly (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143. A
 second signal ends it immediately.
@@ -27,9 +27,9 @@ import msgspec
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh import Mesh
-from rollmesh.mesh.parts import NATS, part_names
+from rollmesh.mesh.mesh_services import NATS, service_names
 from rollmesh.mesh.process_events import BAD_CONFIG, DISK_FULL, STOPPED
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_layout import open_layout
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.config import load_config
@@ -50,7 +50,7 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     run_dir: Path
     config: Path
-    parts: tuple[str, ...]
+    services: tuple[str, ...]
     base_dir: Path
     overrides: tuple[str, ...] = ()
     stop_s: float = 30.0
@@ -58,7 +58,7 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
-    """Host parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Return the exit code."""
+    """Host services until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Return the exit code."""
     host = _parse(argv)
     set_up_logging()  # until the configuration is read
     try:
@@ -70,31 +70,31 @@ def main(argv: Sequence[str] | None = None, options: Options | None = None) -> i
         print(f"error: {err}", file=sys.stderr)
         return DISK_FULL
     except (MeshError, ExceptionGroup, OSError) as err:
-        print(f"error: {','.join(host.parts)} ended: {err}", file=sys.stderr)
+        print(f"error: {','.join(host.services)} failed: {err}", file=sys.stderr)
         return 1
     except TimeoutError:
-        print(f"error: {','.join(host.parts)} did not stop within {host.stop_s} s", file=sys.stderr)
+        print(f"error: {','.join(host.services)} did not stop within {host.stop_s} s", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a thread that does not end would keep the interpreter running
     return STOPPED if stopped else 0
 
 
 def _parse(argv: Sequence[str] | None) -> HostOptions:
-    parser = argparse.ArgumentParser(prog="python -m rollmesh.mesh", description="Hosts some parts of a run.")
+    parser = argparse.ArgumentParser(prog="python -m rollmesh.mesh", description="Host some services of a run.")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run, shared by all of its hosts")
     parser.add_argument("--config", type=Path, required=True, help="the run's config file")
-    parser.add_argument("--parts", required=True, help="parts by name, e.g. nats,coordinator or rollout-0")
+    parser.add_argument("--services", required=True, help="services by name, e.g. nats,coordinator or rollout-0")
     parser.add_argument(
-        "--base-dir", type=Path, help="folder of files that the config names; by default the config's own"
+        "--base-dir", type=Path, help="folder of the files that the config names; default: folder of the config"
     )
-    parser.add_argument("--stop-s", type=float, default=30.0, help="limit of an orderly stop, seconds")
+    parser.add_argument("--stop-s", type=float, default=30.0, help="timeout of a clean stop, seconds")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     found = parser.parse_args(argv)
-    parts = tuple(part for part in found.parts.split(",") if part)
+    services = tuple(service for service in found.services.split(",") if service)
     return HostOptions(
         run_dir=found.run_dir,
         config=found.config,
-        parts=parts,
+        services=services,
         base_dir=found.base_dir or found.config.resolve().parent,
         overrides=tuple(found.overrides),
         stop_s=found.stop_s,
@@ -102,15 +102,15 @@ def _parse(argv: Sequence[str] | None) -> HostOptions:
 
 
 async def run_host(host: HostOptions, options: Options | None = None) -> bool:
-    """Wait until a part ends or a signal arrives. Return whether it was a signal. Raises the error of a part, ConfigError, and TimeoutError
+    """Wait until a service ends or a signal arrives. Return whether it was a signal. Raises the error of a service, ConfigError, and TimeoutError
     for a stop that took too long."""
     config = load_config(MeshConfig, host.config, host.overrides)
     set_up_logging(config.telemetry.logging())
     base_dir = host.base_dir
-    _check_parts(host.parts, config)
-    bus_url = "" if NATS in host.parts or config.bus.url else await _bus_of_folder(config, host.run_dir, base_dir)
-    names = [name for name in part_names(config) if name in host.parts]
-    mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, parts=names, options=options, bus_url=bus_url)
+    _check_services(host.services, config)
+    bus_url = "" if NATS in host.services or config.bus.url else await _bus_of_folder(config, host.run_dir, base_dir)
+    names = [name for name in service_names(config) if name in host.services]
+    mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, services=names, options=options, bus_url=bus_url)
     return await run_until_ended(mesh, host.stop_s)
 
 
@@ -121,12 +121,12 @@ async def run_until_ended(
     on_started: Callable[[], None] = lambda: None,
     away: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> bool:
-    """Run the parts of `mesh` until they have ended or a signal arrives. Return whether it was a signal. Raises as `run_host`.
+    """Run the services of `mesh` until they have ended or a signal arrives. Return whether it was a signal. Raises as `run_host`.
 
-    `away` watches the rest of the mesh. An error that it raises ends the parts.
+    `away` watches the rest of the mesh. An error that it raises ends the services.
     """
     stopping = asyncio.create_task(_signalled(), name="signals")
-    serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="parts")
+    serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="services")
     try:
         await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
@@ -147,7 +147,7 @@ async def _serve(
     on_started: Callable[[], None],
     away: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> None:
-    """Run the parts until one ends or this is cancelled, then stop them within `stop_s`."""
+    """Run the services until one ends or this is cancelled, then stop them within `stop_s`."""
     await mesh.__aenter__()
     try:
         on_started()
@@ -163,25 +163,25 @@ async def _finish_update(mesh: Mesh, limit_s: float) -> None:
         return
     try:
         async with asyncio.timeout(limit_s):
-            await mesh.part("learner").stop()
+            await mesh.service("learner").stop()
     except (MeshError, TimeoutError) as err:
         _log.warning("the learner stops without a last checkpoint: %s: %s", type(err).__name__, err)
 
 
-def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
-    known = [NATS, *part_names(config)]
-    for part in parts:
-        if part not in known:
-            raise ConfigError(f"--parts: there is no `{part}`; this config has {', '.join(known)}")
-    if not parts:
-        raise ConfigError(f"--parts: name at least one of {', '.join(known)}")
-    if NATS in parts and config.bus.url:
-        raise ConfigError(f"--parts: bus.url names the cluster {config.bus.url}; remove `nats` or the url")
+def _check_services(services: Sequence[str], config: MeshConfig) -> None:
+    known = [NATS, *service_names(config)]
+    for service in services:
+        if service not in known:
+            raise ConfigError(f"--services must name services of this config ({', '.join(known)}), got `{service}`")
+    if not services:
+        raise ConfigError(f"--services must name at least one of {', '.join(known)}")
+    if NATS in services and config.bus.url:
+        raise ConfigError(f"--services must not include nats, because bus.url is {config.bus.url}; remove one of them")
 
 
 async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> str:
     """Return the URL of the run's embedded server when it has a port. Raises BusUnavailable."""
-    layout = open_place(config, run_dir=run_dir, base_dir=base_dir)
+    layout = open_layout(config, run_dir=run_dir, base_dir=base_dir)
     server = layout.bus_server()
     limit_s = config.bus.embedded.start_s
     try:
@@ -190,14 +190,14 @@ async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> s
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise BusUnavailable(
-            f"no nats-server has written its port into {layout.run_dir / NATS} within {limit_s} s; host the part `nats`, "
+            f"no nats-server has written its port into {layout.run_dir / NATS} within {limit_s} s; host the service `nats`, "
             "or set bus.url"
         ) from None
     return url
 
 
 async def _ended(mesh: Mesh, *watches: Coroutine[Any, Any, None]) -> None:
-    """Wait until the learner is done, or all parts have drained. Raises the error of a part or of a watch."""
+    """Wait until the learner is done, or all services have drained. Raises the error of a service or of a watch."""
     waits = [asyncio.create_task(watch) for watch in watches]
     if mesh.nats is not None:
         waits.append(asyncio.create_task(_server_gone(mesh.nats)))

@@ -1,7 +1,7 @@
 """Join a node on this host to a mesh that runs elsewhere. One address and a token are enough.
 
-    place, name = await open_joined(JoinOptions(kind="inference", address="10.0.0.1:7000", ...))
-    stopped = await run_until_ended(Mesh(place=place, parts=[name]), stop_s)
+    layout, name = await open_joined(JoinOptions(kind="inference", address="10.0.0.1:7000", ...))
+    stopped = await run_until_ended(Mesh(layout.config, run_dir=layout.run_dir, layout=layout, services=[name]), stop_s)
 
 GetMesh gives the configuration, the addresses and the model's small files. The settings of this host (network, TLS files) come
 from the defaults and from `overrides`. The node's folder holds only files that the node fetches, and it may start empty.
@@ -64,7 +64,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     """Part of the node's id, unique in the mesh. Empty: derived from the host name and a random number."""
     base_dir: Path | None = None
-    """Where files that the configuration names are looked up; None: the mesh's own folder, if this host has it."""
+    """Folder of files that the configuration names. None: the mesh's folder, if this host has it."""
     folder: Path | None = None
     """Folder of the node. None: nodes/ID."""
     overrides: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
 async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
     """Return the layout of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists."""
     if options.kind not in KINDS:
-        raise ConfigError(f"there is no service `{options.kind}` to add; known: {', '.join(KINDS)}")
+        raise ConfigError(f"the kind of a joining node must be one of {', '.join(KINDS)}, got `{options.kind}`")
     access = open_access(own_security(options.overrides), base_dir=Path.cwd(), run_token=options.token_file)
     if access.tls is None and await speaks_tls(options.address):
         raise ConfigError(
@@ -82,17 +82,17 @@ async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
         )
     async with open_channel(options.address, access=access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        told = await _ask(stub, options.address)
-        name = await _free_name(stub, options, told)
+        described = await _ask(stub, options.address)
+        name = await _free_name(stub, options, described)
         folder = _make_folder(options.folder or Path("nodes") / name)
-        if told.model_files:
-            await fetch_model_files(stub, told.model_files, folder / "model")
-    config = _joined_config(told, options, folder)
-    return _place(config, told, access, folder, options), name
+        if described.model_files:
+            await fetch_model_files(stub, described.model_files, folder / "model")
+    config = _joined_config(described, options, folder)
+    return _layout(config, described, access, folder, options), name
 
 
 async def speaks_tls(address: str) -> bool:
-    """Whether a TLS server responds at the address. False if no server responds within a few seconds."""
+    """Return whether a TLS server responds at the address. False if no server responds within a few seconds."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = (
         False,
@@ -133,20 +133,24 @@ async def until_away(address: str, access: Access, *, limit_s: float, clock: Clo
 async def _ask(stub: Any, address: str) -> pb.GetMeshResponse:
     try:
         with typed_errors():
-            told: pb.GetMeshResponse = await stub.GetMesh(pb.GetMeshRequest(), timeout=ASK_S_MAX, wait_for_ready=True)
+            described: pb.GetMeshResponse = await stub.GetMesh(
+                pb.GetMeshRequest(), timeout=ASK_S_MAX, wait_for_ready=True
+            )
     except DeadlineExceeded as err:
         raise Unavailable(
             f"no server responded at {address} within {ASK_S_MAX:.0f} s; --join takes the address of the mesh's gateway or "
             "coordinator (with certificates if it has some)",
             address=address,
         ) from err
-    return told
+    return described
 
 
-async def _free_name(stub: Any, options: JoinOptions, told: pb.GetMeshResponse) -> str:
-    """The node's id. A node of that id that is silent is taken for this one's earlier life."""
-    if options.kind == "depot" and told.depots:
-        raise AlreadyExists(f"the mesh has its depot, at {told.depots[0]}; drain that one first", depot=told.depots[0])
+async def _free_name(stub: Any, options: JoinOptions, described: pb.GetMeshResponse) -> str:
+    """Return the node's id. A node of that id without heartbeat counts as an earlier process of this node."""
+    if options.kind == "depot" and described.depots:
+        raise AlreadyExists(
+            f"the mesh has its depot, at {described.depots[0]}; drain that one first", depot=described.depots[0]
+        )
     name = _wanted_name(options)
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name):
         raise ConfigError(f"--name {name!r}: expected letters, digits, dots, dashes and underscores")
@@ -159,7 +163,7 @@ async def _free_name(stub: Any, options: JoinOptions, told: pb.GetMeshResponse) 
 
 
 def _wanted_name(options: JoinOptions) -> str:
-    """It starts with the kind, like the names of a mesh's processes."""
+    """Return the id from the options. It starts with the kind, like the names of a mesh's processes."""
     if options.kind in SINGLE:
         return options.kind
     stem = options.name or f"{_host()}-{RandomIds().new()[:8]}"
@@ -184,17 +188,17 @@ def own_security(overrides: Sequence[str]) -> SecurityConfig:
     return config_from_dict(SecurityConfig, {}, own)
 
 
-def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path) -> MeshConfig:
+def _joined_config(described: pb.GetMeshResponse, options: JoinOptions, folder: Path) -> MeshConfig:
     """Return the mesh's configuration with the settings of this host."""
     import yaml
 
-    tree: dict[str, Any] = yaml.safe_load(told.config_yaml)
+    tree: dict[str, Any] = yaml.safe_load(described.config_yaml)
     tree["security"] = msgspec.to_builtins(own_security(options.overrides)) | {
         "token_file": str(options.token_file.resolve())
     }
-    tree["bus"] |= {"url": told.bus_url}
+    tree["bus"] |= {"url": described.bus_url}
     if (
-        told.model_files and options.kind != "learner"
+        described.model_files and options.kind != "learner"
     ):  # a learner needs the initial weights, in a folder that the user names
         tree["model"] = str(folder / "model") if tree["model"] else ""
         tree["rollout"]["model_dir"] = str(folder / "model")
@@ -204,24 +208,24 @@ def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path)
     return load_config(MeshConfig, path, others)
 
 
-def _place(
-    config: MeshConfig, told: pb.GetMeshResponse, access: Access, folder: Path, options: JoinOptions
+def _layout(
+    config: MeshConfig, described: pb.GetMeshResponse, access: Access, folder: Path, options: JoinOptions
 ) -> RunLayout:
     return RunLayout(
         config=config,
         run_dir=folder,
-        base_dir=_base_dir(options, told),
+        base_dir=_base_dir(options, described),
         access=access,
-        coordinator=told.coordinator,
-        gateway=ANY_PORT if options.kind == "gateway" else (told.gateways or [options.address])[0],
+        coordinator=described.coordinator,
+        gateway=ANY_PORT if options.kind == "gateway" else (described.gateways or [options.address])[0],
         depot=ANY_PORT,
     )
 
 
-def _base_dir(options: JoinOptions, told: pb.GetMeshResponse) -> Path:
+def _base_dir(options: JoinOptions, described: pb.GetMeshResponse) -> Path:
     if options.base_dir is not None:
         if not options.base_dir.is_dir():
             raise ConfigError(f"--base-dir {options.base_dir}: no such folder", path=str(options.base_dir))
         return options.base_dir.resolve()
-    theirs = Path(told.base_dir)
-    return theirs if told.base_dir and theirs.is_dir() else Path.cwd()
+    theirs = Path(described.base_dir)
+    return theirs if described.base_dir and theirs.is_dir() else Path.cwd()

@@ -6,11 +6,11 @@
         await mesh.finished()                                              # until the learner is done
 
 The servicers, the bus and the engines are those of a cluster. Only the number of processes differs. Model compute runs in separate
-threads, so that a busy engine does not expire a lease. On entry the parts start in the order of `part_names`, and the run is created or
+threads, so that a busy engine does not expire a lease. On entry the services start in the order of `service_names`, and the run is created or
 resumed. On exit they stop in reverse order. Entry also sets the interpreter's switch interval and collector thresholds for the whole
 process (`tuning`).
 
-| part | waits for | unblocked by |
+| service | waits for | unblocked by |
 | --- | --- | --- |
 | learner | a batch | the coordinator: READY groups |
 | rollout | episode leases | the coordinator: admission under the published step |
@@ -29,11 +29,11 @@ from typing import Any, Self
 
 from rollmesh.mesh.changes import change_id, diff, note_recorded, recorded, settings_of
 from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.interpreter_tuning import tune_process
 from rollmesh.mesh.joined_nodes import keep_joined
+from rollmesh.mesh.mesh_services import MeshService, build_service, service_names
 from rollmesh.mesh.observe import source_of
-from rollmesh.mesh.parts import Part, build_part, part_names
-from rollmesh.mesh.run_layout import RunLayout, open_place
-from rollmesh.mesh.tuning import tune_process
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
@@ -49,7 +49,7 @@ CREATE_S_MAX = 30.0
 
 
 class Mesh:
-    """All parts of a run, or those that `parts` names."""
+    """All services of a run, or those that `services` names."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class Mesh:
         *,
         run_dir: Path,
         base_dir: Path = Path(),
-        parts: Sequence[str] | None = None,
+        services: Sequence[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         layout: RunLayout | None = None,
         bus_url: str = "",
     ) -> None:
-        """`options` are keyword arguments for the nodes of single parts, e.g. {"learner": {"at": observer}}. `layout` is the known layout of
+        """`options` are keyword arguments for the nodes of single services, e.g. {"learner": {"at": hook}}. `layout` is the known layout of
         a mesh on another host. `bus_url` is the embedded server that another process of the run hosts. Raises ConfigError."""
-        self.layout: RunLayout = layout or open_place(config, run_dir=run_dir, base_dir=base_dir)
+        self.layout: RunLayout = layout or open_layout(config, run_dir=run_dir, base_dir=base_dir)
         self.nats: EmbeddedServer | None = None
         """The embedded server; None if the configuration names a cluster."""
-        self._names = list(part_names(config)) if parts is None else list(parts)
+        self._names = list(service_names(config)) if services is None else list(services)
         self._options = options or {}
-        self._parts: dict[str, tuple[Part, Any]] = {}
-        process = "mesh" if parts is None else "+".join(parts) or "nats"
+        self._services: dict[str, tuple[MeshService, Any]] = {}
+        process = "mesh" if services is None else "+".join(services) or "nats"
         self.telemetry = Telemetry(config.telemetry, folder=self.layout.run_dir, process=process)
         """Traces and metrics, while the mesh is entered."""
         self._joined: asyncio.Task[None] | None = None
@@ -95,12 +95,12 @@ class Mesh:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Return the names of the parts that run here, in the order of their start."""
-        return tuple(self._parts)
+        """Return the names of the services that run here, in the order of their start."""
+        return tuple(self._services)
 
-    def part(self, name: str) -> Any:
-        """Return a running part, e.g. `inference-0`."""
-        return self._parts[name][1]
+    def service(self, name: str) -> Any:
+        """Return a running service, e.g. `inference-0`."""
+        return self._services[name][1]
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -131,16 +131,16 @@ class Mesh:
         return bus
 
     async def start(self, name: str) -> Any:
-        """Start a part, also after `stop`."""
-        assert name not in self._parts, f"{name} runs already"
+        """Start a service, also after `stop`."""
+        assert name not in self._services, f"{name} runs already"
         assert self._bus is not None, "enter the mesh first"
         with (
             log_context(node=name, run=self.run),
             libraries_needed(name),
-        ):  # the tasks that the part starts inherit the context
-            part = build_part(name, self.layout, self._bus, **self._options.get(name, {}))
-            self._parts[name] = (part, await part.__aenter__())
-        node = self._parts[name][1]
+        ):  # the tasks that the service starts inherit the context
+            service = build_service(name, self.layout, self._bus, **self._options.get(name, {}))
+            self._services[name] = (service, await service.__aenter__())
+        node = self._services[name][1]
         if (source := source_of(name, node)) is not None:
             self.telemetry.add_source(name, source)
         if name == "coordinator" and self.telemetry.is_on:
@@ -148,38 +148,38 @@ class Mesh:
         return node
 
     async def stop(self, name: str) -> None:
-        """Stop a part cleanly."""
-        part, _ = self._parts.pop(name)
+        """Stop a service cleanly."""
+        service, _ = self._services.pop(name)
         self.telemetry.remove_source(name)
         if name == "coordinator" and self._joined is not None:
             self._joined.cancel()
             await asyncio.gather(self._joined, return_exceptions=True)
-        await part.__aexit__(None, None, None)
+        await service.__aexit__(None, None, None)
 
     async def stop_learner(self) -> None:
-        """Let the learner finish its update, write a checkpoint, publish and exit. The other parts continue."""
-        await self.part("learner").stop()
+        """Let the learner finish its update, write a checkpoint, publish and exit. The other services continue."""
+        await self.service("learner").stop()
 
     async def restart(self, name: str) -> Any:
-        """Restart a part. Its address stays, or its peers receive the new one."""
+        """Restart a service. Its address stays, or its peers receive the new one."""
         await self.stop(name)
         return await self.start(name)
 
     async def _stop_all(self) -> None:
-        """Stop the parts in reverse order. A part that fails to stop does not prevent the others from stopping."""
+        """Stop the services in reverse order. A service that fails to stop does not prevent the others from stopping."""
         failures = []
-        for name in reversed(list(self._parts)):
+        for name in reversed(list(self._services)):
             try:
                 await self.stop(name)
             except (OSError, RuntimeError, TimeoutError) as failure:
                 failures.append(failure)
         if failures:
-            raise ExceptionGroup("parts that did not stop cleanly", failures)
+            raise ExceptionGroup("services did not stop cleanly", failures)
 
     async def finished(self) -> None:
-        """Wait until the learner is done or, without one here, until every part here has drained. Raises the error that ended a part earlier.
+        """Wait until the learner is done or, without one here, until every service here has drained. Raises the error that ended a service earlier.
 
-        A part that has drained is stopped immediately. A part that is stopped or restarted meanwhile is no longer watched.
+        A service that has drained is stopped immediately. A service that is stopped or restarted meanwhile is no longer watched.
         """
         watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
         disk = {asyncio.create_task(self.nats.watch_disk(), name="watch the disk")} if self.nats is not None else set()
@@ -201,9 +201,9 @@ class Mesh:
             await asyncio.gather(*watches, *disk, return_exceptions=True)
 
     def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """How to wait for the end of each part. All can be drained except the coordinator, which ends only with an error."""
-        for name, (_, part) in self._parts.items():
-            yield name, part.failed() if name == "coordinator" else part.wait()
+        """Yield a wait for the end of each service. All can be drained except the coordinator, which ends only with an error."""
+        for name, (_, service) in self._services.items():
+            yield name, service.failed() if name == "coordinator" else service.wait()
 
 
 async def create_run(layout: RunLayout, *, limit_s: float = CREATE_S_MAX) -> None:
@@ -219,8 +219,8 @@ async def create_run(layout: RunLayout, *, limit_s: float = CREATE_S_MAX) -> Non
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         with typed_errors():
             if changes:
-                told = [encode(change, events_pb2.ConfigChange) for change in changes]
-                change = run_pb2.ChangeRunRequest(spec=spec, changes=told, change_id=change_id(changes))
+                encoded = [encode(change, events_pb2.ConfigChange) for change in changes]
+                change = run_pb2.ChangeRunRequest(spec=spec, changes=encoded, change_id=change_id(changes))
                 await stub.ChangeRun(change, timeout=limit_s, wait_for_ready=True)
             else:
                 await stub.CreateRun(run_pb2.CreateRunRequest(spec=spec), timeout=limit_s, wait_for_ready=True)

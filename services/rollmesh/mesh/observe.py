@@ -1,4 +1,4 @@
-"""All metrics of a mesh, and how its parts are read for them."""
+"""All metrics of a mesh, and how its services are read for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _READERS: dict[str, Callable[[Any], Awaitable[Iterable[Reading]]]] = {
 
 
 def source_of(name: str, node: Any) -> Source | None:
-    """Return the reader of the part `name`."""
+    """Return the reader of the service `name`."""
     reader = _READERS.get(name.partition("-")[0])
     return None if reader is None else partial(reader, node)
 

@@ -52,9 +52,9 @@ class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             case "ended":
                 return f"{self.process} {self.cause}"
             case "restarting":
-                return f"{self.process} {self.cause}; starts again in {self.pause_s:g} s (restart {self.restarts})"
+                return f"{self.process} {self.cause}; restarts in {self.pause_s:g} s (restart {self.restarts})"
             case "gave_up":
-                return f"{self.process} {self.cause}; not started again"
+                return f"{self.process} {self.cause}; it is not restarted"
 
 
 def how_ended(code: int) -> str:

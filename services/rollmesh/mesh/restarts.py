@@ -1,6 +1,6 @@
 """The config section `processes`, and the decision whether and when a process is restarted.
 
-Pure except for the clock. Collaborator: `child`, which asks after each failure.
+Pure except for the clock. Collaborator: `child`, which calls it after each failure.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _FIXED = ("coordinator", "gateway", "depot")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLayout:
-    """One run on one host. Create it with `open_place`."""
+    """One run on one host. Create it with `open_layout`."""
 
     config: MeshConfig
     run_dir: Path
@@ -89,7 +89,7 @@ class RunLayout:
         )
 
 
-def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> RunLayout:
+def open_layout(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> RunLayout:
     """Return the layout of the run, created on first use. Addresses are chosen once and stored, so that peers find a restarted service."""
     run_dir = run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -117,12 +117,12 @@ def _addresses(path: Path, config: MeshConfig) -> dict[str, str]:
     servers = {name: config.network.listening(getattr(config, name).server) for name in _FIXED}
     if not path.exists():
         chosen = dict(zip(servers, lasting_ports(len(servers)), strict=True))
-        _write_once(path, json.dumps({name: _told(server, chosen[name]) for name, server in servers.items()}))
+        _write_once(path, json.dumps({name: _advertised(server, chosen[name]) for name, server in servers.items()}))
     known: dict[str, str] = json.loads(path.read_text())
-    return {name: _told(server, port_of(known[name])) for name, server in servers.items()}
+    return {name: _advertised(server, port_of(known[name])) for name, server in servers.items()}
 
 
-def _told(server: ServerConfig, port: int) -> str:
+def _advertised(server: ServerConfig, port: int) -> str:
     """Return the advertised address of `server`, which listens on `port` unless it names a port."""
     return advertised(server.address, server.advertise, port_of(server.address) or port)
 

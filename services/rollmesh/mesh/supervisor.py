@@ -1,10 +1,10 @@
 """A run as processes, one for each service. They are restarted after a crash and stopped together.
 
     async with Supervisor(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
-        channel = open_channel(mesh.place.gateway, ...)     # any RunService client
+        channel = open_channel(mesh.layout.gateway, ...)     # any RunService client
         await mesh.finished()                               # until the learner is done; raises the error that stopped the mesh
 
-Each process is `python -m rollmesh.mesh --parts PART` over the run folder, with its log in RUN/logs/PART.log. All start
+Each process is `python -m rollmesh.mesh --services NAME` over the run folder, with its log in RUN/logs/NAME.log. All start
 at once and find each other in any order, also after a restart. On exit, clients stop before the servers that they call: learner, rollout
 workers, the other services, coordinator, nats; each within `stop_s`. An unusable configuration, or a process that fails too often, stops
 the mesh, and `finished` raises the cause.
@@ -29,9 +29,9 @@ from rollmesh.mesh.child import Child
 from rollmesh.mesh.child_log import ChildLog
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh import create_run
-from rollmesh.mesh.parts import NATS, part_names
+from rollmesh.mesh.mesh_services import NATS, service_names
 from rollmesh.mesh.process_events import FILE, ProcessEvent, ProcessLog
-from rollmesh.mesh.run_layout import RunLayout, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.run_lock import owned
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
@@ -59,7 +59,7 @@ class Supervisor:
         *,
         run_dir: Path,
         base_dir: Path = Path(),
-        parts: Sequence[str] | None = None,
+        services: Sequence[str] | None = None,
         hosts: Mapping[str, Sequence[str]] | None = None,
         command: Sequence[str] = HOST,
         environment: Mapping[str, str] | None = None,
@@ -67,12 +67,14 @@ class Supervisor:
         clock: Clock | None = None,
         holds_lock: bool = False,
     ) -> None:
-        """`parts` limits the run to these parts (default: all and nats). `hosts` names processes with several parts instead.
+        """`services` limits the run to these services (default: all and nats). `hosts` names processes with several services instead.
 
         `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
         """
-        self.layout: RunLayout = open_place(config, run_dir=run_dir, base_dir=base_dir)
-        self._hosts = hosts or {part: (part,) for part in (all_parts(config) if parts is None else parts)}
+        self.layout: RunLayout = open_layout(config, run_dir=run_dir, base_dir=base_dir)
+        self._hosts = hosts or {
+            service: (service,) for service in (all_services(config) if services is None else services)
+        }
         self._command = command
         self._environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
         self._on_event = on_event
@@ -101,7 +103,7 @@ class Supervisor:
 
     async def stop_learner(self) -> None:
         """Let the learner exit cleanly within `stop_s`. The other services continue."""
-        await self._stop([name for name, parts in self._hosts.items() if "learner" in parts])
+        await self._stop([name for name, services in self._hosts.items() if "learner" in services])
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -152,7 +154,7 @@ class Supervisor:
                 *self._command,
                 *("--run-dir", str(run_dir), "--config", str(run_dir / CONFIG_FILE)),
                 *("--base-dir", str(self.layout.base_dir), "--stop-s", str(config.stop_s)),
-                *("--parts", ",".join(self._hosts[name])),
+                *("--services", ",".join(self._hosts[name])),
             ],
             environment=self._environment,
             config=config,
@@ -173,7 +175,7 @@ class Supervisor:
             self._done.set()
 
     def _has_learner(self) -> bool:
-        return any("learner" in parts for parts in self._hosts.values())
+        return any("learner" in services for services in self._hosts.values())
 
     async def _unless_failed(self, work: Awaitable[object]) -> None:
         tasks = [asyncio.ensure_future(work), asyncio.create_task(self._failed.wait())]
@@ -200,8 +202,8 @@ class Supervisor:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _stage(self, name: str) -> int:
-        """Return the position of a process in the stop order, that of its last part."""
-        return max(_STAGES.get(part.partition("-")[0], _ANSWERING) for part in self._hosts[name])
+        """Return the position of a process in the stop order, that of its last service."""
+        return max(_STAGES.get(service.partition("-")[0], _ANSWERING) for service in self._hosts[name])
 
     async def _stop(self, names: Sequence[str]) -> None:
         for name in names:
@@ -217,6 +219,6 @@ def fixed_addresses(layout: RunLayout) -> dict[str, str]:
     return {**found, **({NATS: nats.partition("://")[2]} if nats else {})}
 
 
-def all_parts(config: MeshConfig) -> list[str]:
-    """Return every part in the order of start, including the embedded nats-server."""
-    return [*([] if config.bus.url else [NATS]), *part_names(config)]
+def all_services(config: MeshConfig) -> list[str]:
+    """Return every service in the order of start, including the embedded nats-server."""
+    return [*([] if config.bus.url else [NATS]), *service_names(config)]

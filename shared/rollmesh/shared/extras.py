@@ -13,7 +13,7 @@ from importlib import metadata
 from rollmesh.shared.errors import ConfigError
 
 
-def install_words(module: str | None) -> str:
+def install_hint(module: str | None) -> str:
     """Return the command that installs the library of a module; empty if no extra contains it."""
     library = (module or "").partition(".")[0]
     for requirement in metadata.requires("rollmesh") or ():
@@ -29,6 +29,6 @@ def libraries_needed(part: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as err:
-        if not (remedy := install_words(err.name)):
+        if not (remedy := install_hint(err.name)):
             raise
         raise ConfigError(f"{part} needs the library `{err.name}`, which is not installed: {remedy}") from err

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.extras import install_words
+from rollmesh.shared.extras import install_hint
 from rollmesh.shared.user_code import explain, user_traceback
 
 
@@ -46,7 +46,7 @@ def _import(name: str, module: str) -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name is not None and (module == err.name or module.startswith(f"{err.name}.")):
             raise ConfigError(f"`{name}`: there is no module `{err.name}`; is it installed?", name=name) from err
-        remedy = install_words(err.name)
+        remedy = install_hint(err.name)
         raise ConfigError(
             f"`{name}`: importing `{module}` failed: {err}{f'; {remedy}' if remedy else ''}", name=name
         ) from err

@@ -112,7 +112,7 @@ async def test_a_killed_process_is_started_again_after_its_pause(tmp_path: Path)
     made.child.kill()
     await made.until(lambda: clock.num_sleepers() > 0)
     event = read_process_events(tmp_path / FILE)[-1]
-    assert event.text() == "part was ended by SIGKILL; starts again in 0.2 s (restart 1)"
+    assert event.text() == "part was ended by SIGKILL; restarts in 0.2 s (restart 1)"
     clock.advance(0.2)
     assert await made.ready() != first
     made.child.stop()

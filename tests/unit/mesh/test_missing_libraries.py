@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.extras import install_words, libraries_needed
+from rollmesh.shared.extras import install_hint, libraries_needed
 from rollmesh.shared.objects import load_object
 
 
@@ -17,7 +17,7 @@ from rollmesh.shared.objects import load_object
     [("torch", "trainer"), ("torch.nn", "trainer"), ("tokenizers", "rollout"), ("prometheus_client", "telemetry")],
 )
 def test_each_library_of_an_extra_has_its_command(module: str, extra: str) -> None:
-    assert install_words(module) == f"pip install 'rollmesh[{extra}]'"
+    assert install_hint(module) == f"pip install 'rollmesh[{extra}]'"
 
 
 def test_a_part_that_needs_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.parts import learner_config, reward_config
+from rollmesh.mesh.mesh_services import learner_config, reward_config
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.servicer import RewardServicer

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.cli.certificates import make_certificates
 from rollmesh.cli.config import TrainConfig
 from rollmesh.mesh import MeshConfig
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_layout import open_layout
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.config import config_from_dict, to_yaml
 from rollmesh.shared.errors import ConfigError
@@ -68,8 +68,8 @@ def test_every_interface_needs_a_host_to_tell() -> None:
 
 
 def test_by_default_everything_is_on_loopback_with_a_random_private_token(tmp_path: Path) -> None:
-    first = open_place(MeshConfig(), run_dir=tmp_path / "a", base_dir=tmp_path)
-    second = open_place(MeshConfig(), run_dir=tmp_path / "b", base_dir=tmp_path)
+    first = open_layout(MeshConfig(), run_dir=tmp_path / "a", base_dir=tmp_path)
+    second = open_layout(MeshConfig(), run_dir=tmp_path / "b", base_dir=tmp_path)
     assert first.access.token != second.access.token
     assert first.access.tls is None
     assert all(a.startswith("127.0.0.1:") for a in (first.coordinator, first.gateway, first.depot))
@@ -81,7 +81,7 @@ def test_what_listens_everywhere_tells_the_advertised_host_and_keeps_its_ports(t
         MeshConfig,
         {"security": ALL, "network": EVERYWHERE, "gateway": {"server": {"address": "127.0.0.1:7000"}}},
     )
-    layout = open_place(config, run_dir=tmp_path / "run", base_dir=files)
+    layout = open_layout(config, run_dir=tmp_path / "run", base_dir=files)
     assert layout.coordinator.startswith("mesh-a:")
     assert layout.gateway == "127.0.0.1:7000"
     served = layout.served_at(layout.coordinator, config.coordinator.server)
@@ -90,7 +90,7 @@ def test_what_listens_everywhere_tells_the_advertised_host_and_keeps_its_ports(t
     assert layout.served() == ServerConfig(address="0.0.0.0:0", advertise="mesh-a")
     assert layout.bus_server().known_url() == ""
     moved = config_from_dict(MeshConfig, {"security": ALL, "network": {"host": "0.0.0.0", "advertise": "localhost"}})
-    again = open_place(moved, run_dir=tmp_path / "run", base_dir=files)
+    again = open_layout(moved, run_dir=tmp_path / "run", base_dir=files)
     assert again.coordinator == layout.coordinator.replace("mesh-a", "localhost")
     assert not (tmp_path / "run" / "token").exists()
 
@@ -102,7 +102,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, files: Path, n
         copy.write_bytes(path.read_bytes())
         copy.chmod(0o640 if path.name == name else 0o600)
     with pytest.raises(ConfigError, match=rf"{name}: other users .* \(mode 640\).*chmod 600"):
-        open_place(config_from_dict(MeshConfig, {"security": ALL}), run_dir=tmp_path / "run", base_dir=tmp_path)
+        open_layout(config_from_dict(MeshConfig, {"security": ALL}), run_dir=tmp_path / "run", base_dir=tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "short", "two lines\nof which one may be long enough"])
@@ -112,14 +112,14 @@ def test_a_token_that_is_none_is_refused_without_showing_it(tmp_path: Path, text
     path.chmod(0o600)
     config = config_from_dict(MeshConfig, {"security": {"token_file": "token"}})
     with pytest.raises(ConfigError, match="a token is one line of at least 16 ASCII characters") as refused:
-        open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+        open_layout(config, run_dir=tmp_path / "run", base_dir=tmp_path)
     assert not text or text not in str(refused.value)
 
 
 def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
     config = config_from_dict(MeshConfig, {"security": {"token_file": "gone"}})
     with pytest.raises(ConfigError, match="gone: cannot read this secret: No such file"):
-        open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+        open_layout(config, run_dir=tmp_path / "run", base_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_cluster_s_login_comes_from_its_file_and_is_in_no_config(tmp_path: Pat
     (tmp_path / "nats-login").write_text(f"me:{password}\n")
     bus = {"url": "nats://127.0.0.1:4222", "login_file": "nats-login"}
     config = config_from_dict(MeshConfig, {"bus": bus})
-    layout = open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+    layout = open_layout(config, run_dir=tmp_path / "run", base_dir=tmp_path)
     assert layout.bus_login() == BusLogin(user="me", password=password)
     assert password not in to_yaml(config)
     assert password not in repr(layout)

@@ -47,7 +47,7 @@ def check_health(
 
     from rollmesh.cli.run_folder import open_folder
     from rollmesh.mesh.joining import own_security
-    from rollmesh.mesh.run_layout import open_place
+    from rollmesh.mesh.run_layout import open_layout
     from rollmesh.mesh.security import open_tls
     from rollmesh.shared.errors import ConfigError
     from rollmesh.shared.rpc.access import Access
@@ -56,7 +56,7 @@ def check_health(
         raise ConfigError("which service? name the folder of a run on this host, or --address HOST:PORT, not both")
     if run is not None:
         folder, config, base_dir = open_folder(run, [])
-        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)
         address, access = layout.gateway, layout.access
     else:
         access = Access(NO_TOKEN, open_tls(own_security(overrides), base_dir=Path.cwd()))

@@ -71,11 +71,11 @@ def serve(
             """Return whether a signal stopped the node, not a drain."""
             layout, node = await open_joined(options)
             typer.echo(f"{node} joins the mesh at {join}; its folder is {layout.run_dir}", err=True)
-            mesh = Mesh(layout.config, run_dir=layout.run_dir, layout=layout, parts=[node])
+            mesh = Mesh(layout.config, run_dir=layout.run_dir, layout=layout, services=[node])
 
             def print_address() -> None:
                 if service == "gateway":
-                    typer.echo(f"{node} serves at {mesh.part(node).address}", err=True)
+                    typer.echo(f"{node} serves at {mesh.service(node).address}", err=True)
 
             return await run_until_ended(
                 mesh,

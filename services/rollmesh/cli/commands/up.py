@@ -55,7 +55,7 @@ async def _up(folder: RunFolder, config: TrainConfig, base_dir: Path) -> None:
     from rollmesh.cli.interrupts import Interrupts, Stopped
     from rollmesh.cli.run_folder import run_config
     from rollmesh.cli.session import make_model
-    from rollmesh.mesh.supervisor import Supervisor, all_parts
+    from rollmesh.mesh.supervisor import Supervisor, all_services
 
     with Interrupts(notice=lambda: typer.echo("stopping (press Ctrl-C again to exit at once)")) as interrupts:
         try:
@@ -63,8 +63,8 @@ async def _up(folder: RunFolder, config: TrainConfig, base_dir: Path) -> None:
                 if not (folder.model / "config.json").is_file():
                     await interrupts.unless_stopped(make_model(folder, config, base_dir))
                 config = run_config(folder, config)
-            parts = [part for part in all_parts(config) if part != "learner"]
-            async with Supervisor(config, run_dir=folder.root, base_dir=base_dir, parts=parts) as mesh:
+            services = [service for service in all_services(config) if service != "learner"]
+            async with Supervisor(config, run_dir=folder.root, base_dir=base_dir, services=services) as mesh:
                 await interrupts.unless_stopped(_until_ready(mesh))
                 typer.echo(_how_to_reach(folder, mesh))
                 await interrupts.unless_stopped(mesh.finished())

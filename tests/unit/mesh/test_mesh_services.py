@@ -1,4 +1,4 @@
-"""What a part's constructor cannot accept is a configuration error: the process ends with code 2 and is not restarted."""
+"""A value that a service's constructor rejects is a configuration error: the process exits with code 2 and is not restarted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.parts import build_part
-from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.mesh_services import build_service
+from rollmesh.mesh.run_layout import open_layout
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.memory_bus import MemoryBus
@@ -27,6 +27,6 @@ def config(folder: Path) -> MeshConfig:
 
 
 def test_a_model_that_the_engine_rejects_is_a_configuration_error(tmp_path: Path) -> None:
-    layout = open_place(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
+    layout = open_layout(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
     with pytest.raises(ConfigError, match="inference engine `engine.py:Engine`: .*model_type 'odd' is not supported"):
-        build_part("inference-0", layout, MemoryBus())
+        build_service("inference-0", layout, MemoryBus())

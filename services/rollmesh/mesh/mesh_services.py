@@ -1,7 +1,7 @@
-"""The parts of a mesh by name, each as an async context. One process and many processes run the same code.
+"""The services of a mesh by name, each as an async context. One process and many processes run the same code.
 
-A part gets the layout and the bus. It finds the other parts through the coordinator's address. A service is imported when its part is
-built, so that a process imports only the parts that it hosts.
+A service gets the layout and the bus. It finds the other services through the coordinator's address. Its modules are imported when it is
+built, so that a process imports only the services that it hosts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
-Part = AbstractAsyncContextManager[Any]
+MeshService = AbstractAsyncContextManager[Any]
 NATS = "nats"
-"""The embedded server. It is started as a part, but not built as one."""
+"""Name of the embedded server. `build_service` does not build it."""
 
 
-def part_names(config: MeshConfig) -> list[str]:
-    """Return every part except the bus, in the order of their start."""
+def service_names(config: MeshConfig) -> list[str]:
+    """Return every service except the bus, in the order of their start."""
     counts = config.counts
     return [
         "coordinator",
@@ -45,17 +45,17 @@ def part_names(config: MeshConfig) -> list[str]:
     ]
 
 
-def build_part(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
-    """Return the part called `name`. Its node gets `options`. Raises ConfigError for an unusable configuration."""
+def build_service(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
+    """Return the service called `name`. Its node gets `options`. Raises ConfigError for an unusable configuration."""
     kind = name.partition("-")[0]
     try:
-        part: Part = _BUILDERS[kind](name, layout, bus, **options)
+        service: MeshService = _BUILDERS[kind](name, layout, bus, **options)
     except ValueError as err:  # an engine or a trainer would raise it again at every restart
         raise ConfigError(f"{name}: {err}") from err
-    return part
+    return service
 
 
-def _coordinator(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _coordinator(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.mesh.mesh_description import describe_mesh
     from rollmesh.services.coordinator.node import CoordinatorNode
 
@@ -66,7 +66,7 @@ def _coordinator(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part
     )
 
 
-def _gateway(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _gateway(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.gateway.node import GatewayNode
 
     config = layout.config.gateway
@@ -82,7 +82,7 @@ def _gateway(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     )
 
 
-def _depot(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _depot(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.weights.node import DepotNode
 
     config = layout.config.depot
@@ -94,7 +94,7 @@ def _depot(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     return DepotNode(config, node_id=name, coordinator=layout.coordinator, access=layout.access, **options)
 
 
-def _inference(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _inference(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.inference.engine import with_model
     from rollmesh.services.inference.node import InferenceNode
 
@@ -108,7 +108,7 @@ def _inference(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     )
 
 
-def _sandbox(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _sandbox(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.sandbox.node import SandboxNode
 
     return SandboxNode(
@@ -121,7 +121,7 @@ def _sandbox(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     )
 
 
-def _reward(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _reward(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.reward.node import RewardNode
 
     return RewardNode(
@@ -152,7 +152,7 @@ def reward_config(config: MeshConfig) -> RewardConfig:
     return msgspec.structs.replace(config.reward, answer_files={**config.reward.answer_files, source.name: key})
 
 
-def _data(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _data(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.data.node import DataNode
     from rollmesh.services.data.snapshots import SnapshotFolder
 
@@ -176,7 +176,7 @@ def _states_in_checkpoints(layout: RunLayout) -> list[Path]:
     return [path / SNAPSHOT_NAME for path in reversed(list_checkpoints(layout.run_dir / "checkpoints"))]
 
 
-def _rollout(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _rollout(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.services.rollout.node import RolloutNode
 
     config = rollout_config(layout.config)
@@ -193,7 +193,7 @@ def _rollout(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     )
 
 
-def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:
     from rollmesh.client import RunAddress
     from rollmesh.services.learner.node import LearnerNode
 
