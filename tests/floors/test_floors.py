@@ -84,7 +84,8 @@ def test_check_reads_a_configuration_that_needs_no_torch(environment: Path, tmp_
     (tmp_path / "scorer.py").write_text("class Scorer:\n    async def score(self, item):\n        return 1.0\n")
     (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "{n}", "answer": "a"}}\n' for n in range(40)))
     (tmp_path / "mine.yaml").write_text(CONFIG)
-    assert "fake_trainer" in rollmesh(environment, "check", "mine.yaml", cwd=tmp_path)
+    shown = rollmesh(environment, "check", "mine.yaml", cwd=tmp_path)
+    assert re.search(r"^learner:\n(?:  .*\n)*?  engine:\n    name: fake$", shown, re.MULTILINE)
 
 
 def test_without_torch_the_remedy_is_named(environment: Path, tmp_path: Path) -> None:
