@@ -43,7 +43,7 @@ def small_config(model: Path) -> MeshConfig:
     config = run_config(Work(mode="bare", eta=0, model=str(model), warm=0, num=1, num_profiled=0))
     return msgspec.structs.replace(
         config,
-        learner=msgspec.structs.replace(config.learner, optimizer=OptimizerConfig()),
+        learner=msgspec.structs.replace(config.learner, optimizer=OptimizerConfig(lr=7e-4)),
         run=msgspec.structs.replace(config.run, batch_groups=GROUPS, group_size=SIZE, seed=3),
         reward=msgspec.structs.replace(
             config.reward, scorers=(ScorerConfig(name=f"{__file__}:Parity", reward="correct"),)
