@@ -5,9 +5,8 @@ An untrained model of one layer writes 16 tokens; its reward is the share of dig
 (`bare_loop`): engine, trainer, episodes and scorers are those of a run. All arms have the same initial model, tasks, learning rate and
 number of updates, and are on-policy.
 
-How to read it: `first`, `at 40` and `last` are mean rewards of the samples of 5 updates: the first ones, 36 to 40, and the last ones. `share` is
-the share of the sampled tokens with a gradient, over all updates. A difference between the arms that changes its sign between seeds
-means nothing.
+How to read it: `first`, `at 40` and `last` are mean rewards of the samples of 5 updates: the first ones, 36 to 40, and the last ones.
+`share` is the share of the sampled tokens with a gradient, over all updates. A difference whose sign changes between seeds means nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 SEEDS = (0, 1, 2)
 UPDATES = 100
 EDGE = 5
-"""Number of updates at the start, after 40, and at the end whose rewards are averaged."""
+"""Number of updates whose rewards are averaged: at the start, up to update 40, and at the end."""
 LEARNING_RATE = 3e-3
 MODEL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 
