@@ -79,7 +79,7 @@ async def test_nothing_secret_is_told(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "error", "message"),
     [
-        ("oracle", {}, ConfigError, "no service `oracle`"),
+        ("oracle", {}, ConfigError, "got `oracle`"),
         ("inference", {"base_dir": Path("/nowhere")}, ConfigError, "--base-dir /nowhere: no such folder"),
         ("inference", {"name": "a b"}, ConfigError, "expected letters"),
         ("inference", {"overrides": ("inference.capacity=none",)}, ConfigError, "capacity"),

@@ -321,7 +321,7 @@ async def test_an_exact_step_that_is_gone_is_refused_at_once(tmp_path: Path) -> 
         await it.publish(1)
         await it.add("a", await it.publish(2))
         async with it.router() as router:
-            with pytest.raises(StaleWeights, match="all are newer"):
+            with pytest.raises(StaleWeights, match="all have newer weights"):
                 await generated(router, Target(step=1, exact=True))
 
 

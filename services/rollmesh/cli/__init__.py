@@ -1,1 +1,1 @@
-"""The `rollmesh` command: what a person starts, watches and reads. Only sub-commands import heavy parts."""
+"""The `rollmesh` command. Only its sub-commands import modules that take long to load."""

@@ -57,7 +57,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON o
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run.", show_default="runs/NAME-TIME")]
 InProcess = Annotated[
     bool,
-    typer.Option("--in-process", help="Run all services in this process, whatever processes.enabled says."),
+    typer.Option("--in-process", help="Run all services in this process. Overrides processes.enabled."),
 ]
 OnHost = Annotated[Path | None, typer.Argument(metavar="[RUN]", help="The folder of a run on this host.")]
 Join = Annotated[str, typer.Option("--join", metavar="HOST:PORT", help="Gateway of the mesh, instead of a run folder.")]

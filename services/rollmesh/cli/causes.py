@@ -1,4 +1,4 @@
-"""Why a run makes no progress: the newest failure of an episode, the samples that led to no update, and runs in which all samples fail.
+"""Describe why a run is stalled: the newest failure of an episode, samples without an update, and runs in which all samples fail.
 
 All views read it from GetRun and WatchRun (`RunState.failed_attempts`, `SampleCounts.reasons`), so they show the same.
 """
@@ -12,7 +12,7 @@ from rollmesh.v1 import run_pb2
 
 _HINTS = {
     "filtered/ZERO_VARIANCE": "all answers to a task got the same reward",
-    "filtered/NO_SAMPLES": "the agent generated nothing",
+    "filtered/NO_SAMPLES": "the agent did not generate tokens",
 }
 _CAUSE_CHARS_MAX = 300
 

@@ -22,7 +22,7 @@ from rollmesh.shared.ids import new_secret
 
 CA, CA_KEY, CERTIFICATE, KEY, TOKEN = "ca.pem", "ca.key", "rollmesh.pem", "rollmesh.key", "token"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-"""With TLS the services of one host use it to call each other too."""
+"""Names in every certificate, because services of one host use it to call each other too."""
 _OPENSSL_S_MAX = 60.0
 _HOST_NAME = re.compile(r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 

@@ -33,12 +33,12 @@ def audit_folder(
     name: str = "",
     as_json: bool = False,
 ) -> tuple[bool, str]:
-    """(whether every claim holds, the report as text or JSON).
+    """Return (whether every claim holds, the report as text or JSON).
 
-    `name`: which run, where a mesh that was up served several; by default the configuration's. The trainer's own list is taken from
-    `checkpoint`, by default from the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH, besides
-    those that are stored in the folder. `payloads`: compare metadata with the payloads that are still there. Raises ConfigError if `root` is not a run's folder, InvalidInput for a malformed head,
-    BusUnavailable if its streams cannot be read.
+    `name`: name of the run, if the mesh served several; by default the configuration's. The trainer's list is read from `checkpoint`, by
+    default the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH, in addition to those stored in the
+    folder. `payloads`: compare metadata with the payloads that remain in the stream. Raise ConfigError if `root` is not a run's folder,
+    InvalidInput for a malformed head, BusUnavailable if its streams cannot be read.
     """
     given = [StoredHead("--head", LedgerHead.parse(text)) for text in heads]
     folder = RunFolder(root.resolve())

@@ -52,7 +52,7 @@ class Batch:
     update: int
     lease_id: str
     samples: Sequence[BatchSample]
-    """In the order of the lease."""
+    """Samples in the order of the lease."""
     unreadable: Mapping[str, str]
     """Reasons (PAYLOAD_LOST, METADATA_MISMATCH) by id of leased samples that cannot be trained on; `Trainer.commit` drops them."""
     groups: Sequence[types_pb2.GroupContext]

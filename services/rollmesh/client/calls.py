@@ -44,13 +44,13 @@ class GatewayCalls:
             call.cancel()
 
     async def retry(self, ask: Callable[[], Awaitable[T]], at_least_s: float = 0.0) -> T:
-        """Repeat `ask` while the gateway is away, for `retry_s` or `at_least_s`, whichever is longer."""
+        """Repeat `ask` while the gateway is unreachable, for `retry_s` or `at_least_s`, whichever is longer."""
         limit_s = max(self.config.retry_s, at_least_s)
         return await retry(ask, limit_s=limit_s, config=self.config, clock=self.clock)
 
 
 class RunCalls:
-    """The calls about one run, in the name of one learner."""
+    """The calls of one learner about one run."""
 
     def __init__(self, gateway: GatewayCalls, name: str, policy: str, learner: str) -> None:
         self.gateway = gateway
@@ -58,14 +58,14 @@ class RunCalls:
         self.policy = policy
         self.learner = learner
         self.lease_s = 0.0
-        """Term of a batch lease in seconds, once attached: a restarted coordinator is back within it."""
+        """Term of a batch lease in seconds, set by the attach. A restarted coordinator recovers within it."""
 
     async def ask(self, verb: str, request: Any, limit_s: float | None = None) -> Any:
         """Make a unary call, repeated as by `retry`. Raises the typed error."""
         return await self.retry(lambda: self.gateway.once(verb, request, limit_s))
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `ask` while the gateway is away, for `retry_s` and at least for the term of a batch lease."""
+        """Repeat `ask` while the gateway is unreachable, for `retry_s` and at least for the term of a batch lease."""
         return await self.gateway.retry(ask, self.lease_s)
 
     async def state_now(self) -> run_pb2.RunState:

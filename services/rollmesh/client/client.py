@@ -78,7 +78,7 @@ class Run(RunCalls):
         dropped: Mapping[str, str] | None = None,
         applied: bool = True,
     ) -> Trainer:
-        """Become the one trainer of the run, with the state of the caller's checkpoint: its last update and the digest after it.
+        """Attach as the only trainer of the run, with the state of the caller's checkpoint: its last update and the digest after it.
 
         `dropped` (sample id -> reason) and `applied` are those of the commit of `last_update`, whose reply may be lost. Without them an
         update that dropped samples or was skipped cannot be rolled forward. Use the trainer as a context.
@@ -119,7 +119,7 @@ class Run(RunCalls):
         return await self.retry(self.state_now)
 
     async def watch(self) -> AsyncGenerator[run_pb2.WatchRunResponse]:
-        """Yield states and commands as they come. Raises when the stream breaks; call it again then."""
+        """Yield states and commands when they arrive. Raise when the stream breaks; then call it again."""
         async with aclosing(self.gateway.stream("WatchRun", run_pb2.WatchRunRequest(run=self.name))) as messages:
             async for message in messages:
                 yield message
@@ -132,6 +132,6 @@ class Run(RunCalls):
                 yield message
 
     async def stop(self, reason: str = "") -> None:
-        """Stop the run. The coordinator admits nothing new and sends trainers the command to stop."""
+        """Stop the run. The coordinator does not admit new groups and sends trainers the command to stop."""
         request = run_pb2.StopRunRequest(run=self.name, reason=reason)
         await self.ask("StopRun", request)

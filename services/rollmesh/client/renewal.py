@@ -15,7 +15,7 @@ TERM_SHARE = 1 / 3
 
 
 class Renewal:
-    """Renews inside `async with`. If the lease is lost, `check` raises the cause.
+    """Renew the lease inside `async with`. If it is lost, `check` raises the cause.
 
     A successful commit overrides a lost lease, because the commit ends the lease while a renewal may be in progress.
     """
@@ -23,7 +23,7 @@ class Renewal:
     def __init__(
         self, renew: Callable[[str], Awaitable[float]], lease_id: str, *, lease_s: float, clock: Clock
     ) -> None:
-        """`renew` takes the lease id and returns the seconds until the lease expires then."""
+        """`renew` takes the lease id and returns the seconds until the renewed lease expires."""
         self._renew_lease = renew
         self._lease_id = lease_id
         self._lease_s = lease_s

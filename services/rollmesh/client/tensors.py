@@ -1,7 +1,7 @@
 """Weights as a safetensors file, written without any array library.
 
 Format: u64le length of a JSON header {name: {dtype, shape, data_offsets}}, then the data (https://huggingface.co/docs/safetensors).
-Equal weights make equal bytes, whatever the order of the mapping: a version that is published again must have the same digest.
+Equal weights give equal bytes in any order of the mapping, because a version that is published again must have the same digest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BYTES = {"F32": 4, "F16": 2, "F64": 8, "BF16": 2, "I64": 8, "I32": 4}
 
 
 class Array(Protocol):
-    """What a numpy array is, and a torch tensor after `.numpy()`; in C order and little-endian."""
+    """A numpy array, or a torch tensor after `.numpy()`, in C order and little-endian."""
 
     @property
     def dtype(self) -> Any:
-        """Prints as "float32" or the like."""
+        """Its text is e.g. "float32"."""
         ...
 
     @property
@@ -34,10 +34,10 @@ class Array(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor as bytes, for types that no array library at hand knows (bfloat16)."""
+    """A tensor as bytes, for types that the array library does not support (bfloat16)."""
 
     dtype: str
-    """As in `DTYPES`."""
+    """One of `DTYPES`."""
     shape: Sequence[int]
     data: bytes
     """Little-endian, in C order."""
@@ -47,7 +47,7 @@ class Tensor:
 
 
 def write_safetensors(weights: Mapping[str, Array], path: Path) -> None:
-    """Writes one file, a tensor at a time. Raises `InvalidInput` naming a tensor whose type or size does not fit."""
+    """Write one file, tensor by tensor. Raise `InvalidInput` with the name of a tensor of a wrong type or size."""
     names = sorted(weights)
     header, end = {}, 0
     for name in names:

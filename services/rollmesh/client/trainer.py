@@ -59,7 +59,7 @@ class CommitResult:
 
 
 class Trainer:
-    """Created by `Run.attach`; an async context. Used by one task."""
+    """A trainer session, created by `Run.attach`. Use it as an async context, in one task."""
 
     def __init__(self, run: RunCalls, attached: Attachment, *, digest: str, depot: str) -> None:
         self.attached = attached
@@ -192,7 +192,7 @@ class Trainer:
             await renewal.__aexit__(None, None, None)
 
     def check(self) -> None:
-        """Raise the cause if the lease of the open batch is lost. A long update can stop early then."""
+        """Raise the cause if the lease of the open batch is lost, so that a long update can stop early."""
         if self._renewal is not None:
             self._renewal.check()
 
@@ -267,7 +267,7 @@ class Trainer:
         )
 
     async def _upload(self, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None) -> None:
-        # The depot may have moved. While the coordinator does not know it, it is expected back at its last address.
+        # The depot may have moved. Until it reconnects to the coordinator, its last address is used.
         self._depot = (await self._run.state_now()).weights_address or self._depot
         async with open_channel(self._depot, access=self._gateway.access) as channel:
             await upload(channel, built, owner=version_owner(version, self._run.name), config=transfer)

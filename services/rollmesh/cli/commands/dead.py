@@ -45,7 +45,7 @@ def replay(
     import json
 
     if bool(ids) == all_:
-        typer.echo("error: which letters? name ids or --all, not both", err=True)
+        typer.echo("error: name ids of letters or --all, not both", err=True)
         raise typer.Exit(BAD_INPUT)
     with report_errors():
         from rollmesh.cli.dead_letters import replay_dead

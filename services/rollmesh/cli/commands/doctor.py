@@ -1,4 +1,4 @@
-"""`rollmesh doctor`: whether this host can run a mesh."""
+"""`rollmesh doctor`: check whether this host can run a mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def doctor(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check whether this host can run a mesh. The output says what is missing, what it disables and how to fix it.
+    """Check whether this host can run a mesh. The output lists missing items, what they disable and how to fix them.
 
     The exit code is 1 if a required item is missing. A sandbox service does not start then.
     """

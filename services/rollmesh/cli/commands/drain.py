@@ -17,9 +17,9 @@ def drain(
     token_file: TokenFile = None,
     settings: Tls = None,
     wait: Annotated[bool, typer.Option("--wait", help="Return after the node has left.")] = False,
-    wait_s: Annotated[float, typer.Option(help="Longest wait of --wait, in seconds.", min=0.1)] = 600.0,
+    wait_s: Annotated[float, typer.Option(help="Timeout of --wait, in seconds.", min=0.1)] = 600.0,
 ) -> None:
-    """Drain a node. It finishes or releases its work and leaves; nothing is lost, and it is not restarted."""
+    """Drain a node. It finishes or releases its work and leaves. No work is lost, and the node is not restarted."""
     with report_errors():
         from rollmesh.cli.mesh_client import FleetClient, call_mesh, find_mesh
         from rollmesh.shared.clock import SystemClock

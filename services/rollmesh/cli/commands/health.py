@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rollmesh.shared.rpc.access import Access
 
 NO_TOKEN = "health-checks-need-none"
-"""Sent in place of a token: Health/Check is served without one."""
+"""Replaces the token, because Health/Check does not need one."""
 
 
 @app.command()
@@ -26,7 +26,7 @@ def health(
     service: Annotated[
         str, typer.Option(help="Full gRPC name, e.g. rollmesh.v1.RunService.", show_default="the whole server")
     ] = "",
-    timeout_s: Annotated[float, typer.Option(help="Longest wait for the response, in seconds.", min=0.1)] = 5.0,
+    timeout_s: Annotated[float, typer.Option(help="Timeout of the check, in seconds.", min=0.1)] = 5.0,
     settings: Tls = None,
 ) -> None:
     """Check the health of a service. The exit code is 0 if it serves and 1 if not, as a Kubernetes probe expects.
@@ -53,7 +53,7 @@ def check_health(
     from rollmesh.shared.rpc.access import Access
 
     if (run is None) == (not address):
-        raise ConfigError("which service? name the folder of a run on this host, or --address HOST:PORT, not both")
+        raise ConfigError("name either the folder of a run on this host or --address HOST:PORT")
     if run is not None:
         folder, config, base_dir = open_folder(run, [])
         layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)

@@ -21,7 +21,7 @@ def judge(
         Path, typer.Argument(help="JSON file with one manifest of hidden tests; see docs/sandbox/judging.md.")
     ],
     files: Annotated[
-        list[Path], typer.Argument(help="Files of the candidate. A single file is the entry, whatever its name.")
+        list[Path], typer.Argument(help="Files of the candidate. A single file with any name is the entry.")
     ],
     config: Annotated[
         Path | None, typer.Option(help="Configuration with the sandbox profiles that the manifest names.")
@@ -66,7 +66,7 @@ async def judge_files(manifest_path: Path, paths: Sequence[Path], config_path: P
 
 
 def _candidate(manifest: Manifest, paths: Sequence[Path]) -> dict[str, bytes]:
-    """Return the files by name. A single file becomes the entry, whatever its name."""
+    """Return the files by name. A single file with any name becomes the entry."""
     from rollmesh.shared.errors import ConfigError, InvalidInput
 
     try:

@@ -82,5 +82,5 @@ def _text(summary: RolloutSummary) -> str:
     if summary.failure:
         lines.append(f"newest failure\n{summary.failure}")
     if summary.interrupted:
-        lines.insert(0, "interrupted: the samples above are finished, the other ones are lost")
+        lines.insert(0, "interrupted: the samples above are finished; the others are lost")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ def score(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score samples or answers with the scorers of a configuration. Nothing else is started."""
+    """Score samples or answers with the scorers of a configuration, without a mesh."""
     with report_errors():
         from rollmesh.cli.scoring import score_file
         from rollmesh.cli.transcript import means_text, rewards_line

@@ -10,7 +10,7 @@ import typer
 from rollmesh.cli.app import TERMINATED, Overrides, app, report_errors, set_up_compute
 
 STOP_S = 30.0
-"""Limit of the orderly stop of the node."""
+"""Timeout of a clean stop of the node, in seconds."""
 
 
 @app.command()

@@ -42,7 +42,7 @@ def status(
 
 
 async def _watch(mesh: MeshAddress) -> None:
-    """Refresh until Ctrl-C. A mesh that does not answer is shown with its error."""
+    """Refresh until Ctrl-C. If the mesh does not respond, show the error."""
     from rich.live import Live
     from rich.text import Text
 
