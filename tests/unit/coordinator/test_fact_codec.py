@@ -58,8 +58,9 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
             fields[field.name] = st.floats(node.ge, node.le)
     fields |= {name: st.integers(1, 50) for name in ("batch_groups", "group_size", "max_staleness")}
     fields |= {"publish_every": st.just(1), "success_target": st.just(0.0)}
+    fields["eval_tasks"] = st.integers(1, 1000)
     trains = fields | {"export_groups": st.just(0)}
-    succeeds = trains | {name: st.integers(1, 1000) for name in ("eval_every", "eval_tasks")}
+    succeeds = trains | {"eval_every": st.integers(1, 1000)}
     succeeds |= {"success_target": st.floats(0, 1)}
     exports = fields | {"updates_max": st.just(0), "eval_every": st.just(0)}
     return st.one_of(*(st.builds(records.RunSpec, **each) for each in (trains, succeeds, exports)))

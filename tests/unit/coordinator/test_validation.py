@@ -9,8 +9,8 @@ import pytest
 
 from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core.inputs import EpisodeOutcome
-from rollmesh.shared.errors import InvalidInput
-from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
+from rollmesh.shared.errors import InvalidInput, InvalidSpec
+from rollmesh.v1 import coordinator_pb2, events_pb2, run_pb2, types_pb2
 
 Change = Callable[[Any], object]
 HELD: dict[str, Any] = {"run": "r", "trainer_epoch": 1}
@@ -68,6 +68,18 @@ def test_a_field_out_of_its_range_is_rejected_by_name(check: Callable[[Any], Non
         check(request_)
     assert caught.value.violations[0].field == field
     assert len(caught.value.message) < 500
+
+
+def test_a_run_that_evaluates_needs_tasks() -> None:
+    spec = events_pb2.RunSpec(
+        run="r", batch_groups=2, group_size=2, publish_every=1, tries_max=1, episode_lease_s=1.0, batch_lease_s=1.0, group_s_max=1.0,
+        eval_s_max=1.0, eval_every=2,
+    )  # fmt: skip
+    with pytest.raises(InvalidSpec, match="must be >= 1 in a run that evaluates") as caught:
+        translate.run_spec(spec)
+    assert caught.value.violations[0].field == "spec.eval_tasks"
+    spec.eval_tasks = 1
+    assert translate.run_spec(spec).eval_tasks == 1
 
 
 def test_a_sound_commit_passes() -> None:

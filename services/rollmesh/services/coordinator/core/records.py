@@ -125,6 +125,10 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                     f"`{name}` must be 0 in a run that exports its samples (export_groups = {self.export_groups}), got "
                     f"{getattr(self, name)}"
                 )
+        if self.eval_every and not self.eval_tasks:
+            raise ValueError(
+                f"`eval_tasks` must be >= 1 in a run that evaluates (eval_every = {self.eval_every}), got 0; set it, or set eval_every to 0"
+            )
         if self.success_target and not (self.eval_every and self.eval_tasks):
             raise ValueError(
                 f"`success_target` must be 0 without evaluations, got {self.success_target} with eval_every = {self.eval_every}, "
