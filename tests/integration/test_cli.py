@@ -130,6 +130,8 @@ def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:
     assert "CLAIMS ARE BROKEN" in audit.stdout
     audit = CliRunner().invoke(app, ["audit", str(out), "--head", f"5:{'0' * 64}"])
     assert "record 5 has the hash" in audit.stdout, "of another ledger"
+    audit = CliRunner().invoke(app, ["audit", str(out), "--checkpoint", str(trained)])
+    assert "it is not a checkpoint folder of the built-in learner" in " ".join(audit.output.split())
     audit = CliRunner().invoke(app, ["audit", str(out), "--head", "5"])
     assert audit.exit_code != 0
     assert "head must be POSITION:HASH" in audit.output

@@ -122,7 +122,7 @@ async def test_an_opener_waits_for_a_place(tmp_path: Path) -> None:
         async with client.session("calc", session_id="first"):
             waiting = asyncio.ensure_future(_called(client, "second"))
             await until(lambda: client.num_sessions == 2 or client.num_pending)
-            await until(lambda: client.waiting_for.startswith("1 sessions wait for a sandbox"))
+            await until(lambda: client.waiting_for.startswith("a sandbox for 1 session: "))
             assert not waiting.done()
         async with asyncio.timeout(WAIT_S):
             assert await waiting == "2"

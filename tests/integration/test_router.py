@@ -302,7 +302,7 @@ async def test_a_request_waits_for_weights_and_says_so(tmp_path: Path) -> None:
             answering = asyncio.create_task(generated(router, Target(step=2)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert "1 requests wait for an inference node with main at at least step 2" in router.waiting_for
+            assert "a node that serves main at step 2 or later (1 request): no node does" in router.waiting_for
             assert "a READY at main@1.0" in router.waiting_for
             await it.swap(node, new)
             it.show()
@@ -312,7 +312,7 @@ async def test_a_request_waits_for_weights_and_says_so(tmp_path: Path) -> None:
 
 async def test_a_request_without_a_node_ends_at_its_deadline_with_the_cause(tmp_path: Path) -> None:
     async with InferenceRouter(KnownFleet(), access=ACCESS, config=RouterConfig(deadline_s=0.01)) as router:
-        with pytest.raises(DeadlineExceeded, match="waiting for an inference node .* of 0 nodes none"):
+        with pytest.raises(DeadlineExceeded, match="waiting for a node that serves main at step 0 or later: no node"):
             await generated(router)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rollmesh.shared.errors import FailedPrecondition
+from rollmesh.shared.text import count_of
 from rollmesh.v1 import run_pb2
 
 _HINTS = {
@@ -28,7 +29,7 @@ def failed_attempts_text(num_failed: int, cause: str) -> str:
     if not num_failed:
         return ""
     line = " ".join(cause.split())
-    return f"{num_failed:,} attempts failed, the newest: {line[:_CAUSE_CHARS_MAX]}"
+    return f"{count_of(num_failed, 'attempt')} failed, the newest: {line[:_CAUSE_CHARS_MAX]}"
 
 
 def no_update_text(update: int, reasons: Mapping[str, int]) -> str:

@@ -69,8 +69,12 @@ def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | N
     if named is None:
         return folder.newest_checkpoint() if own else None
     if not named.is_dir():
+        problem = (
+            "it is not a checkpoint folder of the built-in learner" if named.exists() else "the folder does not exist"
+        )
         raise ConfigError(
-            f"--checkpoint {named}: the folder does not exist; name one below {folder.root / 'checkpoints'}"
+            f"--checkpoint {named}: {problem}; name one below {folder.root / 'checkpoints'}, or compare a ledger head with "
+            "--head POSITION:HASH"
         )
     return named
 

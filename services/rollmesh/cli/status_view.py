@@ -14,6 +14,7 @@ from rich.text import Text
 
 from rollmesh.cli.causes import failed_attempts_text, no_update_text
 from rollmesh.cli.mesh_client import MeshStatus
+from rollmesh.shared.text import count_of
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 _COLORS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
@@ -119,9 +120,10 @@ def _published(step: int) -> str:
 
 
 def _leases(leases: run_pb2.LeaseCounts) -> str:
-    evals = f", {leases.eval_episodes_pending} evaluation episodes wait" if leases.eval_episodes_pending else ""
+    evals = f", {leases.eval_episodes_pending} pending for evaluation" if leases.eval_episodes_pending else ""
     return (
-        f"{leases.episodes_leased} episodes leased, {leases.episodes_pending} wait{evals}; {leases.batches_leased} batches leased, "
+        f"{count_of(leases.episodes_leased, 'episode')} leased, {leases.episodes_pending} pending{evals}; "
+        f"{count_of(leases.batches_leased, 'batch', 'batches')} leased, "
         f"{leases.batches_in_doubt} in doubt"
     )
 

@@ -112,9 +112,26 @@ def test_when_nothing_more_can_become_ready_what_is_ready_is_leased(unit: i.Geom
     )
     run.generate(1, step=0)
     waiting = run.ask(i.LeaseBatch, **ask)
-    assert waiting.waiting_for == f"READY {unit.name.lower()}: 0 of 500, 1 groups on their way"
+    assert waiting.waiting_for == f"READY {unit.name.lower()}: 0 of 500, 1 group on their way"
     run.generate(1, step=0)
     assert len(run.ask(i.LeaseBatch, **ask).samples) == 2
+
+
+def test_a_trainer_that_waits_reads_that_the_nodes_rejected_its_weights_until_others_are_published() -> None:
+    run = CoreRun()
+    run.begin()
+    version = PolicyVersion(policy="main", step=0, incarnation=0, weights_digest="w0.0")
+    run.take(run.core.handle(i.VersionRejected(version=version, cause="tensor a has a NaN"), run.now))
+    run.ask(i.AcquireRollouts, node_id="w", num_max=4, wait_s=1.0)
+    ask = trainer(run, update=1)
+    assert run.ask(i.LeaseBatch, **ask).waiting_for == (
+        "READY groups: 0 of 2, 2 on their way; main@0.0 was rejected: tensor a has a NaN"
+    )
+    assert "learner/main" not in run.core.waiting()
+    run.ask(i.LeaseBatch, **ask, wait_s=5.0)
+    assert "tensor a has a NaN" in run.core.waiting()["learner/main"]
+    run.ask(i.StopRun, reason="enough")
+    assert run.core.waiting() == {}
 
 
 # Commits --------------------------------------------------------------------------------------------------------------

@@ -81,11 +81,14 @@ def test_the_chain_goes_through_the_worker_to_a_silent_inference_node() -> None:
     scene = Scene()
     scene.run.begin()
     scene.acquire()
-    waits = {"waiting_for": "4 requests wait for an inference node", "waiting_on": NodeKind.INFERENCE}
+    waits = {
+        "waiting_for": "a node that serves main at step 0 or later (4 requests): no node does",
+        "waiting_on": NodeKind.INFERENCE,
+    }
     scene.pass_time(10.0, silent="inference-0", rollout_0=waits)
     assert to_text(scene.links()) == (
         "learner/main waits for READY groups: 0 of 2, 2 on their way; "
-        "rollout-0 waits for 4 requests wait for an inference node; inference-0 without heartbeat for 10 s"
+        "rollout-0 waits for a node that serves main at step 0 or later (4 requests): no node does; inference-0 without heartbeat for 10 s"
     )
 
 
@@ -174,7 +177,7 @@ def test_ready_groups_without_a_lease_wait_for_the_learner() -> None:
     scene = Scene()
     scene.run.begin()
     scene.run.generate(4, step=0)
-    assert str(scene.links()[0]) == "run waits for update 1: 2 READY groups are not leased"
+    assert str(scene.links()[0]) == "run waits for update 1: 2 READY groups not leased"
 
 
 def test_an_inference_node_behind_the_needed_step_is_named_with_its_command() -> None:

@@ -60,6 +60,11 @@ async def test_wrong_bytes_are_never_visible_and_leave_nothing(store: BlobStore)
     assert not list(store.directory.glob("*.partial"))
 
 
+async def test_a_blob_without_bytes_that_is_not_stored_is_rejected_with_the_remedy(store: BlobStore) -> None:
+    with pytest.raises(HashMismatch, match="is not stored here and no bytes came; send its bytes"):
+        await store.put(sha256_hex(b"four"), 4, pieces(b""), owner="a")
+
+
 async def test_more_bytes_than_announced_are_refused(store: BlobStore) -> None:
     with pytest.raises(InvalidInput, match="announced 3 bytes"):
         await store.put(sha256_hex(b"four"), 3, pieces(b"four"), owner="a")

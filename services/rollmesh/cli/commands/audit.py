@@ -12,11 +12,11 @@ from rollmesh.cli.app import FAILED, AsJson, app, report_errors
 
 @app.command()
 def audit(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that is not running.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a run or mesh, which may be running.")],
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Compare the ledger with the samples listed in this checkpoint.",
+            help="Compare the ledger with the samples listed in this checkpoint folder of the built-in learner.",
             show_default="the newest checkpoint of the configured run",
         ),
     ] = None,

@@ -44,7 +44,8 @@ def find_list(folder: Path) -> Path:
     if found and (path := max(found)[1] / TRAINED_NAME).is_file():
         return path
     raise ConfigError(
-        f"{folder} has no {TRAINED_NAME} and no checkpoint with one; name a checkpoint folder", folder=folder
+        f"{folder} has no {TRAINED_NAME} and no checkpoint with one; name a checkpoint folder of the built-in learner",
+        folder=folder,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.services.coordinator.audit_history import HistoryLine
+from rollmesh.shared.text import count_of
 
 REMEDIES = {
     "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",
@@ -134,8 +135,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             *(f"  {check:<13} {self._verdict(check, check in broken)}" for check in CHECKS),
             f"  samples       {_describe(self.samples)}",
             f"  evaluation    {_describe(self.eval_samples)}",
-            f"  updates       {self.updates} remain, {self.updates_skipped} of them skipped; {self.updates_undone} were undone",
-            f"  staleness     eta {self.eta}, samples used by lag: {lags}",
+            f"  updates       {self.updates} committed, {self.updates_skipped} of them skipped; {self.updates_undone} undone",
+            f"  staleness     eta {self.eta}, samples used by staleness: {lags}",
             f"  digest        {self.digest or '(none)'}",
             f"  head          {self.head}",
         ]
@@ -156,7 +157,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             return "BROKEN"
         if check == "chain":
             newest = max((head for head in self.heads), key=lambda head: head.position, default=None)
-            proven = f"compared with {len(self.heads)} stored heads, up to record {newest.position}" if newest else ""
+            proven = (
+                f"compared with {count_of(len(self.heads), 'stored head')}, up to record {newest.position}"
+                if newest
+                else ""
+            )
             return f"holds; {proven or 'no head is stored elsewhere, so missing newest records would not be detected'}"
         if check == "checkpoint" and self.checkpoint is None:
             return "not compared (name one)"

@@ -23,6 +23,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.rpc.handlers import Context
+from rollmesh.shared.text import count_of
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
 
@@ -152,7 +153,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         missing = await self._outgoing.missing_blobs(request.run, version.weights_digest)
         if missing:
             raise NotUploaded(
-                f"the depot lacks {len(missing)} blobs of {version.weights_digest[:12]}, first {missing[0][:12]}: upload them, "
+                f"the depot lacks {count_of(len(missing), 'blob')} of {version.weights_digest[:12]}, first {missing[0][:12]}: upload them, "
                 "then publish again",
                 missing=len(missing),
                 first=missing[0],
@@ -225,7 +226,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     def _with_nodes(self, state: pb.RunState) -> pb.RunState:
         """Add what only the fleet knows, because it is not in the ledger."""
-        state.waiting.update(self._keeper.waiting())
+        if not state.ended:
+            state.waiting.update(self._keeper.waiting())
         state.weights_address = next(iter(self._keeper.addresses(NodeKind.DEPOT, state.run)), "")
         return state
 

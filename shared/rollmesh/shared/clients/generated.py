@@ -36,8 +36,8 @@ class Target:
         return version.step >= self.step and version.incarnation >= self.incarnation
 
     def __str__(self) -> str:
-        which = "exactly" if self.exact else "at least"
-        return f"{self.policy} at {which} step {self.step} of incarnation {self.incarnation}"
+        incarnation = f" of incarnation {self.incarnation}" if self.incarnation else ""
+        return f"{self.policy} at step {self.step}{incarnation}{'' if self.exact else ' or later'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from rollmesh.shared.errors import MeshError, ResourceExhausted, StaleWeights
 from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.retry import pause_after
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.text import count_of
 from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
@@ -107,12 +108,14 @@ class NodePool:
         self._open_node = open_node
         self._nodes: dict[tuple[str, str], KnownNode] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._waiting: Counter[str] = Counter()
+        self._waiting: Counter[tuple[str, str]] = Counter()
 
     @property
     def waiting_for(self) -> str:
         """A description of the waits of requests without a node; empty if no request waits."""
-        return "; ".join(f"{num} requests wait for {cause}" for cause, num in sorted(self._waiting.items()))
+        return "; ".join(
+            f"{node} ({count_of(num, 'request')}): {why}" for (node, why), num in sorted(self._waiting.items())
+        )
 
     async def take(self, request: PendingRequest) -> tuple[str, KnownNode]:
         """Return the best node for a request, and wait for a usable one. The caller's deadline bounds the wait."""
@@ -201,13 +204,13 @@ class NodePool:
         """Wait until the fleet changes or a penalty ends."""
         admissible = self._admissible(request.target)
         self._raise_if_hopeless(request.target)
-        cause = f"an inference node with {request.target}: " + self._describe(bool(admissible))
+        cause = (f"a node that serves {request.target}", self._describe(bool(admissible)))
         revision = self._fleet.revision
         changed = asyncio.create_task(self._fleet.changed(since=revision))
         waits: list[asyncio.Task[int] | asyncio.Task[None]] = [changed]
         if admissible:
             waits.append(asyncio.create_task(self._clock.sleep(self._penalty_left_s(request, admissible))))
-        request.waiting_for = cause
+        request.waiting_for = ": ".join(cause)
         self._waiting[cause] += 1
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -235,10 +238,10 @@ class NodePool:
 
     def _describe(self, penalised: bool) -> str:
         if penalised:
-            return "all nodes with it have just failed"
+            return "all nodes that do have just failed"
         nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
         states = [f"{n.node_id} {_state_name(n)}" for n in nodes[:8]]
-        return f"of {len(nodes)} nodes none is ready with it" + (f" ({', '.join(states)})" if states else "")
+        return "no node does" + (f" ({', '.join(states)})" if states else "")
 
 
 def _state_name(node: coordinator_pb2.FleetNode) -> str:

@@ -25,6 +25,7 @@ from rollmesh.shared.errors import MeshError, NotReady, Overloaded
 from rollmesh.shared.retry import pause_after
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
+from rollmesh.shared.text import count_of
 from rollmesh.v1 import sandbox_pb2
 
 _T = TypeVar("_T")
@@ -221,7 +222,9 @@ class SandboxClient:
     @property
     def waiting_for(self) -> str:
         """Cause of the wait for a session; empty if no caller waits."""
-        return f"{self._num_waiting} sessions wait for a sandbox: {self._last_refusal}" if self._num_waiting else ""
+        if not self._num_waiting:
+            return ""
+        return f"a sandbox for {count_of(self._num_waiting, 'session')}: {self._last_refusal}"
 
     @property
     def num_pending(self) -> int:

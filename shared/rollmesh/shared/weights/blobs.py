@@ -128,6 +128,8 @@ class BlobStore:
         with self.partial(digest, size_bytes) as partial:
             async for piece in pieces:
                 await partial.write(piece)
+            if size_bytes and not partial.written_bytes:
+                raise HashMismatch(f"blob {digest} is not stored here and no bytes came; send its bytes", digest=digest)
             await partial.commit(owner=owner)
         return False
 

@@ -97,7 +97,11 @@ def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
     try:
         manifest.ParseFromString(data)
     except DecodeError as err:
-        invalid("manifest", f"cannot decode a rollmesh.v1.WeightManifest from {len(data)} bytes ({err})")
+        invalid(
+            "manifest",
+            f"cannot decode a rollmesh.v1.WeightManifest from {len(data)} bytes ({err}); "
+            "`weights_digest` must be the SHA-256 of an encoded manifest",
+        )
     check_manifest(manifest)
     return manifest
 

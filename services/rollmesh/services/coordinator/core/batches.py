@@ -11,6 +11,7 @@ from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
+from rollmesh.shared.text import count_of
 
 
 def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:
@@ -35,7 +36,7 @@ def _check_update(ctx: DecisionContext, update: int) -> None:
     if update != clock.applied + 1:
         refuse(
             "WRONG_UPDATE",
-            f"update {update} was requested, the next one is {clock.applied + 1}",
+            f"update {update} was requested, the next one is {clock.applied + 1}; load the newest checkpoint and attach again",
             next_update=clock.applied + 1,
         )
     if clock.published is None:
@@ -148,8 +149,10 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
     unit, amount = _wanted(ctx, request)
     ready = sum(_size(group, unit) for group in state.training_groups(GroupPhase.READY))
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
-    groups = "" if unit is i.GeometryUnit.GROUPS else " groups"
-    text = f"READY {unit.name.lower()}: {ready} of {amount}, {busy}{groups} on their way"
+    on_their_way = str(busy) if unit is i.GeometryUnit.GROUPS else count_of(busy, "group")
+    text = f"READY {unit.name.lower()}: {ready} of {amount}, {on_their_way} on their way"
+    if rejected := rollouts.why_rejected(ctx):
+        return f"{text}; {rejected}"
     return text if busy else f"{text}: the run waits for {_why_no_group(ctx)}"
 
 

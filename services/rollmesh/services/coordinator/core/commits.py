@@ -12,6 +12,7 @@ from rollmesh.services.coordinator.core.facts import DroppedSample
 from rollmesh.services.coordinator.core.guards import check_epoch, check_none_out, check_trains, held_batch
 from rollmesh.services.coordinator.core.state import BatchState, names_digest
 from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
+from rollmesh.shared.text import count_of
 
 SKIPPED = "SKIPPED_UPDATE"
 NAMED_MAX = 100
@@ -26,11 +27,19 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
         ctx.reply(request.ticket, _committed_before(ctx, request))
         return
     if request.update != ctx.clock.applied + 1:
-        refuse("WRONG_UPDATE", f"update {request.update} committed, the next one is {ctx.clock.applied + 1}")
+        refuse(
+            "WRONG_UPDATE",
+            f"update {request.update} cannot be committed, the next one is {ctx.clock.applied + 1}; load the newest checkpoint and "
+            "attach again",
+        )
     batches = [held_batch(ctx, lease_id) for lease_id in request.lease_ids]
     for batch in batches:
         if batch.update != request.update:
-            refuse("WRONG_UPDATE", f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}")
+            refuse(
+                "WRONG_UPDATE",
+                f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}; load the newest checkpoint and attach "
+                "again",
+            )
     check_none_out(ctx, request.lease_ids)
     if not request.lease_ids and (ctx.state.ended or ctx.state.stopping):
         refuse(
@@ -104,7 +113,7 @@ def _check_bound(ctx: DecisionContext, batches: list[BatchState], used: tuple[st
         named = list(found)[:NAMED_MAX]
         refuse(
             "BEYOND_BOUND",
-            f"{len(found)} samples may not be trained at update {update}, first {named[0]}: {found[named[0]]}; restore the weights "
+            f"{count_of(len(found), 'sample')} may not be trained at update {update}, first {named[0]}: {found[named[0]]}; restore the weights "
             "from before this update (or attach again from the newest checkpoint), drop the samples in `sample_ids`, and train again",
             sample_ids=",".join(named),
             num=len(found),
@@ -120,7 +129,8 @@ def report_checkpoint(ctx: DecisionContext, request: i.ReportCheckpoint) -> None
     if known != request.digest:
         refuse(
             "DIGEST_MISMATCH",
-            f"the digest after update {request.update} is {known[:12]!r}, the checkpoint has {request.digest[:12]!r}",
+            f"the digest after update {request.update} is {known[:12]!r}, the checkpoint has {request.digest[:12]!r}: it "
+            "belongs to another history; attach with this run's checkpoint or create a new run",
         )
     if request.update > ctx.clock.checkpoint:
         note_checkpoint(ctx, request.update)
@@ -141,7 +151,8 @@ def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
         if known.weights_digest != version.weights_digest:
             refuse(
                 "VERSION_CONFLICT",
-                f"{describe(version)} was published with digest {known.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}",
+                f"{describe(version)} was published with digest {known.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}; "
+                "publish the same manifest bytes, or attach with an older checkpoint for a new incarnation",
             )
         ctx.reply(request.ticket, i.Done())
         return

@@ -166,7 +166,9 @@ class Core:
         return sorted(self.ephemeral.eval_deadlines, key=lambda key: (key[1], key[0]))
 
     def waiting(self) -> dict[str, str]:
-        """Return the waiting components and what each waits for, for display."""
+        """Return the waiting components and what each waits for, for display. Nothing waits for a run that has ended."""
+        if self.state.ended:
+            return {}
         ctx = DecisionContext(self.state, self.ephemeral, 0.0)
         found = {f"worker/{w.node_id}": rollouts.why_no_work(ctx) for w in self.ephemeral.workers}
         if self.ephemeral.trainers:

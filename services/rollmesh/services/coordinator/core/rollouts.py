@@ -78,6 +78,14 @@ def episode_seed(seed: int, group: GroupState, episode_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
+def why_rejected(ctx: DecisionContext) -> str:
+    """Return the cause if the nodes rejected the published version, otherwise an empty text."""
+    clock = ctx.clock
+    if clock.published not in clock.quarantined:
+        return ""
+    return f"{clock.published} was rejected: {clock.refusals.get(str(clock.published), '')}"
+
+
 def why_no_work(ctx: DecisionContext) -> str:
     """Return what a worker without work waits for, for display."""
     state, clock = ctx.state, ctx.clock
@@ -87,9 +95,8 @@ def why_no_work(ctx: DecisionContext) -> str:
         return f"a published version of incarnation {clock.incarnation}"
     if state.stopping:
         return f"run ends: {state.stopping}"
-    if clock.published in clock.quarantined:
-        cause = clock.refusals.get(str(clock.published), "")
-        return f"weights that the nodes accept; {clock.published} was rejected: {cause}"
+    if rejected := why_rejected(ctx):
+        return f"weights that the nodes accept; {rejected}"
     if bound.num_admissible(state) == 0:
         live = len(state.training_groups(*GroupPhase))
         if ctx.spec.exports:

@@ -20,6 +20,7 @@ from rollmesh.services.coordinator.core import batches, rollouts
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe
 from rollmesh.services.coordinator.core.fleet import Fleet, Node, NodeKind, NodeState
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
+from rollmesh.shared.text import count_of
 
 _SHOWN_MAX = 4
 """Maximum number of nodes of a kind that a link names."""
@@ -84,7 +85,9 @@ class _Chain:
         if last:
             return [Wait("run", "waits for its last evaluation"), *self._groups()]
         if ready >= spec.batch_groups and not self._ctx.ephemeral.trainers:
-            return self._on_trainer(f"waits for update {clock.applied + 1}: {ready} READY groups are not leased")
+            return self._on_trainer(
+                f"waits for update {clock.applied + 1}: {count_of(ready, 'READY group')} not leased"
+            )
         return [Wait(f"learner/{clock.learner}", f"waits for {batches.why_no_batch(self._ctx)}"), *self._groups()]
 
     def _batch_out(self) -> str:
@@ -122,12 +125,12 @@ class _Chain:
         nodes = {node_id: self._fleet.nodes.get(node_id) for node_id in held}
         for node_id, node in nodes.items():
             if node is None:
-                return [Wait(node_id, f"has left with {held[node_id]} episodes; their leases expire")]
+                return [Wait(node_id, f"has left with {count_of(held[node_id], 'episode')}; the leases expire")]
             if silence := self._silence(node):
                 return [silence]
         node = self._fleet.nodes[held.most_common(1)[0][0]]
         waits = node.waiting_on not in (None, NodeKind.LEARNER) and bool(node.waiting_for)
-        what = _status_text(node) if waits else f"runs {held[node.node_id]} episodes"
+        what = _status_text(node) if waits else f"runs {count_of(held[node.node_id], 'episode')}"
         below = self._service(node.waiting_on) if waits and node.waiting_on is not None else self._gone()
         return [Wait(node.node_id, what), *(below or self._failing())]
 

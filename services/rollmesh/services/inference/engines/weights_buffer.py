@@ -78,4 +78,6 @@ def _check_values(name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
         raise WeightsMismatch(f"tensor {name} has dtype {tensor.dtype}: send float32, bfloat16 or float16")
     if not bool(torch.isfinite(tensor).all()):
-        raise WeightsMismatch(f"tensor {name} has a value that is NaN or infinite: the update that made it diverged")
+        raise WeightsMismatch(
+            f"tensor {name} has a value that is NaN or infinite: the update diverged, or the file is damaged"
+        )
