@@ -1,5 +1,5 @@
 // A trainer of a rollmesh run in Node.js, complete but for the training: it attaches, leases, fetches, commits, checkpoints and
-// publishes weights that never change. Put your own optimiser into `train`. README.md says how to start it.
+// publishes weights that never change. Add an optimizer in `train`. README.md says how to start it.
 import { createHash } from 'node:crypto';
 import { mkdir, open, readFile, rename } from 'node:fs/promises';
 import { fileURLToPath } from 'node:url';
@@ -168,7 +168,7 @@ class Trainer {
   async save() {
     const { update, digest } = this;
     const file = await open(`${this.out}/checkpoint.partial`, 'w');
-    await file.writeFile(JSON.stringify({ update, digest })); // and your weights and optimiser state
+    await file.writeFile(JSON.stringify({ update, digest })); // and your weights and optimizer state
     await file.sync();
     await file.close();
     await rename(`${this.out}/checkpoint.partial`, `${this.out}/checkpoint.json`);

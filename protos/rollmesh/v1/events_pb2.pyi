@@ -81,7 +81,7 @@ class RunSpec(_message.Message):
     in a run that never evaluates. Ranges:
       batch_groups 1 to 65536; group_size 1 to 16384; (max_staleness + 1) * batch_groups * group_size at most 131072 episodes;
       max_staleness 0 to 131071; publish_every 1 to max_staleness + 1; tries_max 1 to 1000;
-      updates_max, eval_every, export_groups 0 to 1e9; eval_tasks 0 to 100000; tokens_max 0 to 1e15;
+      updates_max, eval_every, export_groups 0 to 1e9; eval_tasks 0 to 100000, at least 1 if eval_every > 0; tokens_max 0 to 1e15;
       episode_lease_s, batch_lease_s 0.01 to 86400; group_s_max, eval_s_max 0.01 to 604800; seconds_max 0 to 1e9; stall_s 0 to 604800;
       policy, learner, eval_split, export_split and success_reward at most 64 characters.
     """

@@ -1864,7 +1864,9 @@ class RunState(_message.Message):
 
     @_builtins.property
     def waiting(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Waiting components and what they wait for, e.g. {"learner/main": "READY groups: 9 of 16"}. Informational."""
+        """Waiting components and what they wait for, e.g. {"learner/main": "READY groups: 9 of 16"}. Informational;
+        empty once the run has ended.
+        """
 
     @_builtins.property
     def mean_rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:

@@ -110,7 +110,8 @@ class RunServiceStub:
       ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
       FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
       FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata `next_update` names it.
-      FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+      FAILED_PRECONDITION NOT_PUBLISHED: no version of this incarnation is published yet (after the first attach, or after a
+        roll-back); publish the weights first.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
       OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
     """
@@ -143,7 +144,8 @@ class RunServiceStub:
       ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; return
         to the checkpoint and attach again.
       OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
-      INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
+      INVALID_ARGUMENT: a lease or sample that is named twice.
+      INVALID_ARGUMENT UNKNOWN_SAMPLE: a disposition for a sample that is not in the lease.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]
@@ -162,7 +164,8 @@ class RunServiceStub:
     """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
     Errors:
       ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
-      ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
+      ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with other manifest bytes; publish the same bytes, or
+        attach with an older checkpoint for a new incarnation.
       FAILED_PRECONDITION NOT_UPLOADED: the depot lacks the manifest or a chunk; upload it.
     """
     StreamSamples: _grpc.UnaryStreamMultiCallable[_run_pb2.StreamSamplesRequest, _run_pb2.StreamSamplesResponse]
@@ -272,7 +275,8 @@ class RunServiceAsyncStub(RunServiceStub):
       ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
       FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
       FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata `next_update` names it.
-      FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+      FAILED_PRECONDITION NOT_PUBLISHED: no version of this incarnation is published yet (after the first attach, or after a
+        roll-back); publish the weights first.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
       OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
     """
@@ -305,7 +309,8 @@ class RunServiceAsyncStub(RunServiceStub):
       ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; return
         to the checkpoint and attach again.
       OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
-      INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
+      INVALID_ARGUMENT: a lease or sample that is named twice.
+      INVALID_ARGUMENT UNKNOWN_SAMPLE: a disposition for a sample that is not in the lease.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
@@ -324,7 +329,8 @@ class RunServiceAsyncStub(RunServiceStub):
     """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
     Errors:
       ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
-      ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
+      ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with other manifest bytes; publish the same bytes, or
+        attach with an older checkpoint for a new incarnation.
       FAILED_PRECONDITION NOT_UPLOADED: the depot lacks the manifest or a chunk; upload it.
     """
     StreamSamples: _aio.UnaryStreamMultiCallable[_run_pb2.StreamSamplesRequest, _run_pb2.StreamSamplesResponse]  # type: ignore[assignment]
@@ -467,7 +473,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
           FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
           FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata `next_update` names it.
-          FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+          FAILED_PRECONDITION NOT_PUBLISHED: no version of this incarnation is published yet (after the first attach, or after a
+            roll-back); publish the weights first.
           FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
           OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
         """
@@ -518,7 +525,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; return
             to the checkpoint and attach again.
           OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
-          INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
+          INVALID_ARGUMENT: a lease or sample that is named twice.
+          INVALID_ARGUMENT UNKNOWN_SAMPLE: a disposition for a sample that is not in the lease.
           FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
         """
 
@@ -555,7 +563,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
         Errors:
           ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
-          ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
+          ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with other manifest bytes; publish the same bytes, or
+            attach with an older checkpoint for a new incarnation.
           FAILED_PRECONDITION NOT_UPLOADED: the depot lacks the manifest or a chunk; upload it.
         """
 

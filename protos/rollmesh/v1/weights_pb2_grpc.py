@@ -72,7 +72,8 @@ class BlobServiceServicer(object):
         """Stores one blob. The first message names it; the blob becomes visible only when its bytes hash to its digest.
         Idempotent: Put of a stored blob succeeds, reads no further bytes and adds the owner.
         Errors:
-        DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send it again.
+        DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest, or no bytes came and the blob is not stored here; nothing was
+        stored; send the whole blob.
         RESOURCE_EXHAUSTED DISK_FULL: the disk quota is used up; free space or raise `quota_bytes`.
         INVALID_ARGUMENT: no digest, a chunk over 2 MiB, or more bytes than announced.
         """
