@@ -130,7 +130,7 @@ async def test_samples_too_long_for_the_model_are_committed_as_dropped(tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": ""}, "model: empty"),
+        ({"model": ""}, "`model` must be the folder of the initial model"),
         ({"model": "/no/such/folder"}, "no model can be loaded"),
         ({"estimator": Extension("gppo")}, "there is no estimator `gppo`"),
         ({"engine": Extension("torch", {"vocab_size": 3})}, "`vocab_size`: unknown key"),

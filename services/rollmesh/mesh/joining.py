@@ -166,12 +166,9 @@ def _wanted_name(options: JoinOptions) -> str:
     """Return the id from the options. It starts with the kind, like the names of a mesh's processes."""
     if options.kind in SINGLE:
         return options.kind
-    stem = options.name or f"{_host()}-{RandomIds().new()[:8]}"
+    host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0]) or "host"
+    stem = options.name or f"{host}-{RandomIds().new()[:8]}"
     return stem if stem.startswith(f"{options.kind}-") else f"{options.kind}-{stem}"
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0]) or "host"
 
 
 def _make_folder(folder: Path) -> Path:

@@ -115,7 +115,7 @@ class Supervisor:
             stack.push_async_callback(self._stop_all)
             for name in self._hosts:
                 self._start(name, events)
-            if self._has_learner():
+            if any("learner" in services for services in self._hosts.values()):
                 await self._unless_failed(create_run(self.layout, limit_s=self.layout.config.processes.start_s))
             self._stack = stack.pop_all()
         return self
@@ -173,9 +173,6 @@ class Supervisor:
             self._failed.set()
         elif "learner" in self._hosts[name]:
             self._done.set()
-
-    def _has_learner(self) -> bool:
-        return any("learner" in services for services in self._hosts.values())
 
     async def _unless_failed(self, work: Awaitable[object]) -> None:
         tasks = [asyncio.ensure_future(work), asyncio.create_task(self._failed.wait())]

@@ -302,7 +302,7 @@ class TrainerSession:
 
 
 def _refused_max(config: LearnerConfig, attached: Attachment, publish_every: int) -> int:
-    """With more consecutive refusals, the weights that nodes serve are too old for the next update, which would never start."""
+    """Return the limit of consecutive refusals. Beyond it the served weights are too old for the next update, which would never start."""
     return min(config.quarantined_max, attached.spec.max_staleness // publish_every)
 
 

@@ -104,7 +104,7 @@ class ChatTokenizer:
         """Add `text` to the system message, or to the first message if the template has no system role."""
         first = messages[0]
         if first["role"] == "system":
-            return self._render([_after(first, text), *messages[1:]], None, True)
+            return self._render([{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]], None, True)
         try:
             return self._render([{"role": "system", "content": text}, *messages], None, True)
         except InvalidInput:
@@ -220,10 +220,6 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
             f"{folder}: no chat template; expected {path} or `chat_template` in tokenizer_config.json", file=path
         )
     return source
-
-
-def _after(message: dict[str, str], text: str) -> dict[str, str]:
-    return {**message, "content": f"{message['content']}\n\n{text}"}
 
 
 def _token_text(value: Any) -> str:
