@@ -40,6 +40,7 @@ def config(tmp_path: Path) -> TrainConfig:
     return TrainConfig(**fields)
 
 
+@pytest.mark.slow  # `make chaos` runs such rounds
 @pytest.mark.timeout(300)
 async def test_a_run_is_trained_and_audited_whoever_is_killed_its_supervisor_too(
     tmp_path: Path, config: TrainConfig

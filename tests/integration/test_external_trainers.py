@@ -141,6 +141,7 @@ async def install_node_packages() -> None:
             await finish(["npm", "ci", "--no-audit", "--no-fund", "--prefix", NODE_TRAINER], limit_s=INSTALL_S_MAX)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not NODE_IS_HERE, reason="needs node and npm")
 async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(tmp_path: Path, config: MeshConfig) -> None:

@@ -29,7 +29,7 @@ async def test_without_certificates_a_tls_mesh_is_refused_within_seconds_with_th
     token.write_text("secret" * 8)
     token.chmod(0o600)
     async with server, asyncio.timeout(SECONDS_MAX):
-        with pytest.raises(ConfigError, match="takes TLS connections only.*security.ca=FILE"):
+        with pytest.raises(ConfigError, match="accepts TLS connections only.*security.ca=FILE"):
             await open_joined(JoinOptions(kind="reward", address=address, token_file=token))
 
 

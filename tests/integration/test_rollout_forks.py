@@ -107,6 +107,6 @@ async def test_session_that_cannot_be_forked_is_an_error(tmp_path: Path) -> None
     async with two_nodes(tmp_path) as (client, nodes), ToolBox(client, TOOLS, ["python"], KEY, 60.0) as tools:
         code = "class Odd:\n    def __setstate__(self, s): raise ValueError('no')\nodd = Odd(); odd.x = 1"
         await tools.call("python", code)
-        with pytest.raises(InvalidInput, match="'odd' does not load again"):
+        with pytest.raises(InvalidInput, match="cannot load the name 'odd'"):
             await tools.fork()
         assert kept(nodes) == [0, 0]

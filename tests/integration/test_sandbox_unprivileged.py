@@ -56,9 +56,8 @@ needs_a_way_down = pytest.mark.skipif(
 
 
 @needs_a_way_down
-@pytest.mark.parametrize(
-    "suite", [pytest.param(name, marks=[] if "isolation" in name else pytest.mark.slow) for name in SUITES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
 def test_isolation_holds_for_an_ordinary_user(suite: str) -> None:
     run_as_ordinary_user(HERE / suite, "-k", SUITES[suite], timeout_s=110)
 
