@@ -58,7 +58,8 @@ def _mounts() -> set[str]:
 
 
 def _locks() -> list[str]:
-    return Path("/proc/locks").read_text().splitlines()
+    """Lines of held locks. A line with `->` is a process that waits for one, and has its fields shifted."""
+    return [line for line in Path("/proc/locks").read_text().splitlines() if " -> " not in line]
 
 
 def _members(groups: set[str]) -> Iterator[tuple[int, str]]:

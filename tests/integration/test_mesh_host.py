@@ -108,7 +108,7 @@ async def test_a_host_ends_with_its_nats_server(tmp_path: Path, made: MeshConfig
         run.kill_nats_server()
         code, said = await ended(process)
     assert code == 1
-    assert "error: nats,coordinator ended: nats-server" in said, said
+    assert "error: nats,coordinator failed: nats-server" in said, said
 
 
 @pytest.mark.parametrize(
