@@ -113,6 +113,23 @@ async def test_the_cause_of_a_failure_does_not_quote_the_answer_key() -> None:
     assert "Zanzibar" not in frames
 
 
+@pytest.mark.parametrize(
+    ("answer", "message", "expected"),
+    [
+        ("a", "'function' object has no attribute 'strip'", "'function' object has no attribute 'strip'"),
+        ("a", "invalid literal for int() with base 10: 'a'", "invalid literal for int() with base 10: '[answer key]'"),
+        ("the", "cannot read the other theme", "cannot read [answer key] other theme"),
+        ("$5.00", "got $5.00, not 5", "got [answer key], not 5"),
+        ("ValueError", "bad", "bad"),
+    ],
+)
+async def test_the_answer_key_is_redacted_only_where_it_is_a_whole_value(
+    answer: str, message: str, expected: str
+) -> None:
+    (reward,) = await run_scorer(configured(Returns(ValueError(message))), item(answer=answer))
+    assert reward.evidence.partition("\n")[0] == f"ValueError: {expected}"
+
+
 async def test_a_method_used_as_a_value_is_reported_with_the_line_of_the_users_code() -> None:
     class Mistaken:
         async def score(self, item: ScoreItem) -> float:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.trainer.estimators import Estimator
 
 CAUSE_CHARS_MAX = 500
+ANSWER_CHARS_MIN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +150,26 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
     return dataclasses.replace(reward, name=reward.name or configured.name, scorer=configured.label)
 
 
+def _without(answer: str, message: str) -> str:
+    """Return the message with "[answer key]" where the answer stands between word boundaries.
+
+    An answer of less than `ANSWER_CHARS_MIN` characters is replaced only between quotes. It may also be a word of the message itself,
+    whose removal would reveal it.
+    """
+    if len(answer) < ANSWER_CHARS_MIN:
+        pattern = rf"(?<=(['\"`])){re.escape(answer)}(?=\1)"
+    else:
+        pattern = rf"(?<!\w){re.escape(answer)}(?!\w)"
+    return re.sub(pattern, "[answer key]", message) if answer else message
+
+
 def _failure(configured: ConfiguredScorer, cause: str, traceback: str, key: AnswerKey | None) -> Reward:
     """Return the failure. The evidence is a line with the cause, then the traceback, which has lines of code but no values."""
-    # Messages of exceptions quote values, which may contain the answer.
-    for answer in key.answers if key else ():
-        cause = cause.replace(answer, "[answer key]")
+    # Messages of exceptions quote values, which may contain the answer. The kind of the error never does: failures are counted by it.
+    kind, colon, message = cause.partition(": ")
+    for answer in sorted(key.answers, key=len, reverse=True) if key else ():
+        message = _without(answer, message)
+    cause = f"{kind}{colon}{message}"
     return Reward(
         name=configured.name,
         value=0.0,
