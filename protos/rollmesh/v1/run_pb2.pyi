@@ -1924,6 +1924,7 @@ class FailedAttempts(_message.Message):
     NUM_ALIKE_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    NUM_UNDECIDED_FIELD_NUMBER: _builtins.int
     num: _builtins.int
     """Number of failed attempts."""
     num_alike: _builtins.int
@@ -1931,7 +1932,9 @@ class FailedAttempts(_message.Message):
     cause: _builtins.str
     """Cause of the newest, with the component, e.g. "scorer correct: AttributeError: ..."."""
     traceback: _builtins.str
-    """Traceback of the newest if a user's agent or scorer raised; empty otherwise."""
+    """Traceback of the newest if a user's agent, scorer, estimator or finalizer raised; empty otherwise."""
+    num_undecided: _builtins.int
+    """Number of samples that ended because the reward service could not decide on their groups. A decision on a group resets it."""
     def __init__(
         self,
         *,
@@ -1939,10 +1942,11 @@ class FailedAttempts(_message.Message):
         num_alike: _builtins.int = ...,
         cause: _builtins.str = ...,
         traceback: _builtins.str = ...,
+        num_undecided: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "num", b"num", "num_alike", b"num_alike", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "num", b"num", "num_alike", b"num_alike", "num_undecided", b"num_undecided", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

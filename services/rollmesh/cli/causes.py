@@ -61,15 +61,21 @@ def refuse_if_all_failed(
 ) -> None:
     """Raise AllFailed if `num_max` samples failed with the same kind of error and none was scored since the given counts.
 
-    `num_max` 0 disables it.
+    The same holds if `num_max` scored samples failed because no decision on a group succeeded. `num_max` 0 disables it.
     """
     failed = state.failed_attempts
     num = state.samples.failed - failed_before
     scored = any(policy.tokens_generated > tokens_before for policy in state.policies)
-    if not num_max or scored or min(num, failed.num_alike) < num_max:
+    if not num_max:
         return
+    if failed.num_undecided >= num_max:
+        what = f"the last {failed.num_undecided:,} samples all failed in the decision on their group"
+    elif scored or min(num, failed.num_alike) < num_max:
+        return
+    else:
+        what = f"the first {num:,} samples all failed with the same kind of error"
     raise AllFailed(
-        f"the first {num:,} samples all failed with the same kind of error: {failure_text(failed)}\n"
+        f"{what}: {failure_text(failed)}\n"
         "fix the cause, then resume with `rollmesh train` on the run's folder; `rollmesh dead replay` retries the tasks",
         run=state.run,
     )

@@ -1,7 +1,8 @@
 """`rollmesh check --dry-run`: run one episode of a configuration, from the tokenizer to the rewards, before any training.
 
 It is `rollmesh rollout -n 1` in a temporary folder: every service in this process, with the real model, agent, tools and scorers. A
-model of `made_model` is replaced by one with random weights: its output is noise, but all other parts run.
+model of `made_model` is replaced by one with random weights: its output is noise, but all other parts run. Then the estimator gets a
+group of copies of the episode.
 Collaborators: `export_run` (runs the episode), `causes` (describes a failure).
 """
 
@@ -15,12 +16,19 @@ import msgspec
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.export_run import RolloutOptions, RolloutSummary, prepare, run_rollout
-from rollmesh.cli.samples import SampleLine
+from rollmesh.cli.samples import SampleLine, rewards_of
 from rollmesh.demo.config import MadeModelConfig
-from rollmesh.shared.errors import ConfigError
+from rollmesh.services.reward.config import shown_name
+from rollmesh.services.reward.engine import call_group_code
+from rollmesh.shared.errors import ConfigError, GroupCodeFailed
+from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.trainer.estimators import Estimator, make_estimator
 
 EPISODE_S_MARGIN = 60.0
 """Added to the time limit of the episode, for the start of the services and for scoring."""
+
+MEMBERS = 2
+"""Number of copies of the episode in the group that the estimator gets, because a baseline needs more than one."""
 
 
 def run_dry(
@@ -30,13 +38,36 @@ def run_dry(
     on_sample: Callable[[SampleLine], None],
     on_phase: Callable[[str], None],
 ) -> None:
-    """Roll out the first training task once. Raises ConfigError with the cause and the user's traceback if that fails."""
+    """Roll out the first training task once, and call the estimator. Raises ConfigError with the cause and the user's traceback if that fails."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-dry-run-") as folder:
         options = RolloutOptions(num=1, split="train", folder=Path(folder) / "run")
         run_folder, config, base_dir = prepare(path, overrides, options, ["check", "--dry-run"])
         config = _once(config, Path(folder) / "model")
-        summary = run_rollout(run_folder, config, base_dir, None, on_sample=on_sample, on_phase=on_phase)
+        lines: list[SampleLine] = []
+
+        def take(line: SampleLine) -> None:
+            lines.append(line)
+            on_sample(line)
+
+        summary = run_rollout(run_folder, config, base_dir, None, on_sample=take, on_phase=on_phase)
     _refuse_failure(summary)
+    if lines:
+        estimator = make_estimator(config.learner.estimator, config.reward.weights, base_dir)
+        call_estimator(config.learner.estimator.name, estimator, lines)
+
+
+def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine]) -> None:
+    """Call the estimator on a group of `MEMBERS` copies of the samples. Raises ConfigError with its error and the user's lines."""
+    members = tuple(
+        MemberOutcome(sample_id=f"{line.sample_id}.{copy}", rewards=rewards_of(line), end="ready", episode=str(copy))
+        for copy in range(MEMBERS)
+        for line in lines
+    )
+    group = GroupContext(group=lines[0].group, task=lines[0].task, members=members)
+    try:
+        call_group_code(f"estimator {shown_name(name)}", estimator.of_group, group)
+    except GroupCodeFailed as err:
+        raise ConfigError(f"the dry run's group failed: {err}") from err
 
 
 def _once(config: TrainConfig, model: Path) -> TrainConfig:

@@ -136,6 +136,21 @@ def reward_lines(rewards: tuple[Reward, ...]) -> list[RewardLine]:
     ]
 
 
+def rewards_of(line: SampleLine) -> tuple[Reward, ...]:
+    """Return the rewards of a line, as a scorer gave them."""
+    return tuple(
+        Reward(
+            name=reward.name,
+            value=reward.value,
+            scorer=reward.scorer,
+            evidence=reward.evidence,
+            outcome=Outcome[reward.outcome.upper()],
+            segment=reward.segment,
+        )
+        for reward in line.rewards
+    )
+
+
 def mean_rewards(lines: list[list[RewardLine]]) -> dict[str, float]:
     """Return the mean of each reward of whole samples, over the samples with outcome ok."""
     values: dict[str, list[float]] = {}

@@ -49,7 +49,7 @@ from rollmesh.shared.error_base import (
 __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
-    "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
+    "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "LeaseOut", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
@@ -231,6 +231,12 @@ class BrokenOracle(FailedPrecondition):
     """The oracle's code does not load or run, so it cannot judge until it is fixed."""
 
     reason = "BROKEN_ORACLE"
+
+
+class GroupCodeFailed(FailedPrecondition):
+    """The estimator or the finalizer raised on a group. It is pure, so it raises again for the same group."""
+
+    reason = "GROUP_CODE_FAILED"
 
 
 class NoLearner(FailedPrecondition):

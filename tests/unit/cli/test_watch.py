@@ -195,6 +195,18 @@ def test_a_run_that_has_scored_a_sample_or_fails_in_many_ways_continues(
     seen.close()
 
 
+def test_scored_samples_whose_groups_all_fail_end_the_session(tmp_path: Path) -> None:
+    seen = limited(tmp_path)
+    found = failing(8, tokens=5, alike=2)
+    found.failed_attempts.num_undecided = 7
+    seen.see(found)
+    assert not seen.hopeless.is_set()
+    found.failed_attempts.num_undecided = 8
+    seen.see(found)
+    assert "last 8 samples all failed in the decision on their group: scorer correct" in str(seen.failure)
+    seen.close()
+
+
 def test_failures_before_this_session_do_not_end_it(tmp_path: Path) -> None:
     before = limited(tmp_path)
     before.see(failing(8))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DeadLetter
+from rollmesh.services.coordinator.core.facts import GroupDecision
+from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.translate import TRACEBACK_CHARS_MAX, dead_letter, episode_report
 from rollmesh.shared.ledger_head import LedgerHead
@@ -76,3 +78,18 @@ def test_only_sampled_tokens_count_as_generated() -> None:
     run.begin()
     run.generate(2, step=0)  # 2 samples of 8 tokens, of which 4 were sampled
     assert run_state(run.core, HEAD).policies[0].tokens_generated == 8
+
+
+def test_groups_without_a_decision_are_counted_by_samples_until_a_decision_succeeds() -> None:
+    run = CoreRun()
+    run.begin()
+    run.generate(2 * run.core.state.the_spec.group_size, step=0)
+    first, second = [g for g in run.core.state.groups.values() if g.samples]
+    num = len(first.samples)
+    first.phase = second.phase = GroupPhase.FINALIZING
+    failed = i.FinalizeFailed(group=first.group, cause="estimator e.py:E: KeyError: 'a'", traceback="line 7")
+    (letter,) = [e for e in run.core.handle(failed, run.now).effects if isinstance(e, DeadLetter)]
+    assert letter.traceback == "line 7"
+    assert (reported(run).num_undecided, reported(run).traceback) == (num, "line 7")
+    run.core.handle(i.GroupDecided(group=second.group, decision=GroupDecision.KEEP), run.now)
+    assert reported(run).num_undecided == 0

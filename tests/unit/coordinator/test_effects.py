@@ -8,7 +8,7 @@ import pytest
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.facts import PayloadRef, SampleMeta, StepSpan
 from rollmesh.services.coordinator.driver import without_purged
-from rollmesh.shared.errors import InfraFailure, InvalidInput, MeshError, Unavailable
+from rollmesh.shared.errors import GroupCodeFailed, InfraFailure, InvalidInput, MeshError, Unavailable
 
 from .driver_bench import LIMITS, Bench, bench, settle
 
@@ -76,6 +76,23 @@ async def test_a_reward_service_that_rejects_a_group_is_called_finalize_tries_ma
         assert not b.core.state.groups
         assert b.core.state.counters.reasons["failed/NOT_FINALIZED"] == 2
         assert not b.core.ephemeral.finalizing
+
+
+async def test_a_group_on_which_the_users_estimator_raises_fails_at_once_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench(LIMITS) as b:
+        await b.begin()
+
+        async def raises(request: object) -> None:
+            raise GroupCodeFailed("estimator bad.py:Bad: KeyError: 'a'\nline 7")
+
+        monkeypatch.setattr(b.services, "finalize_group", raises)
+        await _score_all(b, (await b.acquire()).leases)
+        await settle()
+        failed = b.core.ephemeral.failed
+        assert (failed.cause, failed.traceback) == ("estimator bad.py:Bad: KeyError: 'a'", "line 7")
+        assert failed.num_undecided == b.core.state.counters.reasons["failed/NOT_FINALIZED"] == 2
 
 
 async def test_a_group_that_vanished_settles_its_question() -> None:

@@ -14,9 +14,10 @@ from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.errors import ConfigError, Overloaded
-from rollmesh.shared.trajectory import Outcome, Reward
+from rollmesh.shared.errors import ConfigError, GroupCodeFailed, Overloaded
+from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome, Reward
 from rollmesh.trainer.estimators import make_estimator
+from rollmesh.trainer.estimators.base import GroupEstimator
 
 from .builders import item
 
@@ -250,3 +251,20 @@ def test_a_weight_for_a_reward_of_no_scorer_is_refused() -> None:
 def test_settings_out_of_range_name_field_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_dict(RewardConfig, settings)
+
+
+class Misnamed(GroupEstimator):
+    def of_group(self, group: GroupContext) -> dict[str, float]:
+        return {member.sample_id: member.rewardz for member in group.members}  # type: ignore[attr-defined]
+
+
+def test_an_estimator_that_raises_is_reported_with_its_name_and_the_users_line() -> None:
+    broken = engine()
+    broken.estimator, broken.estimator_name = Misnamed(weights={}), "mine.py:Misnamed"
+    group = GroupContext(group="g", task="t", members=(MemberOutcome(sample_id="a", rewards=(), end="ready"),))
+    with pytest.raises(GroupCodeFailed) as caught:
+        broken.advantages(group)
+    cause, _, frames = str(caught.value).partition("\n")
+    assert cause == "estimator mine.py:Misnamed: AttributeError: 'MemberOutcome' object has no attribute 'rewardz'"
+    assert "member.rewardz for member in group.members" in frames
+    assert "reward/engine.py" not in frames

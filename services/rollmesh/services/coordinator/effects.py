@@ -33,7 +33,7 @@ from rollmesh.services.coordinator.translate import (
 )
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import InfraFailure, MeshError, OutOfRange
+from rollmesh.shared.errors import GroupCodeFailed, InfraFailure, MeshError, OutOfRange
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.retry import pause_after
 from rollmesh.v1 import data_pb2, reward_pb2
@@ -162,7 +162,7 @@ class Effects:
 
     async def _finalize(self, effect: FinalizeGroup) -> None:
         """Request a decision on a group. An unavailable reward service is retried without limit, an error about this
-        group `finalize_tries_max` times."""
+        group `finalize_tries_max` times, and an error of the user's pure code not at all."""
         num_failed = num_rejected = 0
         while True:
             request = finalize_request(self._core.state, effect)
@@ -180,6 +180,10 @@ class Effects:
                 level = logging.WARNING if num_failed % 10 == 9 else logging.DEBUG
                 _log.log(level, "group not finalized yet: group=%s: %s", effect.group, error)
                 num_rejected += isinstance(error, InfraFailure) or not error.retryable
+                if isinstance(error, GroupCodeFailed):
+                    cause, _, frames = str(error).partition("\n")
+                    await self._inbox.enqueue(i.FinalizeFailed(group=effect.group, cause=cause, traceback=frames))
+                    return
                 if num_rejected >= self._limits.finalize_tries_max:
                     await self._inbox.enqueue(i.FinalizeFailed(group=effect.group, cause=f"scorer: {error}"))
                     return

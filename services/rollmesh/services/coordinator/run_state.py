@@ -52,7 +52,13 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
 
 
 def _failed(failed: FailedAttempts) -> pb.FailedAttempts:
-    return pb.FailedAttempts(num=failed.num, num_alike=failed.num_alike, cause=failed.cause, traceback=failed.traceback)
+    return pb.FailedAttempts(
+        num=failed.num,
+        num_alike=failed.num_alike,
+        cause=failed.cause,
+        traceback=failed.traceback,
+        num_undecided=failed.num_undecided,
+    )
 
 
 def sample_counts(counters: SampleCounters) -> pb.SampleCounts:

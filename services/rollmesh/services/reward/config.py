@@ -86,6 +86,8 @@ def build_engine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer, base_dir)),
         estimator=make_estimator(estimator, config.weights, base_dir),
+        finalizer_name=shown_name(config.finalizer.name),
+        estimator_name=shown_name(estimator if isinstance(estimator, str) else estimator.name),
         oracles=Oracles(
             {
                 "jsonl": JsonlOracle(config.answer_files, base_dir),
@@ -95,6 +97,11 @@ def build_engine(
         concurrency_max=config.concurrency_max,
         queue_samples_max=config.queue_samples_max,
     )
+
+
+def shown_name(name: str) -> str:
+    """Return the name of an extension with its file, but without the folder of the file."""
+    return name.rpartition("/")[2]
 
 
 def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:

@@ -11,22 +11,28 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
 from rollmesh.services.reward.item import AnswerKey, ScoreItem
 from rollmesh.services.reward.metrics import SCORES
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import Scorer, ScorerResult
-from rollmesh.shared.errors import Overloaded
+from rollmesh.shared.errors import GroupCodeFailed, Overloaded
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.trajectory import Outcome, Reward
+from rollmesh.shared.trajectory import GroupContext, Outcome, Reward
 from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.trainer.estimators import Estimator
 
 CAUSE_CHARS_MAX = 500
 ANSWER_CHARS_MIN = 3
+FRAMES_CHARS_MAX = 900
+"""Cause and frames of a GroupCodeFailed fit in the message of a gRPC status."""
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,8 @@ class RewardEngine:
         finalizer: Finalizer,
         oracles: Oracles,
         estimator: Estimator,
+        finalizer_name: str = "",
+        estimator_name: str = "",
         concurrency_max: int,
         queue_samples_max: int,
     ) -> None:
@@ -72,6 +80,8 @@ class RewardEngine:
         self.finalizer = finalizer
         self.oracles = oracles
         self.estimator = estimator
+        self.finalizer_name = finalizer_name
+        self.estimator_name = estimator_name
         self._slots = asyncio.Semaphore(concurrency_max)
         self._queue_samples_max = queue_samples_max
         self._num_queued = 0
@@ -96,8 +106,12 @@ class RewardEngine:
         return [task.result() for task in tasks]
 
     def finalize(self, group: Group) -> Verdict:
-        """Return the verdict of the finalizer on a group."""
-        return self.finalizer.decide(group)
+        """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises."""
+        return call_group_code(f"finalizer {self.finalizer_name}", self.finalizer.decide, group)
+
+    def advantages(self, group: GroupContext) -> dict[str, float]:
+        """Return the advantages that the estimator gives the members of a group. Raise GroupCodeFailed if it raises."""
+        return call_group_code(f"estimator {self.estimator_name}", self.estimator.of_group, group)
 
     async def close(self) -> None:
         """Release resources of scorers, such as worker processes and connections."""
@@ -109,6 +123,15 @@ class RewardEngine:
     async def _score_one(self, item: ScoreItem) -> tuple[Reward, ...]:
         async with self._slots:
             return tuple([reward for scorer in self.scorers for reward in await run_scorer(scorer, item)])
+
+
+def call_group_code(what: str, function: Callable[[A], R], group: A) -> R:
+    """Return the result of a user's function of a group. Raise GroupCodeFailed with the error and the user's lines if it raises."""
+    try:
+        return function(group)
+    except Exception as error:
+        frames = user_traceback(error)[-FRAMES_CHARS_MAX:]
+        raise GroupCodeFailed(f"{what}: {' '.join(explain(error).split())[:CAUSE_CHARS_MAX]}\n{frames}") from error
 
 
 async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Reward, ...]:

@@ -51,7 +51,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 group=group.group,
                 task=_task_view(request.task),
                 members=group.members,
-                advantages=self._engine.estimator.of_group(group),
+                advantages=self._engine.advantages(group),
                 num_unscored=request.num_unscored,
                 deadline_passed=request.deadline_passed,
             )

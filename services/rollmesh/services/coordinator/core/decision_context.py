@@ -125,12 +125,14 @@ class FailedAttempts:
 
     num: int = 0
     num_alike: int = 0
+    num_undecided: int = 0
     cause: str = ""
     traceback: str = ""
 
-    def note(self, cause: str, traceback: str) -> None:
-        """Count a failed attempt."""
+    def note(self, cause: str, traceback: str, num_undecided: int) -> None:
+        """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not decide."""
         self.num += 1
+        self.num_undecided += num_undecided
         self.num_alike = self.num_alike + 1 if _kind(cause) == _kind(self.cause) else 1
         self.cause, self.traceback = cause, traceback
 
@@ -180,9 +182,9 @@ class EphemeralState:
     failed: FailedAttempts = field(default_factory=FailedAttempts)
     """All failed attempts since this coordinator started."""
 
-    def note_failure(self, cause: str, traceback: str = "") -> None:
-        """Count a failed attempt."""
-        self.failed.note(cause, traceback)
+    def note_failure(self, cause: str, traceback: str = "", *, num_undecided: int = 0) -> None:
+        """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not decide."""
+        self.failed.note(cause, traceback, num_undecided)
         where = cause.partition(":")[0].partition(" ")[0]
         if where in self.failing or len(self.failing) < FAILING_MAX:
             failing = self.failing.setdefault(where, Failing())

@@ -159,10 +159,11 @@ class GroupDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalizeFailed:
-    """Failure of `FinalizeGroup`: the reward service cannot decide on this group."""
+    """Failure of `FinalizeGroup`: the reward service cannot decide on this group. `traceback` has the lines of the user's code."""
 
     group: str
     cause: str
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

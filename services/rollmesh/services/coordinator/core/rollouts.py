@@ -332,6 +332,7 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
     group = ctx.state.groups.get(answer.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:
         return  # cancelled meanwhile
+    ctx.ephemeral.failed.num_undecided = 0
     adjusted = {a.sample_id: a.rewards for a in answer.adjusted if a.sample_id in group.samples}
     members = tuple(
         SampleRewards(sample_id=s.sample_id, rewards=adjusted.get(s.sample_id, s.meta.rewards))
@@ -362,11 +363,13 @@ def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
     group = ctx.state.groups.get(answer.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:
         return  # cancelled meanwhile
-    ctx.ephemeral.note_failure(answer.cause)
     live = tuple(s.sample_id for s in group.live_samples())
+    ctx.ephemeral.note_failure(answer.cause, answer.traceback, num_undecided=len(live))
     ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="NOT_FINALIZED"))
     episode = next(iter(group.episodes))
-    ctx.effect(DeadLetter(episode, answer.cause, group.task, group.group, group.purpose, group.draw, 1))
+    ctx.effect(
+        DeadLetter(episode, answer.cause, group.task, group.group, group.purpose, group.draw, 1, answer.traceback)
+    )
 
 
 def _may_grow(ctx: DecisionContext, group: GroupState, num: int) -> bool:
