@@ -36,7 +36,7 @@ class About(Settings):
     formula: str = ""
     """The method in one formula."""
     seeds: tuple[str, ...] = ()
-    """Rows of the catalog of methods that the recipe covers, e.g. S015."""
+    """Numbers of the methods in the catalog of papers of the project, e.g. S015. Informational: `paper` names the source."""
     status: Literal["works", "partial"] = "works"
     """Whether the recipe does all of the method."""
     missing: str = ""

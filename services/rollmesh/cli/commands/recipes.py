@@ -9,7 +9,7 @@ from rollmesh.cli.app import AsJson, app, report_errors
 
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
-    """List the built-in recipes, with the rows of the method catalog that they cover.
+    """List the built-in recipes. --json adds the paper, the formula, the missing part and the test of each.
 
     `recipe: NAME` in a configuration uses one. A file beside the configuration is named by its path, e.g. `recipe: mine.yaml`.
     """
@@ -30,8 +30,7 @@ def recipes(as_json: AsJson = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "kind", "seeds", "status", "summary", box=None, pad_edge=False)
+    table = Table("name", "status", "summary", box=None, pad_edge=False)
     for one in found:
-        status = f"{one['status']}, without: {one['missing']}" if one["missing"] else one["status"]
-        table.add_row(one["name"], one["kind"], " ".join(one["seeds"]), status, one["summary"])
+        table.add_row(one["name"], one["status"], one["summary"])
     Console().print(table)
