@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,20 @@ def test_every_package_says_what_it_is_for() -> None:
     for portion in PORTIONS:
         for init in (ROOT / portion).rglob("__init__.py"):
             assert init.read_text().startswith('"""'), f"{init} has no docstring"
+
+
+def test_paths_in_the_documentation_exist() -> None:
+    """Every relative link, and every named path below docs, configs and examples."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    missing = []
+    for page in pages:
+        text = page.read_text()
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+        missing += [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+        named = re.findall(r"(?<![\w/.-])((?:docs|configs|examples)/[\w./-]*\w)", text)
+        missing += [f"{page.name}: {path}" for path in named if not (ROOT / path).exists()]
+    assert len(pages) > 20
+    assert missing == []
 
 
 def test_class_names_are_unique() -> None:

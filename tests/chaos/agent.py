@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.rollout.agent import Task
-from rollmesh.services.rollout.environment import Environment
+from rollmesh.services.rollout.agent import Environment, Task
 
 NUM_CALLS = 2
 

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from rollmesh.services.rollout.agent import Task
-from rollmesh.services.rollout.environment import Environment
+from rollmesh.services.rollout.agent import Environment, Task
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.services.rollout.agent import Task
-from rollmesh.services.rollout.environment import Environment
+from rollmesh.services.rollout.agent import Environment, Task
 
 NUM_TURNS = 6
 
