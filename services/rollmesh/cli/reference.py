@@ -39,6 +39,14 @@ REGISTRIES = {
     "reward.scorers": "rollmesh.services.reward.scorer:SCORERS",
     "reward.finalizer": "rollmesh.services.reward.finalizer:FINALIZERS",
     "rollout.agent": "rollmesh.services.rollout.agent:AGENTS",
+    "sandbox.engine": "rollmesh.services.sandbox.engine:ENGINES",
+    "sandbox.languages.NAME": "rollmesh.services.sandbox.languages:LANGUAGES",
+    "sandbox.egress.NAME.retrieval.backend": "rollmesh.services.sandbox.egress.retrieval.backend:BACKENDS",
+    "inference.engine": "rollmesh.services.inference.engine:INFERENCE_ENGINES",
+    "learner.engine": "rollmesh.services.learner.engine:TRAINERS",
+    "learner.estimator": "rollmesh.trainer.estimators.base:ESTIMATORS",
+    "learner.loss": "rollmesh.trainer.losses.base:LOSSES",
+    "reward.oracles.SCHEME": "rollmesh.services.reward.oracles:ORACLES",
 }
 """Keys that choose an extension, and the registries of their built-in extensions."""
 
@@ -51,7 +59,7 @@ An editor with a YAML language server reads it from a first line `# yaml-languag
 
 Relative paths of files that a user names are relative to the configuration file. An override such as `run.updates_max=50` on the
 command line replaces one key. "live" marks a key that may change when a run is resumed (docs/operations.md). The other keys are
-fixed, because the history of the run rests on them. An extension `{name, options}` may be given as the bare string `name`.
+fixed, because the history of the run depends on them. An extension `{name, options}` may be given as the bare string `name`.
 """
 CLI_HEAD = """\
 # Commands
@@ -116,6 +124,8 @@ def _type_text(node: inspect.Type) -> str:
     node = plain(node)
     if isinstance(node, inspect.LiteralType):
         return " or ".join(f"`{value}`" for value in node.values)
+    if isinstance(node, inspect.EnumType):
+        return " or ".join(f"`{member.value}`" for member in node.cls)
     if isinstance(node, inspect.DictType):
         return f"mapping of name to {_type_text(node.value_type)}"
     if isinstance(node, inspect.VarTupleType | inspect.ListType):
@@ -137,10 +147,10 @@ def _type_text(node: inspect.Type) -> str:
 
 
 def _brief(expected: str) -> str:
-    """`expected` without "must": "in [0, 60]", "length <= 64", "pattern `^/`"."""
+    """`expected` without "must": "in [0, 60]", "length <= 64", "pattern `^/`", "not empty"."""
     if expected.startswith("must match "):
         return f"pattern `{expected.removeprefix('must match ')}`"
-    return expected.removeprefix("must ").removeprefix("be ").removeprefix("have a ")
+    return expected.removeprefix("must ").replace("be ", "", 1).removeprefix("have a ")
 
 
 def _default_text(field: inspect.Field) -> str:
@@ -162,18 +172,24 @@ def _wrapped(text: str) -> list[str]:
 def commands() -> str:
     """Return the page about all commands."""
     group: Any = typer.main.get_command(app)
-    lines = [CLI_HEAD]
-    with group.context_class(group, info_name="rollmesh") as parent:
-        for name in group.list_commands(parent):
-            command = group.commands[name]
-            context = command.context_class(command, info_name=name, parent=parent)
-            lines += [f"## rollmesh {name}\n", *_wrapped(" ".join((command.help or "").split())), ""]
-            lines += ["```", f"rollmesh {name} {' '.join(command.collect_usage_pieces(context))}", "```", ""]
-            for parameter in command.params:
-                if (record := parameter.get_help_record(context)) is not None and "--help" not in parameter.opts:
-                    lines += _wrapped(f"- `{' '.join(record[0].split())}`: {' '.join(record[1].split())}".rstrip(": "))
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    with group.context_class(group, info_name="rollmesh") as context:
+        return "\n".join([CLI_HEAD, *_commands(group, context)]).rstrip() + "\n"
+
+
+def _commands(group: Any, parent: Any) -> Iterator[str]:
+    """The commands of a group, each followed by its subcommands."""
+    for name in group.list_commands(parent):
+        command = group.commands[name]
+        context = command.context_class(command, info_name=name, parent=parent)
+        yield f"## {context.command_path}\n"
+        yield from [*_wrapped(" ".join((command.help or "").split())), ""]
+        yield from ["```", f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}", "```", ""]
+        records = [one.get_help_record(context) for one in command.params if "--help" not in one.opts]
+        for form, text in filter(None, records):
+            yield from _wrapped(f"- `{' '.join(form.split())}`: {' '.join(text.split())}".rstrip(": "))
+        yield from [""] * any(records)
+        if hasattr(command, "list_commands"):
+            yield from _commands(command, context)
 
 
 def main() -> None:

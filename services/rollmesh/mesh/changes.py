@@ -66,7 +66,7 @@ def check_changes(changes: tuple[ConfigChange, ...]) -> None:
     if fixed:
         listed = "; ".join(f"`{change.key}` {describe(change)}" for change in fixed)
         raise ChangeRefused(
-            f"{listed}: fixed after the run began, because its history rests on it (docs/configuration.md lists what may change); "
+            f"{listed}: fixed after the run began, because its history depends on it (docs/configuration.md lists what may change); "
             "set it back, or train a new run with it",
             keys=",".join(change.key for change in fixed),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,26 @@ def test_the_page_states_type_default_range_unit_and_change_rule() -> None:
     page = configuration()
     assert "- **`run.batch_groups`** (integer, default `16`, in [1, 65536]): Groups (tasks) per update." in page
     assert "- **`run.episode_lease_s`** (number, default `30.0`, in [0.01, 86400], s, live)" in page
+    assert '- **`learner.normalization`** (`token` or `sequence_mean`, default `"token"`)' in page
+    assert '- **`inference.directory`** (string, default `"inference"`, not empty, live)' in page
+
+
+def test_the_page_describes_every_option_of_every_built_in_extension() -> None:
+    page = configuration()
+    assert set(re.findall(r"^### Options of \S+(?: \S+)* `(\w+)`", page, re.MULTILINE)) >= {
+        "torch",
+        "gdpo",
+        "tis",
+        "jsonl",
+        "corpus",
+    }
+    assert re.findall(r"^- \*\*`.*\):$(?!\n  )", page, re.MULTILINE) == [], "options without a description"
+
+
+def test_the_commands_include_subcommands() -> None:
+    page = commands()
+    assert "rollmesh dead replay [OPTIONS] {run}" in page
+    assert "\n\n\n" not in page
 
 
 def test_every_setting_is_described() -> None:

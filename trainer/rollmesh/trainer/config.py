@@ -77,7 +77,7 @@ class UpdateConfig(Settings):
     loss: tuple[LossTerm, ...] = (LossTerm("ppo_clip"),)
     """Terms whose weighted sum is the loss. A list in a configuration file replaces the list of the recipe."""
     normalization: Normalization = Normalization.TOKEN
-    """What the loss of an optimizer step averages over."""
+    """What the loss of an optimizer step averages over: `token` counts every trained token alike, `sequence_mean` every sample."""
     optimizer: Annotated[OptimizerConfig, LIVE] = OptimizerConfig()
     """AdamW and its schedule."""
     packing: Annotated[PackingConfig, LIVE] = PackingConfig()

@@ -33,15 +33,15 @@ class LearnerRetryConfig(RetryConfig):
     """Retries while the gateway is unreachable, and restarts from a checkpoint."""
 
     restarts_max: NonNegativeInt = 8
-    """Maximum number of consecutive restarts from a checkpoint without a new checkpoint; then the error is permanent. This also
-    stops two learners that fence each other."""
+    """Maximum number of consecutive restarts from a checkpoint without a new checkpoint; then the error is permanent. This limit
+    also ends a cycle in which two learners attach alternately and fence each other."""
 
 
 class LearnerConfig(UpdateConfig):
     """Settings of the trainer, its model and the storage of its state."""
 
     directory: Annotated[NonEmptyStr, LIVE] = "learner"
-    """Folder of the learner: `checkpoints/`, `publishing/`, `metrics.jsonl`, `tensorboard/`."""
+    """Folder of the learner: `checkpoints/`, `publishing/`, `metrics.jsonl`, `tensorboard/`. `rollmesh train` sets it to the run folder."""
     engine: Extension = Extension("torch")
     """The trainer: `torch`, `fake` (without a model, for tests), or a custom one as `file.py:Name`."""
     model: str = ""

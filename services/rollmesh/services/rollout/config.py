@@ -63,7 +63,8 @@ class LimitsConfig(Settings):
     tokens_max: PositiveInt = 4096
     """Maximum number of sampled tokens over all turns and branches."""
     context_tokens_max: PositiveInt = 1024
-    """Maximum sequence length in tokens, with prompt and observations; at most the engine's `context_max` (same default)."""
+    """Maximum sequence length in tokens, with prompt and observations; at most the engine's `context_max`
+    (`inference.engine.options.context_max`; both are 1024 by default, set both)."""
     run_s_max: PositiveFloat = 600.0
     """Maximum time in the RUN stage, seconds."""
     observation_chars_max: Annotated[int, Meta(ge=16)] = 4096

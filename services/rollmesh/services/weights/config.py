@@ -15,7 +15,7 @@ class DepotConfig(Settings):
     """Where the depot keeps versions, and how many."""
 
     directory: NonEmptyStr = "depot"
-    """Folder of the blobs, the depot's own. On /dev/shm it is fast and gone with the host; elsewhere it is durable."""
+    """Folder of the blobs, used by this depot alone. On /dev/shm it is fast, and is lost when the host restarts; elsewhere it is durable."""
     quota_bytes: PositiveInt = 64 << 30
     """Most bytes stored; an upload beyond is refused as DISK_FULL. At least `versions_max` + 1 versions should fit."""
     versions_max: Annotated[int, Meta(ge=2)] = 4

@@ -28,7 +28,9 @@ class DecoupledPpoOptions(Settings):
     """Clip bounds around the proximal policy, and the cap of the importance weight."""
 
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """Distance of pi / prox below 1 up to which it gets a gradient if the advantage is negative."""
     clip_high: PositiveFloat = 0.28
+    """Distance of pi / prox above 1 up to which it gets a gradient if the advantage is positive."""
     weight_max: Annotated[float, Meta(ge=1)] = 2.0
     """Cap of prox / mu. A higher value gives less bias and more variance."""
     over_max: Literal["truncate", "mask"] = "truncate"

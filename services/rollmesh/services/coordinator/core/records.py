@@ -54,7 +54,7 @@ class RunSettings(Settings):
     """Name of the consumer of its samples."""
     max_staleness: Annotated[int, Meta(ge=0, le=EPISODES_LIVE_MAX - 1), LIVE] = 2
     """eta: largest number of updates between the oldest trained token and its update. 0 is on-policy. A larger value hides longer tails
-    and drifts more (docs/staleness.md)."""
+    and trains on older samples (docs/staleness.md)."""
     batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Groups (tasks) per update."""
     group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16
@@ -82,7 +82,7 @@ class RunSettings(Settings):
     seed: NonNegativeInt = 0
     """Key of all draws: tasks, sampling, minibatches."""
     success_reward: SpecName = "correct"
-    """Name of the reward that counts as success (1) or failure (0) in evaluations."""
+    """Name of the reward whose mean evaluations report as success: 1 is success, 0 is failure, and values between them are averaged."""
     seconds_max: Annotated[float, Meta(ge=0, le=1e9), LIVE] = 0.0
     """The run ends after this many seconds. Only time counts in which a coordinator leads the run, over all restarts. 0: no limit."""
     success_target: Annotated[Share, LIVE] = 0.0

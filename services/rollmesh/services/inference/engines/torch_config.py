@@ -17,7 +17,8 @@ class TorchEngineConfig(Settings):
     """
 
     model: str
-    """Folder with `config.json`, and with `tokenizer.json` if stop strings are used. Weights are loaded by `prepare`."""
+    """Folder with `config.json`, and with `tokenizer.json` if stop strings are used. Weights are loaded by `prepare`.
+    A mesh sets it to the model of the run."""
     forward: Forward = "auto"
     """How the model runs. `auto` takes the first of the others whose log-probs equal the plain transformers forward: `built_in` is
     the engine's decoder, `cached` is transformers with the model's cache, one sequence at a time, and `recompute` is transformers
