@@ -44,6 +44,8 @@ async def test_runs_one_after_the_other_stay_as_fast_as_the_first(tmp_path: Path
         print(f"{num_runs} runs: publication to batch {first:.3f} s in the first five, {last:.3f} s in the last five")
         assert last < GROWTH_MAX * first
         where = ("--join", mesh.gateway, "--token-file", str(mesh.token_file))
+        ended = await rollmesh("stop", "run-0", *where)
+        assert ended == "run run-0 has ended: UPDATES_MAX\n", "a run that has ended keeps its reason"
         assert await rollmesh("delete", "run-0", *where) == "run run-0 is deleted\n"
         listed = await rollmesh("status", *where, "--json")
         runs = {run["run"]: run["ended"] for run in msgspec.json.decode(listed)["runs"]}

@@ -22,6 +22,7 @@ from rollmesh.cli.commands import (
     serve,
     show,
     status,
+    stop,
     trace,
     train,
     up,
@@ -30,8 +31,8 @@ from rollmesh.cli.commands import (
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
-    demo, train, check, recipes, up, serve, drain, delete, status, health, rollout, show, score, audit, judge, clean, certs, trace,
-    doctor, bench, dead,
+    demo, train, check, recipes, up, serve, drain, stop, delete, status, health, rollout, show, score, audit, judge, clean, certs,
+    trace, doctor, bench, dead,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""
 

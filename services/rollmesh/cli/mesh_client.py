@@ -1,26 +1,34 @@
-"""A client of a running mesh for `status`, `drain` and `delete`, at the folder of a run on this host or at an address.
+"""A client of a running mesh for `status`, `drain`, `stop` and `delete`, at the folder of a run on this host or at an address.
 
-It only reads, except for Drain and DeleteRun. Collaborators: `run_folder` (the address of a run), `mesh.security` (TLS files
+It only reads, except for Drain, StopRun and DeleteRun. Collaborators: `run_folder` (the address of a run), `mesh.security` (TLS files
 from `security.*` overrides), `status_view` (shows the result).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from rollmesh.cli.run_folder import open_folder
-from rollmesh.mesh.joining import own_security
+from rollmesh.cli.run_folder import RunFolder, open_folder
+from rollmesh.mesh.joining import own_security, refuse_without_tls
 from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.run_lock import is_owned
 from rollmesh.mesh.security import open_access
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError, DeadlineExceeded, MeshError, Unavailable, Unimplemented, UnknownRun
+from rollmesh.shared.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MeshError,
+    Unavailable,
+    Unimplemented,
+    UnknownNode,
+    UnknownRun,
+)
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -46,17 +54,24 @@ class MeshAddress:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Add the remedy to Unavailable, if no mesh runs at the address."""
+        """Add the remedy to Unavailable, if no mesh runs at the address. Raises ConfigError if it accepts only TLS."""
         try:
             yield
         except Unavailable as err:
             if self.run is None:
+                asyncio.run(refuse_without_tls(self.address, self.access, option="--set "))
                 raise Unavailable(
                     f"no mesh responds at {self.address}: {err}; check the address, and that the mesh is running",
                     address=self.address,
                 ) from err
             if is_owned(self.run):
                 raise  # it is running, but does not respond now
+            if RunFolder(self.run).read_origin().is_mesh:
+                raise Unavailable(
+                    f"the mesh in {self.run} is not running: nothing responds at {self.address}; `rollmesh up {self.run}` "
+                    "restarts it",
+                    address=self.address,
+                ) from err
             raise Unavailable(
                 f"the run in {self.run} is not running: nothing responds at {self.address}; `rollmesh train {self.run}` resumes "
                 f"it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read its files",
@@ -111,12 +126,24 @@ class FleetClient:
 
     async def drain(self, node_id: str) -> None:
         """Drain a node. Raises UnknownNode."""
-        with typed_errors():
-            await self._coordinator.Drain(coordinator_pb2.DrainRequest(node_id=node_id))
+        try:
+            with typed_errors():
+                await self._coordinator.Drain(coordinator_pb2.DrainRequest(node_id=node_id))
+        except UnknownNode as err:
+            raise UnknownNode(
+                f"there is no node {node_id!r}; `rollmesh status` lists the nodes", node_id=node_id
+            ) from err
+
+    async def stop(self, run: str, reason: str = "") -> str:
+        """End a run and return the reason of its end, which is an earlier one if it had ended. Raises UnknownRun."""
+        async with self._listing_runs(run):
+            await self._runs.StopRun(run_pb2.StopRunRequest(run=run, reason=reason))
+            ended: str = (await self._runs.GetRun(run_pb2.GetRunRequest(run=run))).state.ended
+        return ended
 
     async def delete(self, run: str) -> None:
         """Delete a run that has ended. Raises UnknownRun, RunLive."""
-        with typed_errors():
+        async with self._listing_runs(run):
             await self._runs.DeleteRun(run_pb2.DeleteRunRequest(run=run), timeout=DELETE_S_MAX)
 
     async def until_gone(self, node_id: str, *, limit_s: float, clock: Clock) -> None:
@@ -132,6 +159,16 @@ class FleetClient:
                     raise
             await clock.sleep(POLL_S)
         raise DeadlineExceeded(f"node {node_id} has not left within {limit_s:.0f} s; `rollmesh status` shows its work")
+
+    @asynccontextmanager
+    async def _listing_runs(self, run: str) -> AsyncIterator[None]:
+        """Raise errors of a call as MeshError. An UnknownRun lists the runs of the mesh."""
+        try:
+            with typed_errors():
+                yield
+        except UnknownRun as err:
+            names = ", ".join(sorted(await self._run_names())) or "none"
+            raise UnknownRun(f"there is no run {run!r}; runs of this mesh: {names}", run=run) from err
 
     async def _run_names(self) -> list[str]:
         try:

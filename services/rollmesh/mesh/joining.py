@@ -75,11 +75,7 @@ async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
     if options.kind not in KINDS:
         raise ConfigError(f"the kind of a joining node must be one of {', '.join(KINDS)}, got `{options.kind}`")
     access = open_access(own_security(options.overrides), base_dir=Path.cwd(), run_token=options.token_file)
-    if access.tls is None and await speaks_tls(options.address):
-        raise ConfigError(
-            f"the mesh at {options.address} accepts TLS connections only, and no certificates were given; add security.ca=FILE "
-            "security.certificate=FILE security.key=FILE"
-        )
+    await refuse_without_tls(options.address, access)
     async with open_channel(options.address, access=access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         described = await _ask(stub, options.address)
@@ -89,6 +85,15 @@ async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
             await fetch_model_files(stub, described.model_files, folder / "model")
     config = _joined_config(described, options, folder)
     return _layout(config, described, access, folder, options), name
+
+
+async def refuse_without_tls(address: str, access: Access, *, option: str = "") -> None:
+    """Raise ConfigError if the server accepts only TLS and `access` has no certificates. `option` precedes the settings."""
+    if access.tls is None and await speaks_tls(address):
+        files = " ".join(f"{option}security.{name}=FILE" for name in ("ca", "certificate", "key"))
+        raise ConfigError(
+            f"the mesh at {address} accepts TLS connections only, and no certificates were given; add {files}"
+        )
 
 
 async def speaks_tls(address: str) -> bool:

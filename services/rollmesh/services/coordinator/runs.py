@@ -179,7 +179,10 @@ class Runs:
                 led = None  # no live run can come from it; remove the rest of it
             if led is not None:
                 if await led.driver.read(lambda core, _: core.state.spec is not None and not core.state.ended):
-                    raise RunLive(f"run {run} is live and cannot be deleted; StopRun it first", run=run)
+                    raise RunLive(
+                        f"run {run} is live and cannot be deleted; end it first with `rollmesh stop {run}` (StopRun)",
+                        run=run,
+                    )
                 await forget(run)
                 del self._led[run]
                 await led.stop()
@@ -222,7 +225,7 @@ class Runs:
             if len(self.live) >= self._config.runs_max:
                 raise Overloaded(
                     f"this coordinator leads {len(self.live)} live runs, `coordinator.runs_max` is {self._config.runs_max}; "
-                    "StopRun one of them, or use another mesh"
+                    "end one with `rollmesh stop NAME` (StopRun), or use another mesh"
                 )
             await self._reserve(run)
             try:
