@@ -168,7 +168,7 @@ def sampled_segment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """One named number about a sample or one of its segments, with the evidence it rests on. Never aggregated here."""
+    """One named number about a sample or one of its segments, with the evidence for it. Never aggregated here."""
 
     name: str
     value: float
