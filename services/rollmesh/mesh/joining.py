@@ -30,8 +30,9 @@ from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded,
 from rollmesh.shared.ids import RandomIds
 from rollmesh.shared.model_files import fetch_model_files
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.addresses import host_of, port_of
+from rollmesh.shared.rpc.addresses import host_of, is_loopback, port_of
 from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
@@ -43,6 +44,8 @@ SINGLE = ("depot", "learner")
 KINDS = (*MANY, *SINGLE)
 CONFIG_FILE = "mesh.yaml"
 """File in the node's folder with the received configuration. It is informational."""
+_CLIENTS = ("rollout", "learner")
+"""Kinds that serve no other process."""
 ASK_S_MAX = 30.0
 TLS_S_MAX = 5.0
 CHECK_S = 10.0
@@ -84,6 +87,7 @@ async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
         if described.model_files:
             await fetch_model_files(stub, described.model_files, folder / "model")
     config = _joined_config(described, options, folder)
+    refuse_loopback(config, options.kind, described.coordinator)
     return _layout(config, described, access, folder, options), name
 
 
@@ -208,6 +212,19 @@ def _joined_config(described: pb.GetMeshResponse, options: JoinOptions, folder: 
     path = folder / CONFIG_FILE
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return load_config(MeshConfig, path, others)
+
+
+def refuse_loopback(config: MeshConfig, kind: str, coordinator: str) -> None:
+    """Raise ConfigError if a serving node would advertise an address that only this host reaches to a mesh on another address."""
+    if kind in _CLIENTS or coordinator.startswith("unix:") or is_loopback(host_of(coordinator)):
+        return
+    server = config.network.listening(getattr(getattr(config, kind), "server", ServerConfig()))
+    host = server.advertise or host_of(server.address)
+    if is_loopback(host):
+        raise ConfigError(
+            f"the mesh is on {host_of(coordinator)}, and this node would advertise {host}, which other hosts cannot reach; set "
+            "network.host=ADDRESS to an address of this host"
+        )
 
 
 def _layout(

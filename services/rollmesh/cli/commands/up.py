@@ -29,7 +29,7 @@ def up(
     A restarted mesh has its address, its token and its runs again: a trainer attaches with its checkpoint and continues.
 
     The learner and the run of the configuration are not started. A run may have any name. Its policy must be `inference.policy`
-    of the configuration, and one run at a time gets the inference nodes.
+    of the configuration, and one run at a time gets the inference nodes. Ctrl-C stops the mesh, with exit code 0.
     """
     with report_errors():
         import asyncio
@@ -89,13 +89,16 @@ async def _until_ready(mesh: Supervisor) -> None:
 
 
 def _how_to_reach(folder: RunFolder, mesh: Supervisor) -> str:
+    from rollmesh.shared.rpc.addresses import host_of, is_loopback
+
     security = mesh.layout.config.security
     token = mesh.layout.base_dir / security.token_file if security.token_file else folder.root / "token"
+    here = "" if is_loopback(host_of(mesh.layout.gateway)) else " network.host=ADDRESS"
     tls = " security.ca=FILE security.certificate=FILE security.key=FILE" if security.has_tls else ""
     return (
         f"gateway    {mesh.layout.gateway}\n"
         f"token      {token}\n"
-        f"add a node rollmesh serve inference --join {mesh.layout.gateway} --token-file {token}{tls}\n"
+        f"add a node rollmesh serve inference --join {mesh.layout.gateway} --token-file {token}{here}{tls}\n"
         f"status     rollmesh status {folder.root} --watch\n"
         "Ctrl-C stops the mesh."
     )
