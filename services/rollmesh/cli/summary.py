@@ -70,7 +70,8 @@ def summarize(
 ) -> Summary:
     """Return the summary of the folder."""
     last, evals = series.last, series.evals_by_step
-    before, after = (evals[0], evals[-1]) if evals else (None, None)
+    before = evals[0] if evals else None
+    after = evals[-1] if evals and evals[-1].step > 0 else None
     checkpoint = folder.newest_checkpoint()
     return Summary(
         run=config.run.name,
@@ -144,6 +145,8 @@ def summary_text(summary: Summary) -> str:
     before, after = summary.heldout_success_before, summary.heldout_success_after
     if before is not None and after is not None:
         result += f"; held-out success {before:.3f} -> {after:.3f}"
+    elif before is not None:
+        result += f"; held-out success {before:.3f} at update 0 (not evaluated since)"
     lines = [result]
     if summary.ended:
         lines.append(f"  ended by    {summary.ended}")

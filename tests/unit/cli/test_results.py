@@ -11,7 +11,7 @@ from rollmesh.cli.results import write_results
 from rollmesh.cli.series import Point, Series
 from rollmesh.cli.summary import learner_seconds, milestones, summarize, summary_text
 from rollmesh.trainer.checkpoint_files import list_checkpoints
-from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point
+from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point, recorded_series
 
 # The fields that scripts rely on.
 FIELDS = {
@@ -103,6 +103,14 @@ def test_report_of_an_empty_run_is_written(tmp_path: Path) -> None:
     folder.metrics.unlink()
     write_results(folder, config, outcome="interrupted")
     assert "can be resumed" in folder.report.read_text()
+
+
+def test_a_run_that_was_evaluated_only_before_its_first_update_has_no_success_after_it(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    series = Series(points=recorded_series().points, evals=[recorded_eval(0, 0.558, time_s=1.0)])
+    summary = summarize(folder, config, series, outcome="finished", warm_start_s=0.0)
+    assert (summary.heldout_success_before, summary.heldout_success_after) == (0.558, None)
+    assert "held-out success 0.558 at update 0 (not evaluated since)" in summary_text(summary)
 
 
 @pytest.mark.parametrize(("outcome", "resumable"), [("finished", False), ("interrupted", True)])
