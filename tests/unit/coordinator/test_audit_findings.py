@@ -218,6 +218,8 @@ def test_a_change_that_the_record_lists_holds() -> None:
     report = audit(changed(LISTED, ConfigChange(key="learner.threads", old="1", new="2"), max_staleness=50))
     assert report.holds, report.to_text()
     assert [line.key for line in report.changes] == ["run.max_staleness", "learner.threads"]
+    position = report.changes[0].position
+    assert f"staleness     bound 50 (1 before record {position}); samples used by staleness: " in report.to_text()
 
 
 @pytest.mark.parametrize(

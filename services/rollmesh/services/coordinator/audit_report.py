@@ -136,7 +136,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             f"  samples       {_describe(self.samples)}",
             f"  evaluation    {_describe(self.eval_samples)}",
             f"  updates       {self.updates} committed, {self.updates_skipped} of them skipped; {self.updates_undone} undone",
-            f"  staleness     eta {self.eta}, samples used by staleness: {lags}",
+            f"  staleness     {self._bounds()}; samples used by staleness: {lags}",
             f"  digest        {self.digest or '(none)'}",
             f"  head          {self.head}",
         ]
@@ -151,6 +151,15 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"  remedy for {check}: {REMEDIES[check]}" for check in CHECKS if check in broken]
         lines += [f"  #{line.position} {line.what}" for line in self.history]
         return "\n".join(lines)
+
+    def _bounds(self) -> str:
+        """Return the staleness bound and the bounds before it."""
+        earlier = [
+            f"{change.old} before record {change.position}"
+            for change in self.changes
+            if change.key == "run.max_staleness"
+        ]
+        return f"bound {self.eta}" + (f" ({', '.join(earlier)})" if earlier else "")
 
     def _verdict(self, check: str, broken: bool) -> str:
         if broken:
