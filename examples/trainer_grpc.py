@@ -4,6 +4,7 @@
 
 The order of the calls is in `train`; docs/trainers.md gives the reason for each. OUT_FOLDER gets the checkpoint and the weights. After a
 crash, start the same command again: the trainer resumes from its checkpoint, and the coordinator resolves the samples in between.
+The channel has no TLS, so the gateway must be on loopback.
 """
 
 from __future__ import annotations
@@ -292,6 +293,9 @@ def train(address: str, token: str, model_folder: Path, spec: events_pb2.RunSpec
 
 
 def main() -> None:
+    if len(sys.argv) != 6:
+        print((__doc__ or "").strip())
+        sys.exit(0 if sys.argv[1:] == ["--help"] else 2)
     address, token_file, model_folder, spec_file, out = sys.argv[1:]
     token = Path(token_file).read_text().strip()
     spec = events_pb2.RunSpec(**json.loads(Path(spec_file).read_text()))
