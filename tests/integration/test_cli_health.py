@@ -35,6 +35,7 @@ async def test_a_server_that_serves_is_healthy_and_one_that_is_gone_is_not() -> 
         assert (code, "NOT_FOUND" in output) == (1, True)
     code, output = await check(f"127.0.0.1:{lasting_ports(1)[0]}", "--timeout-s", "0.3")
     assert (code, "DEADLINE_EXCEEDED" in output or "UNAVAILABLE" in output) == (1, True), output
+    assert "it is not running, or it needs --set security.ca=FILE" in output
 
 
 @pytest.mark.parametrize(("run", "address"), [(None, ""), (Path("runs/x"), "127.0.0.1:1")])

@@ -134,8 +134,9 @@ class Mesh:
         """Start a service, also after `stop`."""
         assert name not in self._services, f"{name} runs already"
         assert self._bus is not None, "enter the mesh first"
+        trained = {"run": self.run} if name == "learner" else {}  # other services may serve runs of other names
         with (
-            log_context(node=name, run=self.run),
+            log_context(node=name, **trained),
             libraries_needed(name),
         ):  # the tasks that the service starts inherit the context
             service = build_service(name, self.layout, self._bus, **self._options.get(name, {}))

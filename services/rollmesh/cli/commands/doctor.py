@@ -45,7 +45,7 @@ def _show(findings: Sequence[HostFinding]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for title in ("", "what", "found", "so"):
+    for title in ("", "check", "found", "effect"):
         table.add_column(title, overflow="fold")
     for finding in findings:
         mark = "ok" if finding.holds else "MISSING" if finding.required else "absent"

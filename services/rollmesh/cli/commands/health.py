@@ -61,6 +61,9 @@ def check_health(
     else:
         access = Access(NO_TOKEN, open_tls(own_security(overrides), base_dir=Path.cwd()))
     state = asyncio.run(_state(address, access, service, timeout_s))
+    if state.startswith(("UNAVAILABLE", "DEADLINE_EXCEEDED")):
+        files = ", or it needs --set security.ca=FILE --set security.certificate=FILE --set security.key=FILE"
+        state += f"; it does not respond: it is not running{'' if access.tls else files}"
     return state == "SERVING", f"{address} {service or 'server'}: {state}"
 
 
