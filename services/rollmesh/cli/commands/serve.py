@@ -26,7 +26,7 @@ def serve(
         Path, typer.Option("--token-file", help="File with the token of the mesh. Only its owner may read it.")
     ],
     overrides: Overrides = None,
-    name: Annotated[str, typer.Option(help="Node name, unique in the mesh.", show_default="SERVICE-HOST-RANDOM")] = "",
+    name: Annotated[str, typer.Option(help="Suffix of the node's id: SERVICE-NAME.", show_default="HOST-RANDOM")] = "",
     base_dir: Annotated[
         Path | None,
         typer.Option(
