@@ -6,7 +6,9 @@ All views read it from GetRun and WatchRun (`RunState.failed_attempts`, `SampleC
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from rollmesh.cli.run_folder import shown
 from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.shared.text import count_of
 from rollmesh.v1 import run_pb2
@@ -57,11 +59,17 @@ def _reason(reason: str) -> str:
 
 
 def refuse_if_all_failed(
-    state: run_pb2.RunState, num_max: int, *, failed_before: int = 0, tokens_before: int = 0
+    state: run_pb2.RunState,
+    num_max: int,
+    *,
+    folder: Path | None = None,
+    failed_before: int = 0,
+    tokens_before: int = 0,
 ) -> None:
     """Raise AllFailed if `num_max` samples failed with the same kind of error and none was scored since the given counts.
 
     The same holds if `num_max` scored samples failed because no decision on a group succeeded. `num_max` 0 disables it.
+    `folder` is that of a run that can be resumed; the message names its commands.
     """
     failed = state.failed_attempts
     num = state.samples.failed - failed_before
@@ -74,11 +82,11 @@ def refuse_if_all_failed(
         return
     else:
         what = f"the first {num:,} samples all failed with the same kind of error"
-    raise AllFailed(
-        f"{what}: {failure_text(failed)}\n"
-        "fix the cause, then resume with `rollmesh train` on the run's folder; `rollmesh dead replay` retries the tasks",
-        run=state.run,
-    )
+    remedy = "fix the cause, then run the command again"
+    if folder is not None:
+        run = shown(folder)
+        remedy = f"fix the cause, then resume with `rollmesh train {run}`; `rollmesh dead replay {run} --all` retries the tasks"
+    raise AllFailed(f"{what}: {failure_text(failed)}\n{remedy}", run=state.run)
 
 
 def failure_text(failed: run_pb2.FailedAttempts) -> str:

@@ -182,7 +182,7 @@ class _Check:
             self.mistakes.append(
                 ConfigError(
                     f"`run.success_reward`: no scorer gives a reward called `{config.run.success_reward}`; "
-                    f"known: {', '.join(names)}",
+                    f"known: {', '.join(names)}; set run.success_reward to one of these",
                     key="run.success_reward",
                 )
             )

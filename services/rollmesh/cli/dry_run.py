@@ -8,7 +8,9 @@ Collaborators: `export_run` (runs the episode), `causes` (describes a failure).
 
 from __future__ import annotations
 
+import re
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import msgspec
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.export_run import RolloutOptions, RolloutSummary, prepare, run_rollout
-from rollmesh.cli.samples import SampleLine, rewards_of
+from rollmesh.cli.samples import ACTION, SampleLine, rewards_of
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.services.reward.config import shown_name
 from rollmesh.services.reward.engine import call_group_code
@@ -29,6 +31,8 @@ EPISODE_S_MARGIN = 60.0
 
 MEMBERS = 2
 """Number of copies of the episode in the group that the estimator gets, because a baseline needs more than one."""
+
+_NOT_AWAITED = re.compile(r"coroutine '(?:.*\.)?Environment\.(\w+)' was never awaited")
 
 
 def run_dry(
@@ -49,8 +53,14 @@ def run_dry(
             lines.append(line)
             on_sample(line)
 
-        summary = run_rollout(run_folder, config, base_dir, None, on_sample=take, on_phase=on_phase)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", RuntimeWarning)
+            summary = run_rollout(run_folder, config, base_dir, None, on_sample=take, on_phase=on_phase)
+    if summary.interrupted:
+        return
+    refuse_not_awaited([str(one.message) for one in found])
     _refuse_failure(summary)
+    refuse_no_action(lines)
     if lines:
         estimator = make_estimator(config.learner.estimator, config.reward.weights, base_dir)
         call_estimator(config.learner.estimator.name, estimator, lines)
@@ -68,6 +78,24 @@ def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine])
         call_group_code(f"estimator {shown_name(name)}", estimator.of_group, group)
     except GroupCodeFailed as err:
         raise ConfigError(f"the dry run's group failed: {err}") from err
+
+
+def refuse_not_awaited(messages: Sequence[str]) -> None:
+    """Raise ConfigError if a warning of Python is about a call of the environment without `await`, which does nothing."""
+    for message in messages:
+        if match := _NOT_AWAITED.search(message):
+            name = match[1]
+            raise ConfigError(
+                f"the dry run's episode failed: {name} was not awaited; write `await env.{name}(...)` in the agent"
+            )
+
+
+def refuse_no_action(lines: Sequence[SampleLine]) -> None:
+    """Raise ConfigError if the model generated nothing."""
+    if not any(segment.role == ACTION for line in lines for segment in line.segments):
+        raise ConfigError(
+            "the dry run's episode failed: the agent returned without a turn; it must call `await env.generate()`"
+        )
 
 
 def _once(config: TrainConfig, model: Path) -> TrainConfig:
@@ -95,7 +123,7 @@ def _draw_model(plan: MadeModelConfig, folder: Path, *, seed: int) -> None:
 
 
 def _refuse_failure(summary: RolloutSummary) -> None:
-    if summary.interrupted or summary.samples.get("exported"):
+    if summary.samples.get("exported") or summary.samples.get("filtered"):  # filtered: without a turn
         return
     cause = summary.failure or f"it produced no sample: {summary.ended or 'the run did not end'}"
     raise ConfigError(f"the dry run's episode failed: {cause}")

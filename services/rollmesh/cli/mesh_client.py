@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from rollmesh.cli.run_folder import RunFolder, open_folder
 from rollmesh.mesh.joining import own_security, refuse_without_tls
 from rollmesh.mesh.run_layout import open_layout
-from rollmesh.mesh.run_lock import is_owned
+from rollmesh.mesh.run_lock import still_starting
 from rollmesh.mesh.security import open_access
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import (
@@ -64,8 +64,8 @@ class MeshAddress:
                     f"no mesh responds at {self.address}: {err}; check the address, and that the mesh is running",
                     address=self.address,
                 ) from err
-            if is_owned(self.run):
-                raise  # it is running, but does not respond now
+            if starting := still_starting(self.run):
+                raise starting from err
             if RunFolder(self.run).read_origin().is_mesh:
                 raise Unavailable(
                     f"the mesh in {self.run} is not running: nothing responds at {self.address}; `rollmesh up {self.run}` "

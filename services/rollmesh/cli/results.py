@@ -28,10 +28,15 @@ def note_warm_start(folder: RunFolder, last: WarmStep, seconds: float) -> None:
     _path(folder).write_bytes(msgspec.json.encode(noted) + b"\n")
 
 
-def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome) -> Summary:
-    """Write all three files and return the summary. Raises ConfigError if the series of the folder is damaged."""
+def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome, points_before: int = 0) -> Summary:
+    """Write all three files and return the summary. Raises ConfigError if the series of the folder is damaged.
+
+    `points_before`: number of points of earlier sessions. The summary has the reason of the end only if this session recorded it.
+    """
     series = read_series(folder.series)
     summary = summarize(folder, config, series, outcome=outcome, warm_start_s=_warm_start_s(folder))
+    if len(series.points) <= points_before:
+        summary = msgspec.structs.replace(summary, ended="")
     write_report(folder, series, summary)
     write_summary(folder, summary)
     return summary

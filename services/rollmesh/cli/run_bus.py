@@ -9,6 +9,7 @@ from pathlib import Path
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.mesh.run_layout import RunLayout, open_layout
+from rollmesh.mesh.run_lock import still_starting
 from rollmesh.shared.bus.bus import Bus, BusUnavailable
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.errors import ConfigError
@@ -18,9 +19,12 @@ from rollmesh.shared.errors import ConfigError
 async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
     """Connect to the bus of a run: the configured cluster, the server that runs on its folder, or one started for the call.
 
-    Raises ConfigError if the run was never started or its streams were removed, BusUnavailable if the bus cannot be reached.
+    Raises ConfigError if the run was never started or its streams were removed, NotReady while it starts, BusUnavailable if the
+    bus cannot be reached.
     """
     if not folder.was_started:
+        if starting := still_starting(folder.root):
+            raise starting
         raise ConfigError(f"{folder.root}: the run was never started, so it has no streams; start it first")
     if folder.ledger_was_removed:
         raise ConfigError(
@@ -42,9 +46,11 @@ async def _server(layout: RunLayout) -> AsyncIterator[str]:
     server = layout.bus_server()
     try:
         await server.start()
-    except BusUnavailable:
+    except BusUnavailable as err:
         url = server.known_url()  # the server of a running run uses this folder
         if not url:
+            if starting := still_starting(layout.run_dir):
+                raise starting from err
             raise
         yield url
         return

@@ -22,8 +22,8 @@ from rollmesh.cli.disk_need import disk_need, disk_text
 from rollmesh.cli.display import View
 from rollmesh.cli.interrupts import Interrupts, Stopped
 from rollmesh.cli.results import note_warm_start, write_results
-from rollmesh.cli.run_folder import RunFolder, run_config
-from rollmesh.cli.series import Eval
+from rollmesh.cli.run_folder import RunFolder, run_config, shown
+from rollmesh.cli.series import Eval, read_series
 from rollmesh.cli.summary import Outcome, Summary
 from rollmesh.cli.watch import RunRecorder, Watcher
 from rollmesh.demo.model_process import WarmStep, make_in_process
@@ -62,6 +62,7 @@ class TrainSession:
 
     async def run(self) -> Summary:
         """Run, and return the summary, also after an interrupt. On an error, write summary and report first, then raise it."""
+        points_before = len(read_series(self.folder.series).points)
         with Interrupts(leave=self.view.close, notice=self._notice_stop) as interrupts:
             try:
                 await interrupts.unless_stopped(self._make_model())
@@ -69,7 +70,7 @@ class TrainSession:
             except Stopped:
                 self.outcome = "interrupted"
             finally:
-                summary = write_results(self.folder, self.config, outcome=self.outcome)
+                summary = write_results(self.folder, self.config, outcome=self.outcome, points_before=points_before)
                 self.view.close()
         return summary
 
@@ -137,7 +138,7 @@ class TrainSession:
                 with suppress(MeshError):  # the streamed state may be old
                     await watcher.refresh()
                 raise
-            await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN))
+            await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN, self.folder.root))
             self.outcome = "finished"
             self.view.phase("stopping the services")
 
@@ -152,14 +153,14 @@ async def make_model(
     return await make_in_process(plan, folder.model, seed=seed, limit_s=MAKE_MODEL_S_MAX, on_step=on_step)
 
 
-async def _ended(watcher: Watcher, limit_s: float) -> None:
+async def _ended(watcher: Watcher, limit_s: float, folder: Path) -> None:
     """Wait until the watcher has seen the end of the run: the last evaluation follows the last update."""
     try:
         async with asyncio.timeout(limit_s):
             await watcher.wait()
     except TimeoutError as err:
         raise DeadlineExceeded(
-            f"the learner has finished, but the run has not ended within {limit_s:.0f} s; resume it with `rollmesh train` on its folder"
+            f"the learner has finished, but the run has not ended within {limit_s:.0f} s; resume it with `rollmesh train {shown(folder)}`"
         ) from err
 
 
@@ -178,7 +179,7 @@ async def unless_hopeless(
         if not working.done():
             raise RunStalled(
                 f"the run is stalled, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then resume "
-                "with `rollmesh train` on its folder"
+                f"with `rollmesh train {shown(recorder.folder)}`"
             )
         working.result()
     finally:

@@ -12,6 +12,7 @@ from rollmesh.cli.config import load_train_config
 from rollmesh.cli.run_bus import run_bus
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.samples import RewardLine, SampleLine, sample_lines
+from rollmesh.mesh.run_lock import still_starting
 from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Reward
@@ -82,6 +83,8 @@ async def _read(root: Path, name: str) -> tuple[list[StoredRecord], SampleLine |
         try:
             ledger = await bus.open(run_streams(config.run.name).ledger.name)
         except UnknownStream as err:
+            if starting := still_starting(root):
+                raise starting from err
             raise UnknownRun(
                 f"{root}: the ledger of run {config.run.name} does not exist; start the run first", run=config.run.name
             ) from err

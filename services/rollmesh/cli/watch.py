@@ -49,6 +49,7 @@ class RunRecorder:
         first_failures_max: int = 0,
     ) -> None:
         """Append to the series in `path` if it exists. `first_failures_max`: as in RunConfig. Raises ConfigError if it is damaged."""
+        self.folder = path.parent
         self.series = read_series(path)
         self.now = self.series.last
         """The newest state, recorded or not."""
@@ -100,6 +101,7 @@ class RunRecorder:
             refuse_if_all_failed(
                 state,
                 self._first_failures_max,
+                folder=self.folder,
                 failed_before=begin.samples.get("failed", 0),
                 tokens_before=begin.tokens_generated,
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.shared.errors import FailedPrecondition
+from rollmesh.shared.errors import FailedPrecondition, NotReady
 
 FILE = "owner.lock"
 
@@ -33,7 +33,8 @@ def owned(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise RunFolderBusy(
-                f"{run_dir}: process {owner} executes this run; stop it first (Ctrl-C there, or `kill {owner}`)"
+                f"{run_dir}: process {owner} executes this run; stop it first (Ctrl-C there, or `kill {owner}`)",
+                pid=owner,
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -42,10 +43,18 @@ def owned(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_owned(run_dir: Path) -> bool:
-    """Return whether a process executes the run in the folder now."""
+def owner_of(run_dir: Path) -> str:
+    """Return the id of the process that executes the run in the folder now; empty if there is none."""
     try:
         with owned(run_dir):
-            return False
-    except RunFolderBusy:
-        return True
+            return ""
+    except RunFolderBusy as err:
+        return err.metadata["pid"]
+
+
+def still_starting(run_dir: Path) -> NotReady | None:
+    """Return the error for a run whose services do not respond although a process executes it; None if no process does."""
+    owner = owner_of(run_dir)
+    if not owner:
+        return None
+    return NotReady(f"{run_dir}: the run is still starting (process {owner}); try again in some seconds", pid=owner)

@@ -409,11 +409,15 @@ def lease(
     seed: int = 7,
     step_min: int = 0,
     lease_s: float = 30.0,
+    labels: Mapping[str, str] | None = None,
 ) -> coordinator_pb2.EpisodeLease:
-    """Return a lease of an episode whose task is a conversation of user messages."""
+    """Return a lease of an episode whose task is a conversation of user messages. `labels` are those of the task."""
     key = types_pb2.EpisodeKey(run="r", task="t", group="g", episode=f"e-{lease_id}", attempt=attempt)
     task = types_pb2.Task(
-        task_id="t", messages=[types_pb2.Message(role="user", content=content) for content in messages], tools=tools
+        task_id="t",
+        messages=[types_pb2.Message(role="user", content=content) for content in messages],
+        tools=tools,
+        labels=labels,
     )
     return coordinator_pb2.EpisodeLease(
         lease_id=lease_id,

@@ -23,7 +23,7 @@ import msgspec
 import yaml
 
 from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
-from rollmesh.shared.settings import expectation, shown
+from rollmesh.shared.settings import expectation, plain, shown
 
 T = TypeVar("T")
 MISTAKES_MAX = 50
@@ -335,10 +335,22 @@ def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
         field_path = f"{path}.{problem['name']}{problem['below']}"
         return _Mistake(field_path, problem["what"] if problem["what"].startswith("must ") else what)
     found, value = _look_up(tree, path)
+    if found and what.startswith("Invalid enum value") and (choices := _choices(type_, path)):
+        return _Mistake(path, f"must be one of {', '.join(choices)}, got {value!r}")
+    if isinstance(value, str) and what.startswith("Expected `array`"):
+        return _Mistake(path, f"expected a list, for example [{value}], got {value!r}")
     wanted = next(filter(None, (expectation(node) for node in _nodes(type_, path))), "")
     if found and wanted and what.startswith("Expected ") and ", got" not in what:
         return _Mistake(path, f"{wanted}, got {shown(value)}")
     return _Mistake(path, _with_value(what, tree, path))
+
+
+def _choices(type_: type, path: str) -> list[str]:
+    """Return the values of an enumeration or a `Literal` at `path`."""
+    nodes = [plain(node) for node in _nodes(type_, path)]
+    values = [value for node in nodes if isinstance(node, msgspec.inspect.LiteralType) for value in node.values]
+    values += [one.value for node in nodes if isinstance(node, msgspec.inspect.EnumType) for one in node.cls]
+    return [str(value) for value in values]
 
 
 def _without(tree: dict[str, Any], mistake: _Mistake) -> bool:

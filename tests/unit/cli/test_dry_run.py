@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import warnings
+
+import msgspec
 import pytest
 
-from rollmesh.cli.dry_run import MEMBERS, call_estimator
-from rollmesh.cli.samples import RewardLine, SampleLine
+from rollmesh.cli.dry_run import MEMBERS, call_estimator, refuse_no_action, refuse_not_awaited
+from rollmesh.cli.samples import ACTION, RewardLine, SampleLine, SegmentLine
+from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import GroupContext
+from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator
 
@@ -27,3 +33,29 @@ def test_the_estimator_gets_a_group_of_copies_and_its_error_fails_the_dry_run() 
         ConfigError, match=rf"group failed: estimator e.py:Raises: KeyError: {MEMBERS}\n.*\n.*raise KeyError"
     ):
         call_estimator("/tmp/e.py:Raises", Raises(weights={}), [LINE])
+
+
+class NeverAwaits:
+    async def run(self, task: object, env: Environment) -> None:
+        env.generate()  # type: ignore[unused-coroutine]
+
+
+def test_a_generate_that_was_not_awaited_fails_the_dry_run() -> None:
+    mesh = LocalMesh(script=lambda _: "4<|end|>")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        asyncio.run(mesh.runner(NeverAwaits()).run(lease()))
+    with pytest.raises(ConfigError, match="generate was not awaited"):
+        refuse_not_awaited([str(one.message) for one in found])
+    refuse_not_awaited(["coroutine 'Other.generate' was never awaited"])
+
+
+def test_an_episode_without_an_action_fails_the_dry_run() -> None:
+    with pytest.raises(ConfigError, match="returned without a turn"):
+        refuse_no_action([LINE])
+    action = SegmentLine(role=ACTION, source="policy", token_ids=[1])
+    refuse_no_action([msgspec.structs.replace(LINE, segments=[action])])
+
+
+def test_the_task_of_a_lease_has_labels() -> None:
+    assert dict(lease(labels={"topic": "sums"}).task.labels) == {"topic": "sums"}

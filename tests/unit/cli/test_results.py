@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rollmesh.cli.results import write_results
-from rollmesh.cli.series import Point, Series
+from rollmesh.cli.series import Point, Series, encode_line, read_series
 from rollmesh.cli.summary import learner_seconds, milestones, summarize, summary_text
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point, recorded_series
@@ -120,3 +120,14 @@ def test_the_summary_text_names_the_checkpoint_and_how_to_resume(tmp_path: Path,
     assert "0.450 -> 0.900" in text
     assert f"checkpoint  {folder.root}/checkpoints/update-00000012.0" in text
     assert (f"rollmesh train {folder.root}" in text) is resumable
+
+
+def test_the_end_of_an_earlier_session_is_not_that_of_this_one(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    series = read_series(folder.series)
+    ended = msgspec.structs.replace(series.last, ended="MAX_UPDATES")
+    with folder.series.open("ab") as file:
+        file.write(encode_line(ended))
+    num = len(series.points) + 1
+    assert write_results(folder, config, outcome="interrupted", points_before=num - 1).ended == "MAX_UPDATES"
+    assert write_results(folder, config, outcome="interrupted", points_before=num).ended == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
@@ -140,3 +141,17 @@ def test_the_schema_carries_the_field_docstrings() -> None:
     assert schema["$ref"] == "#/$defs/Config"
     assert schema["$defs"]["Rollout"]["properties"]["turns_max"]["description"] == "Turns of one episode."
     assert schema["$defs"]["Optimizer"]["additionalProperties"] is False
+
+
+class Choices(Settings):
+    """A choice and a list."""
+
+    beyond: Literal["drop", "mask"] = "drop"
+    agents: list[str] = []
+
+
+def test_a_wrong_choice_names_the_choices_and_text_for_a_list_shows_a_list() -> None:
+    with pytest.raises(ConfigError, match=r"`beyond` must be one of drop, mask, got 'x'"):
+        config_from_dict(Choices, {"beyond": "x"})
+    with pytest.raises(ConfigError, match=r"`agents`: expected a list, for example \[one\], got 'one'"):
+        config_from_dict(Choices, {"agents": "one"})

@@ -51,5 +51,7 @@ def replay(
         from rollmesh.cli.dead_letters import replay_dead
 
         taken = asyncio.run(replay_dead(run.resolve(), ids or []))
-    text = f"{len(taken)} tasks will be retried" + (f": letters {', '.join(map(str, taken))}" if taken else "")
+    text = f"{len(taken):,} tasks will be retried" + (
+        f": letters {', '.join(map(str, taken))}" if ids and taken else ""
+    )
     typer.echo(json.dumps(taken) if as_json else text)
