@@ -69,4 +69,7 @@ async def test_lines_carry_their_ids_and_no_secret(tmp_path: Path, lines: io.Str
     assert {line["episode"].partition(".")[0] for line in acting} >= {"g0", "g1"}
     by_coordinator = [line for line in found if line["logger"].startswith("rollmesh.services.coordinator")]
     assert by_coordinator
-    assert {line["run"] for line in by_coordinator} == {"chaos"}
+    assert {line["run"] for line in by_coordinator if "run" in line} == {"chaos"}
+    fleet = [line for line in by_coordinator if line["logger"].endswith("fleet_keeper")]
+    assert fleet
+    assert not [line for line in fleet if "run" in line], "the fleet serves every run of the mesh"
