@@ -50,7 +50,7 @@ __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
-    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "LeaseOut", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
+    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "LeaseOut", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
@@ -237,6 +237,12 @@ class GroupCodeFailed(FailedPrecondition):
     """The estimator or the finalizer raised on a group. It is pure, so it raises again for the same group."""
 
     reason = "GROUP_CODE_FAILED"
+
+
+class LossFailed(FailedPrecondition):
+    """A term of the loss raised; the message has its error and the lines of the user's code."""
+
+    reason = "LOSS_FAILED"
 
 
 class NoLearner(FailedPrecondition):

@@ -1,6 +1,7 @@
 """Losses against numbers computed by hand, and the gradients that remain after clipping."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import ConfigError, LossFailed
 from rollmesh.trainer.config import LossTerm, Normalization, UpdateConfig
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights
 
@@ -70,8 +71,24 @@ def test_decoupled_ppo_on_fresh_data_is_ppo_clip() -> None:
 
 
 def test_decoupled_ppo_is_rejected_without_proximal() -> None:
-    with pytest.raises(ValueError, match="reads the column `proximal`"):
+    with pytest.raises(
+        LossFailed,
+        match=r"decoupled_ppo failed: ValueError: the loss reads the column `proximal`, which does not exist",
+    ):
         loss_of("decoupled_ppo")(inputs(logs(0.5), logs(0.5), [1]))
+
+
+def test_a_term_that_raises_is_reported_with_the_users_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Bad:\n    needs = ()\n    def __call__(self, inputs):\n        return inputs.logprobz.sum(), {}\n"
+    )
+    loss = LossSum([LossTerm("mine.py:Bad")], tmp_path)
+    with pytest.raises(LossFailed) as caught:
+        loss(inputs(logs(0.5), logs(0.5), [1]))
+    cause, _, frames = str(caught.value).partition("\n")
+    assert cause.startswith("the loss term Bad failed: AttributeError: 'LossInputs' object has no attribute 'logprobz'")
+    assert "return inputs.logprobz.sum(), {}" in frames
+    assert "losses/terms.py" not in frames
 
 
 def test_tis_equals_the_hand_computed_value() -> None:

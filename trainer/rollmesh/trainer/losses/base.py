@@ -50,7 +50,10 @@ class LossInputs:
         """Return a column. Raises ValueError if the update does not have it."""
         if name not in self.columns:
             known = ", ".join(sorted(self.columns))
-            raise ValueError(f"the loss reads the column `{name}`, which must be one of {known}; add it to `needs`")
+            raise ValueError(
+                f"the loss reads the column `{name}`, which does not exist; columns are {known}; outputs of the engine and "
+                f"{', '.join(FEATURES)} must be named in `needs`"
+            )
         return self.columns[name]
 
 
