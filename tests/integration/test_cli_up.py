@@ -56,6 +56,10 @@ async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_
         (first, second) = json.loads(await rollmesh("status", str(mesh.folder), "--json"))["runs"]
         assert [first["run"], second["run"]] == ["first", "second"]
         assert all(int(run["policies"][0]["applied_step"]) == 3 for run in (first, second))
+        assert await create(gateway, access, "third", updates_max=3)
+        stopped = await rollmesh("stop", "third", str(mesh.folder), "--reason", "tired")
+        assert stopped == "run third has ended: STOPPED: tired\n"
+        assert await create(gateway, access, "fourth", updates_max=3), "the nodes are free again"
         assert "has left" in await rollmesh("drain", "inference-1", str(mesh.folder), "--wait")
         mesh.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(END_S):
