@@ -99,7 +99,7 @@ class Run(RunCalls):
             reply: run_pb2.AttachTrainerResponse = await self.gateway.once("AttachTrainer", request)
             if not reply.weights_address:
                 # Without a depot the trainer cannot publish weights, hence cannot lease a batch.
-                raise NotReady(f"run {self.name} has no depot yet; start one (rollmesh serve weights)")
+                raise NotReady(f"run {self.name} has no depot yet; start one (rollmesh serve depot)")
             return reply
 
         reply = await self.retry(attach)
