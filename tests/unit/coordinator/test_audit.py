@@ -131,7 +131,7 @@ def test_a_lag_above_eta_is_found(beyond: BoundPolicy) -> None:
 
     report = audit(doctored(run, f.EpisodeScored, age, which=10))
     assert "bound" in broken(report)
-    assert any("eta 1" in x.message for x in report.findings)
+    assert any("bound 1" in x.message for x in report.findings)
     if beyond is BoundPolicy.DROP:
         assert report.lag_max == 2
 
