@@ -290,6 +290,13 @@ async def committing_what_was_released(mesh: MeshParts) -> None:
     await mesh.commit(1, [lease_id])
 
 
+@brings("CommitUpdate", "INVALID_ARGUMENT", "UNKNOWN_SAMPLE")
+async def committing_a_sample_of_another_batch(mesh: MeshParts) -> None:
+    lease_id = await leased(mesh)
+    dropped = pb.DisposedSample(sample_id="s", disposition=pb.SAMPLE_DISPOSITION_DROPPED, reason="TOO_LONG")
+    await mesh.commit(1, [lease_id], samples=[dropped])
+
+
 @brings("CommitUpdate", "FAILED_PRECONDITION", "LEASE_OUT")
 async def committing_past_the_lease(mesh: MeshParts) -> None:
     await leased(mesh)

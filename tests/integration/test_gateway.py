@@ -252,4 +252,4 @@ async def test_a_head_that_cannot_be_stored_is_logged_and_fails_no_commit(
     (tmp_path / "gateway-0" / HEADS).unlink()
     (tmp_path / "gateway-0" / HEADS).mkdir()
     await heads.store("r", LedgerHead(position=7, hash="ab" * 32))
-    assert "ledger head 7:abab" in caplog.text
+    assert "cannot store ledger head: head=7:abab" in caplog.text

@@ -148,7 +148,7 @@ async def test_versions_are_published_as_seldom_as_the_run_says_and_at_the_end(t
 
 async def test_publishing_too_seldom_for_the_bound_is_refused(tmp_path: Path) -> None:
     async with RunningWorld(tmp_path) as running:
-        with pytest.raises(ConfigError, match="must be <= max_staleness + 1 = 3, got 4"):
+        with pytest.raises(ConfigError, match=r"must be <= max_staleness \+ 1 = 3, got 4"):
             await train(running, config(tmp_path, publish=PublishConfig(publish_every=4)))
 
 
