@@ -82,8 +82,8 @@ async def test_a_run_outlives_the_death_of_each_process_and_tells_of_it(tmp_path
             await mesh.stop_learner()
             await mesh.finished()
     killed = [event.process for event in events if event.what == "ended" and event.code == -signal.SIGKILL]
-    assert killed == list(HOSTS)
-    assert [e.process for e in events if e.what == "restarting" and "SIGKILL" in e.cause] == killed
+    assert sorted(killed) == sorted(HOSTS)  # two kills in one moment may be reported in either order
+    assert sorted(e.process for e in events if e.what == "restarting" and "SIGKILL" in e.cause) == sorted(HOSTS)
     assert events == read_process_events(tmp_path / "run" / FILE)
     ends = {event.process: event.code for event in events if event.what == "ended"}
     assert set(ends.values()) == {143}, "told to stop, and did"
