@@ -112,5 +112,6 @@ def batch_of(samples: Sequence[TrainingSample], groups: Sequence[GroupContext], 
     )
 
 
-def minibatches(num: int, epochs: int = 1) -> Extension:
-    return Extension("minibatches", {"num_minibatches": num, "epochs": epochs})
+def minibatches(num: int, epochs: int = 1, *, whole_groups: bool = False) -> Extension:
+    options = {"num_minibatches": num, "epochs": epochs, "whole_groups": whole_groups}
+    return Extension("minibatches", options)

@@ -19,6 +19,8 @@ from rollmesh.trainer.features import FeatureInputs
 from rollmesh.trainer.losses import LossInputs
 from rollmesh.trainer.plugins import Plugins
 
+from .builders import minibatches
+
 LENGTHS = (3, 1, 5, 2, 4, 3)
 """Trained tokens of the samples of the batch, in groups of three."""
 STEP = 1e-5
@@ -75,7 +77,7 @@ def ragged(seed: int = 0, *, lengths: Sequence[int] = LENGTHS, vocabulary: int =
 
 
 def plugins_of(*terms: LossTerm) -> Plugins:
-    return Plugins(UpdateConfig(loss=terms))
+    return Plugins(UpdateConfig(loss=terms, update_rule=minibatches(1)))
 
 
 def loss_of_logits(plugins: Plugins, batch: Ragged, logits: Tensor, *, parts: int = 1) -> Tensor:

@@ -30,6 +30,7 @@ from rollmesh.trainer.plugins import Plugins
 from rollmesh.trainer.samples import DropReason, build_table
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.trainer.update import BatchTrainer, UpdateOutcome
+from rollmesh.trainer.update_rules import UPDATE_RULES
 from rollmesh.trainer.vocabulary_features import (
     Entropy,
     KeptLogprob,
@@ -39,7 +40,7 @@ from rollmesh.trainer.vocabulary_features import (
     NucleusOptions,
 )
 
-from .builders import minibatches, random_batch
+from .builders import batch_of, minibatches, random_batch
 from .port_parts import Squared, group_log_sum
 
 PARTS = Path(__file__).with_name("port_parts.py")
@@ -358,6 +359,47 @@ def test_epochs_repeat_the_batch_within_one_update() -> None:
     result = made.update(1, samples, groups)
     assert result.metrics["steps_taken"] == 6
     assert len(result.used_ids) == len(samples) == len(set(result.used_ids))
+
+
+def test_minibatches_of_whole_groups_never_cut_one() -> None:
+    samples, groups = random_batch(num_groups=5, group_size=3)
+    samples = [s for i, s in enumerate(samples) if i % 7]  # groups of different sizes
+    batch = batch_of(samples, groups)
+    of_sample = batch.first(batch["group"])
+    cuts = set()
+    for seed in range(20):
+        rule = UPDATE_RULES.make(minibatches(2, epochs=2, whole_groups=True))
+        steps = [step.samples for step in rule.steps(batch, np.random.default_rng(seed))]
+        assert len(steps) == 4
+        for one, other in (steps[:2], steps[2:]):
+            assert sorted([*one, *other]) == list(range(len(samples)))
+            assert not set(of_sample[one]) & set(of_sample[other])
+        cuts.add(tuple(steps[0]))
+    assert len(cuts) > 5, "the groups of a step are random"
+    more = UPDATE_RULES.make(minibatches(9, whole_groups=True)).steps(batch, np.random.default_rng(0))
+    assert len(list(more)) == 5, "at most one step per group"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        minibatches(2),
+        Extension("ess_minibatches", {"num_minibatches": 2}),
+        Extension("turn_by_turn"),
+        part("Backwards"),
+    ],
+    ids=lambda rule: rule.short_name,
+)
+def test_a_rule_that_cuts_groups_is_rejected_for_a_term_that_compares_them(rule: Extension) -> None:
+    message = rf"the loss term drpo compares.*the update rule {rule.short_name} may cut them; set.*whole_groups: true"
+    with pytest.raises(ValueError, match=message):
+        trainer(loss=(LossTerm("drpo"),), update_rule=rule)
+
+
+@pytest.mark.parametrize("rule", [minibatches(1), minibatches(2, whole_groups=True)])
+def test_a_term_that_compares_groups_trains_with_a_rule_that_keeps_them(rule: Extension) -> None:
+    made = trainer(loss=(LossTerm("drpo", {"length_max": 64}),), update_rule=rule)
+    assert made.update(1, *random_batch()).outcome is UpdateOutcome.APPLIED
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

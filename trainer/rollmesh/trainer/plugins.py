@@ -55,6 +55,7 @@ class Plugins:
         """Outputs of the engine that some part needs."""
         self._needed_by = {name: part for part, name in reversed(needs)}
         self._check_times(needs)
+        self._check_groups(config.update_rule.short_name)
 
     def under(self, *when: str) -> dict[str, FeatureRequest]:
         """Return the requests under these weights."""
@@ -79,6 +80,16 @@ class Plugins:
                     f"the {part} needs `{name}`, which is computed under `{late[name].under}`, after the advantages; "
                     "request it under start or reference"
                 )
+
+    def _check_groups(self, rule: str) -> None:
+        """Raise ValueError if a loss term needs whole groups in each optimizer step, and the rule may cut them."""
+        term = next((name for name, term in self.loss.terms.items() if getattr(term, "whole_groups", False)), None)
+        if term and not getattr(self.rule, "keeps_groups", False):
+            raise ValueError(
+                f"the loss term {term} compares the samples of a group, so that each optimizer step must have whole groups, but the "
+                f"update rule {rule} may cut them; set `learner.update_rule` to "
+                "{name: minibatches, options: {num_minibatches: 2, whole_groups: true}}, or `num_minibatches` to 1"
+            )
 
     def make_modules(self, hidden_size: Callable[[], int], seed: int) -> nn.ModuleDict:
         """Return the modules of the loss terms by name, with initial weights that depend on the seed alone."""

@@ -77,8 +77,8 @@ class LossInputs:
 class PolicyLoss(Protocol):
     """A term with its options. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
 
-    Optional attributes: `features`, requests of further columns (see `features.py`); `state()` with `load_state(state)`, for memory that
-    the checkpoint holds; `make_module(hidden_size)`, which returns a torch module that the optimizer trains with the policy and the
+    Optional attributes: `features`, requests of further columns (see `features.py`); `whole_groups = True`, if the samples of a group must
+    be in one optimizer step; `state()` with `load_state(state)`, for memory that the checkpoint holds; `make_module(hidden_size)`, which returns a torch module that the optimizer trains with the policy and the
     checkpoint holds, but that is never published.
     """
 

@@ -10,7 +10,7 @@ and the samples of a group divided by their reward:
 
 A long right answer has a small weight and is never pushed down. A group with answers of one kind has the value 0. K estimates
 KL(old || pi), old being the policy at the start of the update. The coefficient of the penalty rises with the excess over delta.
-The samples of a group MUST be in one optimizer step: `num_minibatches: 1`. Deviations: an answer is right if its reward is at least
+The samples of a group MUST be in one optimizer step, which `whole_groups` of the rule `minibatches` ensures. Deviations: an answer is right if its reward is at least
 `right_min` (the code compares with 1); groups may have different sizes.
 """
 
@@ -47,6 +47,7 @@ class Drpo(CoupledLoss):
     """The loss with its options."""
 
     name = "drpo"
+    whole_groups = True
     needs: tuple[str, ...] = ("current", "proximal")
     Options: ClassVar[type[Settings]] = DrpoOptions
 
