@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from transformers import PreTrainedModel
 
 from rollmesh.bench.bare_loop import BareLoop
 from rollmesh.bench.mesh_modes_arm import Work, run_config
@@ -16,10 +20,13 @@ from rollmesh.mesh import MeshConfig
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.task import Split
+from rollmesh.services.learner.engine import StepResult
 from rollmesh.services.reward.config import ScorerConfig
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.trainer.config import OptimizerConfig
-from rollmesh.trainer.model_files import write_model_folder
+from rollmesh.trainer.forward import score
+from rollmesh.trainer.model_files import load_model, write_model_folder
 
 GROUPS, SIZE = 2, 4
 
@@ -78,3 +85,61 @@ async def test_bare_loop_takes_the_tasks_that_the_data_service_draws(tmp_path: P
     leases = BareLoop(config, model, tmp_path).leases(2)
     assert [lease.task.task_id for lease in leases] == [task for task in wanted for _ in range(SIZE)]
     assert len({lease.seed for lease in leases}) == GROUPS * SIZE
+
+
+@pytest.mark.slow
+async def test_the_weights_of_lag_updates_ago_generate(tmp_path: Path, model: Path) -> None:
+    lag, num = 2, 4
+    batches: dict[int, list[TrainingSample]] = {}
+    async with BareLoop(small_config(model), model, tmp_path, lag=lag) as loop:
+        train = loop.trainer.update
+
+        def update(k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
+            batches[k] = list(samples)
+            return train(k, samples, groups)
+
+        loop.trainer.update = update  # type: ignore[method-assign]
+        models = [load_model(model)]
+        for k in range(1, num + 1):
+            await loop.update()
+            kept = tmp_path / f"kept{k}"
+            shutil.copytree(model, kept)
+            loop.trainer.export_weights(kept)
+            models.append(load_model(kept))
+    assert sorted(os.listdir(tmp_path)) == ["kept1", "kept2", "kept3", "kept4", "model", "step2", "step3", "step4"]
+    for k, samples in batches.items():
+        step = max(0, k - 1 - lag)
+        steps = {s.version.step for sample in samples for s in sample.segments if s.version is not None}
+        assert steps == {step}
+        assert {sample.staleness for sample in samples} == {k - 1 - step}
+        errors = [_largest_error(models[other], samples[0]) for other in range(num + 1)]
+        assert errors[step] < 1e-4
+        assert all(error > 1e-3 for other, error in enumerate(errors) if other != step), errors
+
+
+def _largest_error(model: PreTrainedModel, sample: TrainingSample) -> float:
+    """Return the largest difference between the log-probs of the sampler and those of a model."""
+    scores = score(model, np.concatenate([s.token_ids for s in sample.segments]))
+    given = np.concatenate([np.zeros(s.num_tokens) if s.logprobs is None else s.logprobs for s in sample.segments])
+    sampled = np.concatenate([np.full(s.num_tokens, s.logprobs is not None) for s in sample.segments])
+    return float(np.abs(scores - given)[sampled].max())
+
+
+@pytest.mark.slow
+async def test_evaluations_use_the_newest_weights_and_do_not_change_the_run(tmp_path: Path, model: Path) -> None:
+    trained = []
+    for evaluates in (False, True):
+        folder = tmp_path / str(evaluates)
+        folder.mkdir()
+        async with BareLoop(small_config(model), model, folder, lag=1) as loop:
+            for k in (1, 2):
+                await loop.update()
+                if evaluates:
+                    episodes = await loop.evaluate(3, 2)
+                    assert len(episodes) == 6
+                    assert len({episode.key.task for episode in episodes}) == 3
+                    assert {s.version.step for e in episodes for s in e.segments if s.version is not None} == {k}
+            trained.append(loop.trainer.score(np.arange(10, 30, dtype=np.int32)))
+    np.testing.assert_allclose(
+        trained[0], trained[1], atol=1e-5
+    )  # equal tokens; log-probs depend on the batch by rounding

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -98,8 +99,8 @@ class EngineGeneration:
 class DirectScorer:
     """Scorer: the scorers and answer keys of the reward service, called directly."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._engine = build_engine(config)
+    def __init__(self, config: RewardConfig, base_dir: Path | None = None) -> None:
+        self._engine = build_engine(config, base_dir)
 
     async def columns(self) -> Collection[str]:
         return {column for scorer in self._engine.scorers for column in scorer.columns}

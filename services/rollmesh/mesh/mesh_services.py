@@ -243,18 +243,26 @@ def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshServ
 
 def learner_config(layout: RunLayout) -> LearnerConfig:
     """Return the learner's config with the run's folder, model and seed."""
-    config = layout.config.learner
+    config = located_learner(layout.config, layout.base_dir)
     return msgspec.structs.replace(
         config,
         directory=str(layout.run_dir),
         model=config.model or (str(layout.model_dir()) if layout.config.model else ""),
         seed=config.seed or layout.config.run.seed,
-        estimator=config.estimator.located(layout.base_dir),
-        loss=tuple(term.located(layout.base_dir) for term in config.loss),
-        update_rule=config.update_rule.located(layout.base_dir),
-        features={name: choice.located(layout.base_dir) for name, choice in config.features.items()},
-        reward_weights=layout.config.reward.weights,
-        outputs=array_names(layout.config.rollout.outputs),
+    )
+
+
+def located_learner(config: MeshConfig, base_dir: Path) -> LearnerConfig:
+    """Return the learner's config with absolute files of a user, and with the rewards and outputs of the run."""
+    learner = config.learner
+    return msgspec.structs.replace(
+        learner,
+        estimator=learner.estimator.located(base_dir),
+        loss=tuple(term.located(base_dir) for term in learner.loss),
+        update_rule=learner.update_rule.located(base_dir),
+        features={name: choice.located(base_dir) for name, choice in learner.features.items()},
+        reward_weights=config.reward.weights,
+        outputs=array_names(config.rollout.outputs),
     )
 
 

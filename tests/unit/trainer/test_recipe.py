@@ -112,6 +112,13 @@ def test_a_users_recipe_is_a_whole_method(tmp_path: Path) -> None:
         ("learner: 3", "`learner`: expected a mapping of keys, got 3"),
         ("about: {seed: [S001]}", "about: .*`seed`: unknown key; did you mean `seeds`"),
         ("about: {status: partial}", "`missing` must name the missing part"),
+        ("about: {expected: [{task: calcs}]}", r"`expected\[0\].task` must be one of .*two_rewards, got 'calcs'"),
+        ("about: {expected: [{measure: ess}]}", r"expected\[0\].*task"),
+        (
+            "about: {expected: [{task: calc, direction: higher}]}",
+            r"`expected\[0\].direction` must be one of down, up, got 'higher'",
+        ),
+        ("about: {expected: [{task: calc}, {task: calc}]}", "`expected` must name each task, measure and lag_min once"),
     ],
 )
 def test_a_mistake_in_a_recipe_names_its_file_and_key(text: str, message: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rollmesh.shared.config import config_from_dict, read_tree
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import unknown_name
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.settings import NonNegativeInt, Settings
 
 FOLDER = Path(__file__).parent / "recipes"
 """Built-in recipes, one YAML file each."""
@@ -22,6 +22,25 @@ DEFAULT_RECIPE = "grpo"
 """Its settings are the defaults of the structs."""
 SECTIONS = ("about", "run", "data", "rollout", "sandbox", "inference", "reward", "learner")
 """Sections that a recipe may have. Addresses, models, node counts and the like belong to the user's file."""
+
+
+MethodTask = Literal["calc", "noisy", "two_rewards", "turns", "sparse"]
+"""Tasks of `rollmesh bench methods`."""
+Measure = Literal["success", "pass_at_k", "length", "entropy", "kl", "ess"]
+"""What `rollmesh bench methods` compares; `rollmesh.bench.methods_records` defines the measures."""
+
+
+class Expectation(Settings):
+    """A difference between a method and its baseline that the paper leads one to expect. `rollmesh bench methods` checks it."""
+
+    task: MethodTask
+    """Task on which it is expected."""
+    measure: Measure = "success"
+    """Measure that differs."""
+    direction: Literal["up", "down"] = "up"
+    """Whether the measure of the method is above or below that of the baseline."""
+    lag_min: NonNegativeInt = 0
+    """Smallest lag, in updates, at which it is expected."""
 
 
 class About(Settings):
@@ -43,10 +62,17 @@ class About(Settings):
     """The part of the method that a `partial` recipe does not do."""
     test: str = ""
     """The test that shows it: file::function."""
+    baseline: str = "grpo"
+    """Name of the recipe with which `rollmesh bench methods` compares it."""
+    expected: tuple[Expectation, ...] = ()
+    """Expected differences from the baseline."""
 
     def check_fields(self) -> None:
         if (self.status == "partial") != bool(self.missing):
             raise ValueError("missing must name the missing part exactly if the status is partial")
+        cases = [(one.task, one.measure, one.lag_min) for one in self.expected]
+        if len(set(cases)) != len(cases):
+            raise ValueError(f"`expected` must name each task, measure and lag_min once, got {cases}")
 
 
 def recipe_names() -> list[str]:

@@ -16,14 +16,15 @@ def recipes(as_json: AsJson = False) -> None:
     with report_errors():
         import json
 
+        import msgspec
+
         from rollmesh.trainer.recipe import find_recipe, read_recipe, recipe_names
 
         found = []
         for name in recipe_names():
             file = find_recipe(name)
             about, _ = read_recipe(file)
-            fields = {field: getattr(about, field) for field in about.__struct_fields__}
-            found.append({"name": name, **fields, "file": str(file)})
+            found.append({"name": name, **msgspec.to_builtins(about), "file": str(file)})
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
