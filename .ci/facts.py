@@ -18,7 +18,7 @@ ELSEWHERE = {
     "PolicyVersion": "rollmesh.shared.versions",
 }
 """Types that are written by hand, because they have rules, and their modules."""
-ZERO_MEMBERS = {"SampleEnd": "LIVE"}
+ZERO_MEMBERS = {"SampleEnd": "LIVE", "FinishReason": "UNFINISHED"}
 """Names of the number 0 of enums where it is a value. No record holds the number 0 of another enum."""
 TRUE_BY_DEFAULT = {"SampleMeta.trainable", "UpdateCommitted.applied"}
 IDENTITIES = {"group", "episode", "lease_id"}

@@ -540,6 +540,7 @@ class Reward(_message.Message):
     SCORER_FIELD_NUMBER: _builtins.int
     EVIDENCE_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name within the run, e.g. "correct"."""
     value: _builtins.float
@@ -552,6 +553,8 @@ class Reward(_message.Message):
     """Explanation of the value. Informational. It MUST NOT contain the answer key of a task that may be sampled again."""
     outcome: Global___RewardOutcome.ValueType
     """Whether `value` counts."""
+    answer: _builtins.str
+    """The answer that the scorer found in the text of the model, as it compared it; at most 256 characters. Empty if it found none."""
     def __init__(
         self,
         *,
@@ -561,10 +564,11 @@ class Reward(_message.Message):
         scorer: _builtins.str = ...,
         evidence: _builtins.str = ...,
         outcome: Global___RewardOutcome.ValueType = ...,
+        answer: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evidence", b"evidence", "name", b"name", "outcome", b"outcome", "scorer", b"scorer", "segment", b"segment", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "evidence", b"evidence", "name", b"name", "outcome", b"outcome", "scorer", b"scorer", "segment", b"segment", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -878,6 +882,7 @@ class SampleMeta(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique in the run: the episode's id, then one of - . / and letters, digits, - _ . /; at most 256 characters."""
     policy: _builtins.str
@@ -902,6 +907,10 @@ class SampleMeta(_message.Message):
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
         """Rewards of all scorers."""
 
+    @_builtins.property
+    def summary(self) -> Global___SampleSummary:
+        """What the members of its group show to estimators and trainers, also if the sample is never leased."""
+
     def __init__(
         self,
         *,
@@ -913,14 +922,87 @@ class SampleMeta(_message.Message):
         rewards: _abc.Iterable[Global___Reward] | None = ...,
         trainable: _builtins.bool = ...,
         num_sampled_tokens: _builtins.int = ...,
+        summary: Global___SampleSummary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "num_sampled_tokens", b"num_sampled_tokens", "num_tokens", b"num_tokens", "policy", b"policy", "rewards", b"rewards", "sample_id", b"sample_id", "steps", b"steps", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "num_sampled_tokens", b"num_sampled_tokens", "num_tokens", b"num_tokens", "policy", b"policy", "rewards", b"rewards", "sample_id", b"sample_id", "steps", b"steps", "summary", b"summary", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampleMeta: _TypeAlias = SampleMeta  # noqa: Y015
+
+@_typing.final
+class TurnSummary(_message.Message):
+    """One turn of a sample: the segments of one action, from the first to the one that has a finish reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MEAN_LOGPROB_FIELD_NUMBER: _builtins.int
+    OBSERVATION_FIELD_NUMBER: _builtins.int
+    segment: _builtins.int
+    """Index of its last segment in the episode. A reward of a segment is a reward of the first turn whose index is not smaller."""
+    num_tokens: _builtins.int
+    """Number of tokens that the policy sampled."""
+    mean_logprob: _builtins.float
+    """Mean behavior log-prob of these tokens, natural log; 0 without tokens."""
+    observation: _builtins.str
+    """Digest of the token ids between the end of the turn before, or the beginning of the sample, and this turn: 16 lower-case hex digits.
+    Equal observations have equal digests.
+    """
+    def __init__(
+        self,
+        *,
+        segment: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        mean_logprob: _builtins.float = ...,
+        observation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean_logprob", b"mean_logprob", "num_tokens", b"num_tokens", "observation", b"observation", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnSummary: _TypeAlias = TurnSummary  # noqa: Y015
+
+@_typing.final
+class SampleSummary(_message.Message):
+    """A sample as its group sees it, without its payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """Role in a game or team; empty for a lone agent."""
+    finish: Global___FinishReason.ValueType
+    """Reason for which its last action ended."""
+    text: _builtins.str
+    """End of the text of its actions, at most `rollout.summary_text_chars` characters of a run, and at most 16384. Empty by default."""
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnSummary]:
+        """Its turns in their order, at most 512. Later turns are absent."""
+
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        finish: Global___FinishReason.ValueType = ...,
+        turns: _abc.Iterable[Global___TurnSummary] | None = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "role", b"role", "text", b"text", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleSummary: _TypeAlias = SampleSummary  # noqa: Y015
 
 @_typing.final
 class PayloadRef(_message.Message):
@@ -958,6 +1040,7 @@ class MemberOutcome(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Id of the sample."""
     end: _builtins.str
@@ -968,6 +1051,10 @@ class MemberOutcome(_message.Message):
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
         """Its rewards, as finalized."""
 
+    @_builtins.property
+    def summary(self) -> Global___SampleSummary:
+        """Its role, finish and turns. Unset for members that workers of older protos reported."""
+
     def __init__(
         self,
         *,
@@ -975,10 +1062,11 @@ class MemberOutcome(_message.Message):
         rewards: _abc.Iterable[Global___Reward] | None = ...,
         end: _builtins.str = ...,
         episode: _builtins.str = ...,
+        summary: Global___SampleSummary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "episode", b"episode", "rewards", b"rewards", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "episode", b"episode", "rewards", b"rewards", "sample_id", b"sample_id", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

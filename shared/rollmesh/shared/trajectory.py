@@ -177,6 +177,8 @@ class Reward:
     """Name and version of the scorer, e.g. `exact@1`."""
     evidence: str = ""
     outcome: Outcome = Outcome.OK
+    answer: str = ""
+    """The answer that the scorer found in the text of the model, as it compared it. Empty if it found none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +265,51 @@ def oldest_trained_step(segments: Sequence[Segment], *, policy: str) -> int | No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSummary:
+    """One turn of a sample: the segments of one action, from the first to the one that has a finish reason."""
+
+    segment: int
+    """Index of its last segment in the episode. A reward of a segment is one of the first turn whose index is not smaller."""
+    num_tokens: int
+    """Number of tokens that the policy sampled."""
+    mean_logprob: float
+    """Mean behavior log-prob of these tokens, natural log; 0 without tokens."""
+    observation: str = ""
+    """Digest of the token ids between the turn before, or the beginning of the sample, and this turn. Equal observations have equal
+    digests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSummary:
+    """A sample as its group sees it, without its payload."""
+
+    role: str = ""
+    finish: FinishReason = FinishReason.UNFINISHED
+    turns: tuple[TurnSummary, ...] = ()
+    text: str = ""
+    """End of the text of its actions, at most `rollout.summary_text_chars` characters. Empty by default."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the policy sampled."""
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean behavior log-prob of the sampled tokens; 0 without tokens."""
+        return sum(turn.num_tokens * turn.mean_logprob for turn in self.turns) / max(1, self.num_tokens)
+
+    def turn_of(self, segment: int) -> int | None:
+        """Return the number of the turn that a reward of `segment` belongs to, from 0. After the last turn, it is the last one. None
+        without turns."""
+        numbers = (number for number, turn in enumerate(self.turns) if turn.segment >= segment)
+        return next(numbers, len(self.turns) - 1 if self.turns else None)
+
+
+NO_SUMMARY = SampleSummary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberOutcome:
     """One scored member of a group, trained or not: dropping members before the advantage would bias the baseline."""
 
@@ -272,6 +319,12 @@ class MemberOutcome:
     """`ready`, or the typed reason it ended for, e.g. `stale`, `filtered`."""
     episode: str = ""
     """Its episode, of which it may be one of several samples; empty: the sample is an episode by itself."""
+    summary: SampleSummary = NO_SUMMARY
+
+    @property
+    def answer(self) -> str:
+        """The first answer that a scorer found; empty if none did."""
+        return next((reward.answer for reward in self.rewards if reward.answer), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

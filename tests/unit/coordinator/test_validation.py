@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,12 @@ def test_a_sound_report_passes() -> None:
         (lambda r: setattr(r.samples[0], "leaf", -1), "samples[0].leaf"),
         (lambda r: setattr(r.samples[0].rewards[0], "name", ""), "samples[0].rewards[0].name"),
         (lambda r: setattr(r.samples[0].rewards[0], "segment", -2), "samples[0].rewards[0].segment"),
+        (lambda r: setattr(r.samples[0].rewards[0], "answer", "x" * 257), "samples[0].rewards[0].answer"),
+        (lambda r: setattr(r.samples[0].summary, "finish", 99), "samples[0].summary.finish"),
+        (lambda r: setattr(r.samples[0].summary, "text", "x" * 16_385), "samples[0].summary.text"),
+        (lambda r: r.samples[0].summary.turns.add(segment=-1), "samples[0].summary.turns[0].segment"),
+        (lambda r: r.samples[0].summary.turns.add(mean_logprob=math.nan), "samples[0].summary.turns[0].mean_logprob"),
+        (lambda r: [r.samples[0].summary.turns.add() for _ in range(513)], "samples[0].summary.turns"),
         (lambda r: setattr(r.samples[0].rewards[0], "outcome", 0), "samples[0].rewards[0].outcome"),
         (lambda r: setattr(r.payload, "sequence", 0), "payload.sequence"),
         (lambda r: setattr(r.payload, "size_bytes", -1), "payload.size_bytes"),

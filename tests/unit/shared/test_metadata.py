@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollmesh.shared.codec.metadata import check_metadata, sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode
 from rollmesh.shared.errors import MetadataMismatch
-from rollmesh.shared.trajectory import Source
+from rollmesh.shared.trajectory import FinishReason, Role, Source
 from rollmesh.v1 import types_pb2
 
 from . import episodes
@@ -43,6 +44,39 @@ def test_tokens_that_samples_share_are_generated_once() -> None:
     assert sample_meta(episode, twin).num_tokens == sample_meta(episode, first).num_tokens
 
 
+def test_the_summary_has_the_turns_of_the_path_with_their_observations() -> None:
+    domain = episodes.rich_episode()
+    episode = encode_episode(domain)
+    for sample, encoded in zip(domain.samples, episode.samples, strict=True):
+        summary = sample_meta(episode, encoded, text_chars=40).summary
+        path = domain.path(sample.leaf)
+        actions = [domain.segments[i] for i in path if domain.segments[i].role is Role.ACTION]
+        sampled = [s for s in actions if s.source is Source.POLICY]
+        assert (summary.role, summary.finish) == (sample.role, sample.finish)
+        assert sum(turn.num_tokens for turn in summary.turns) == sum(s.num_tokens for s in sampled)
+        assert [turn.segment for turn in summary.turns] == [
+            i
+            for i in path
+            if domain.segments[i].role is Role.ACTION
+            and (domain.segments[i].finish is not FinishReason.UNFINISHED or i == sample.leaf)
+        ]
+        logprobs = np.concatenate([np.zeros(0), *(s.logprobs for s in sampled if s.logprobs is not None)])
+        mean = sum(turn.num_tokens * turn.mean_logprob for turn in summary.turns) / max(1, len(logprobs))
+        assert mean == pytest.approx(float(logprobs.mean()) if len(logprobs) else 0.0, abs=1e-6)
+        said = "\n\n".join(m.content for s in actions for m in s.messages)
+        assert summary.text == said[-40:]
+
+
+def test_equal_observations_have_equal_digests() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    first = sample_meta(episode, episode.samples[0]).summary.turns[0]
+    assert len(first.observation) == 16
+    again = encode_episode(episodes.rich_episode())
+    assert sample_meta(again, again.samples[0]).summary.turns[0].observation == first.observation
+    again.segments[0].token_ids = again.segments[0].token_ids[4:]
+    assert sample_meta(again, again.samples[0]).summary.turns[0].observation != first.observation
+
+
 def test_metadata_of_another_policy_counts_none_of_this_ones_tokens() -> None:
     episode = encode_episode(episodes.rich_episode())
     assert not sample_meta(episode, episode.samples[1]).steps
@@ -55,6 +89,7 @@ def test_metadata_made_from_a_payload_agrees_with_it_also_after_rewards_changed(
         del meta.rewards[:]
         check_metadata(episode, meta)
         meta.ClearField("num_sampled_tokens")  # a worker of older protos
+        meta.ClearField("summary")
         check_metadata(episode, meta)
 
 
@@ -68,6 +103,9 @@ def test_metadata_made_from_a_payload_agrees_with_it_also_after_rewards_changed(
         (lambda m: setattr(m, "num_tokens", 1), "num_tokens"),
         (lambda m: setattr(m, "leaf", 2), "leaf"),
         (lambda m: setattr(m, "policy", "other"), "policy"),
+        (lambda m: setattr(m.summary, "role", "other"), "summary"),
+        (lambda m: setattr(m.summary.turns[0], "num_tokens", 99), "summary"),
+        (lambda m: m.summary.turns.pop(), "summary"),
         (lambda m: setattr(m, "trainable", False), "trainable"),
         (lambda m: setattr(m, "sample_id", "e9.7"), "does not hold sample e9.7"),
     ],

@@ -153,7 +153,17 @@ def test_group_context_survives_the_wire() -> None:
         group="g3",
         task="calc-7",
         members=(
-            domain.MemberOutcome(sample_id="a", rewards=sample.rewards, end="ready"),
+            domain.MemberOutcome(
+                sample_id="a",
+                rewards=(*sample.rewards, domain.Reward(name="math", value=1.0, answer="4/3")),
+                end="ready",
+                summary=domain.SampleSummary(
+                    role="critic",
+                    finish=domain.FinishReason.LENGTH,
+                    turns=(domain.TurnSummary(segment=3, num_tokens=7, mean_logprob=-0.25, observation="ab" * 8),),
+                    text="so 4/3",
+                ),
+            ),
             domain.MemberOutcome(sample_id="b", rewards=(), end="stale"),
         ),
     )

@@ -7,11 +7,13 @@ becomes the result of that report. The protos document the limits.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from rollmesh.services.coordinator.core.records import SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
+from rollmesh.shared.codec import summaries
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
@@ -226,6 +228,7 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
     if not 0 <= sample.num_sampled_tokens <= sample.num_tokens:
         reject(f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens)
     _check_steps(sample, f"{field}.steps")
+    _check_summary(sample.summary, f"{field}.summary")
     if len(sample.rewards) > REWARDS_MAX:
         reject(f"{field}.rewards", f"have at most {REWARDS_MAX} entries", len(sample.rewards))
     for index, reward in enumerate(sample.rewards):
@@ -245,10 +248,27 @@ def _check_steps(sample: types_pb2.SampleMeta, field: str) -> None:
         reject(field, f"have at most num_tokens = {sample.num_tokens} tokens", trainable)
 
 
+def _check_summary(summary: types_pb2.SampleSummary, field: str) -> None:
+    check_text(f"{field}.role", summary.role, ID_CHARS_MAX)
+    check_text(f"{field}.text", summary.text, summaries.TEXT_CHARS_MAX)
+    if summary.finish not in types_pb2.FinishReason.values():
+        reject(f"{field}.finish", "be a known FinishReason", summary.finish)
+    if len(summary.turns) > summaries.TURNS_MAX:
+        reject(f"{field}.turns", f"have at most {summaries.TURNS_MAX} entries", len(summary.turns))
+    for index, turn in enumerate(summary.turns):
+        check_text(f"{field}.turns[{index}].observation", turn.observation, DIGEST_CHARS_MAX)
+        for name in ("segment", "num_tokens"):
+            if getattr(turn, name) < 0:
+                reject(f"{field}.turns[{index}].{name}", "be >= 0", getattr(turn, name))
+        if not math.isfinite(turn.mean_logprob):
+            reject(f"{field}.turns[{index}].mean_logprob", "be finite", turn.mean_logprob)
+
+
 def _check_reward(reward: types_pb2.Reward, field: str) -> None:
     if not 1 <= len(reward.name) <= NAME_CHARS_MAX:
         reject(f"{field}.name", f"have 1 to {NAME_CHARS_MAX} characters", reward.name)
     check_text(f"{field}.scorer", reward.scorer, ID_CHARS_MAX)
+    check_text(f"{field}.answer", reward.answer, ID_CHARS_MAX)
     if reward.segment < -1:
         reject(f"{field}.segment", "be >= -1", reward.segment)
     if reward.outcome not in types_pb2.RewardOutcome.values()[1:]:

@@ -28,6 +28,8 @@ from rollmesh.trainer.estimators import Estimator
 
 CAUSE_CHARS_MAX = 500
 ANSWER_CHARS_MIN = 3
+ANSWER_CHARS_MAX = 256
+"""Maximum length of `Reward.answer`."""
 FRAMES_CHARS_MAX = 900
 """Cause and frames of a GroupCodeFailed fit in the message of a gRPC status."""
 
@@ -189,7 +191,8 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
         )
     if reward.outcome is Outcome.OK and not math.isfinite(reward.value):
         raise ValueError(f"the scorer returned the value {reward.value}")
-    return dataclasses.replace(reward, name=reward.name or configured.name, scorer=configured.label)
+    answer = reward.answer[:ANSWER_CHARS_MAX]
+    return dataclasses.replace(reward, name=reward.name or configured.name, scorer=configured.label, answer=answer)
 
 
 def _without(answer: str, message: str) -> str:

@@ -187,6 +187,9 @@ class RolloutConfig(Settings):
     `hidden`, `routed_experts`, as far as the engine supports them. List each output that the loss needs."""
     num_top: Annotated[int, msgspec.Meta(ge=1, le=NUM_TOP_MAX)] = NUM_TOP
     """Number of tokens in the output `top_k`."""
+    summary_text_chars: Annotated[int, msgspec.Meta(ge=0, le=16_384)] = 0
+    """Maximum length of the text of a sample that the other members of its group see in an estimator, characters. The ledger stores it,
+    so set it only if the estimator compares texts. 0: no text."""
     pin: Literal["none", "response"] = "none"
     """Whether an update of the weights may change the version in the middle of a response of training. `none` lets it: the response then
     has one segment per version. `response` finishes each response under the version that began it. It needs an engine with

@@ -201,7 +201,10 @@ class EpisodeRunner:
             key=encode_key(lease.key),
             outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
             payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
-            samples=[sample_meta(message, sample) for sample in message.samples],
+            samples=[
+                sample_meta(message, sample, text_chars=self._parts.config.summary_text_chars)
+                for sample in message.samples
+            ],
         )
 
     def _failed(self, lease: coordinator_pb2.EpisodeLease, err: EpisodeFailed) -> Report:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollmesh.shared.codec.summaries import sample_summary
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.v1 import types_pb2
 
@@ -16,8 +17,9 @@ DEFAULT_POLICY = "main"
 _TOKEN_BYTES = 4
 
 
-def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample) -> types_pb2.SampleMeta:
-    """Return what the coordinator needs of a sample: above all, which weights sampled how many of its trainable tokens.
+def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_chars: int = 0) -> types_pb2.SampleMeta:
+    """Return what the coordinator needs of a sample: above all, which weights sampled how many of its trainable tokens. `text_chars` is
+    the maximum length of the text in its summary.
 
     Raises `MetadataMismatch` for a sample whose path cannot be trained on.
     """
@@ -25,7 +27,8 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample) -> types_p
     tokens: dict[tuple[int, int], int] = {}
     num_tokens = num_sampled = 0
     shared = _indices_before(episode, sample)
-    for index, segment in _path(episode, sample):
+    path = list(_path(episode, sample))
+    for index, segment in path:
         num_tokens += len(segment.token_ids) // _TOKEN_BYTES
         if index not in shared and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
             num_sampled += len(segment.token_ids) // _TOKEN_BYTES
@@ -49,6 +52,7 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample) -> types_p
         rewards=sample.rewards,
         trainable=sample.trainable,
         num_sampled_tokens=num_sampled,
+        summary=sample_summary(sample, reversed(path), text_chars=text_chars),
     )
 
 
@@ -69,8 +73,9 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> No
         ("trainable", meta.trainable, stamped.trainable),
         ("steps", _spans(meta), _spans(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
-        # Absent from workers of older protos. It only counts; the bound does not depend on it.
+        # The next ones are absent from workers of older protos. They inform; the bound does not depend on them.
         ("num_sampled_tokens", meta.num_sampled_tokens or stamped.num_sampled_tokens, stamped.num_sampled_tokens),
+        ("summary", _summary(meta) or _summary(stamped), _summary(stamped)),
     ):
         if reported != stored:
             raise _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")
@@ -106,6 +111,14 @@ def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> Iterator[tupl
 
 def _spans(meta: types_pb2.SampleMeta) -> list[tuple[int, int, int]]:
     return sorted((span.step, span.incarnation, span.num_tokens) for span in meta.steps)
+
+
+def _summary(meta: types_pb2.SampleMeta) -> list[object]:
+    """Return what can be compared. A mean depends on the order of a sum."""
+    if not meta.HasField("summary"):
+        return []
+    turns = [(turn.segment, turn.num_tokens, turn.observation) for turn in meta.summary.turns]
+    return [meta.summary.role, int(meta.summary.finish), turns]
 
 
 def _mismatch(sample_id: str, what: str) -> MetadataMismatch:

@@ -38,9 +38,11 @@ from rollmesh.shared.trajectory import (
     Reward,
     Role,
     Sample,
+    SampleSummary,
     SamplingParams,
     Segment,
     Source,
+    TurnSummary,
 )
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
@@ -254,6 +256,7 @@ def encode_rewards(rewards: Iterable[Reward]) -> list[types_pb2.Reward]:
             scorer=r.scorer,
             evidence=r.evidence,
             outcome=_wire(r.outcome),
+            answer=r.answer,
         )
         for r in rewards
     ]
@@ -266,11 +269,37 @@ def decode_rewards(messages: Iterable[types_pb2.Reward], field: str = "rewards")
     return rewards
 
 
+def encode_summary(summary: SampleSummary) -> types_pb2.SampleSummary:
+    turns = [
+        types_pb2.TurnSummary(
+            segment=t.segment, num_tokens=t.num_tokens, mean_logprob=t.mean_logprob, observation=t.observation
+        )
+        for t in summary.turns
+    ]
+    return types_pb2.SampleSummary(role=summary.role, finish=_wire(summary.finish), turns=turns, text=summary.text)
+
+
+def decode_summary(message: types_pb2.SampleSummary, field: str = "summary") -> SampleSummary:
+    """Raises `InvalidInput`."""
+    turns = tuple(
+        TurnSummary(segment=t.segment, num_tokens=t.num_tokens, mean_logprob=t.mean_logprob, observation=t.observation)
+        for t in message.turns
+    )
+    finish = _known(FinishReason, message.finish, f"{field}.finish")
+    return SampleSummary(role=message.role, finish=finish, turns=turns, text=message.text)
+
+
 def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
     """Raises `InvalidInput`."""
     checks.check_group_context(group)
     members = [
-        types_pb2.MemberOutcome(sample_id=m.sample_id, rewards=encode_rewards(m.rewards), end=m.end, episode=m.episode)
+        types_pb2.MemberOutcome(
+            sample_id=m.sample_id,
+            rewards=encode_rewards(m.rewards),
+            end=m.end,
+            episode=m.episode,
+            summary=encode_summary(m.summary),
+        )
         for m in group.members
     ]
     return types_pb2.GroupContext(group=group.group, task=group.task, members=members)
@@ -284,6 +313,7 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
             rewards=_rewards(m.rewards, f"{field}.members[{i}].rewards"),
             end=m.end,
             episode=m.episode,
+            summary=decode_summary(m.summary, f"{field}.members[{i}].summary"),
         )
         for i, m in enumerate(message.members)
     )
@@ -317,6 +347,7 @@ def _rewards(messages: Iterable[types_pb2.Reward], field: str) -> tuple[Reward, 
             scorer=m.scorer,
             evidence=m.evidence,
             outcome=_known(Outcome, m.outcome, f"{field}[{i}].outcome"),
+            answer=m.answer,
         )
         for i, m in enumerate(messages)
     )

@@ -147,6 +147,20 @@ def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list
     return [m for m, _ in usable], np.array(sums, dtype=np.float64)
 
 
+def turn_rewards(member: MemberOutcome, weights: Mapping[str, float]) -> NDArray[np.float64]:
+    """Return [T]: the weighted sum of the rewards of each turn of a member, without those of the whole sample.
+
+    Rewards that are not OK count 0; `usable_rewards` says whether a member is usable at all.
+    """
+    sums = np.zeros(len(member.summary.turns))
+    for reward in member.rewards:
+        if reward.segment == WHOLE_SAMPLE or reward.outcome is not Outcome.OK or not isfinite(reward.value):
+            continue
+        if (turn := member.summary.turn_of(reward.segment)) is not None:
+            sums[turn] += weight_of(reward.name, weights) * reward.value
+    return sums
+
+
 def episode_weights(members: Sequence[MemberOutcome]) -> NDArray[np.float64]:
     """Return weights [n] of members in a mean, with sum 1. Every episode counts once, shared by its samples."""
     episodes = [m.episode or m.sample_id for m in members]

@@ -205,7 +205,13 @@ def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) ->
 
 def _members(group: GroupState) -> i.GroupMembers:
     members = tuple(
-        i.Member(sample_id=s.sample_id, rewards=s.meta.rewards, end=s.end_text, episode=s.episode)
+        i.Member(
+            sample_id=s.sample_id,
+            rewards=s.meta.rewards,
+            end=s.end_text,
+            episode=s.episode,
+            summary=s.meta.summary,
+        )
         for s in group.samples.values()
     )
     return i.GroupMembers(group=group.group, task=group.task.task_id, members=members)

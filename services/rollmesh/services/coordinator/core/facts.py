@@ -140,6 +140,35 @@ class Reward(Record, frozen=True, kw_only=True, omit_defaults=True):
     scorer: str = ""
     evidence: str = ""
     outcome: RewardOutcome = RewardOutcome.OK
+    answer: str = ""
+
+
+class FinishReason(IntEnum):
+    """Why generation of a segment ended."""
+
+    UNFINISHED = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    ERROR = 4
+
+
+class TurnSummary(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn of a sample: the segments of one action, from the first to the one that has a finish reason."""
+
+    segment: int = 0
+    num_tokens: int = 0
+    mean_logprob: float = 0.0
+    observation: str = ""
+
+
+class SampleSummary(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A sample as its group sees it, without its payload."""
+
+    role: str = ""
+    finish: FinishReason = FinishReason.UNFINISHED
+    turns: tuple[TurnSummary, ...] = ()
+    text: str = ""
 
 
 class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -155,6 +184,7 @@ class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
     rewards: tuple[Reward, ...] = ()
     trainable: bool = True
     num_sampled_tokens: int = 0
+    summary: SampleSummary = SampleSummary()
 
 
 class EpisodeScored(Record, frozen=True, kw_only=True, tag=True):

@@ -15,6 +15,7 @@ from rollmesh.services.coordinator.core.facts import (
     Reward,
     SampleMeta,
     SampleRewards,
+    SampleSummary,
     Task,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -243,6 +244,7 @@ class Member:
     rewards: tuple[Reward, ...]
     end: str
     episode: str
+    summary: SampleSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,9 @@ class Extractor:
 
 
 def verdict(correct: bool, found: str | None) -> Reward:
-    """Return 1 or 0 with the answer of the model as evidence. The evidence never contains the key."""
+    """Return 1 or 0 with the answer of the model, also as evidence. The evidence never contains the key."""
     evidence = "no answer found" if found is None else f"answer {shorten(found)!r}"
-    return Reward(name="", value=float(correct), evidence=evidence)
+    return Reward(name="", value=float(correct), evidence=evidence, answer=shorten(found or ""))
 
 
 def not_applicable(cause: str) -> Reward:
