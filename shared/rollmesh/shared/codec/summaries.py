@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Iterable
-
-import numpy as np
 
 from rollmesh.v1 import types_pb2
 
@@ -23,27 +23,28 @@ def sample_summary(
     turns: list[types_pb2.TurnSummary] = []
     said: list[str] = []
     observed = hashlib.blake2b(digest_size=8)
-    logprobs: list[np.ndarray] = []
+    logprobs: list[float] = []
+    num_tokens = 0
     for index, segment in path:
         if segment.role != types_pb2.SEGMENT_ROLE_ACTION:
             observed.update(segment.token_ids)
             continue
         said += [message.content for message in segment.messages]
         if segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
-            logprobs.append(np.frombuffer(segment.logprobs, "<f4"))
+            num_tokens += len(segment.token_ids) // 4
+            logprobs += struct.unpack_from(f"<{len(segment.logprobs) // 4}f", segment.logprobs)
         if segment.finish == types_pb2.FINISH_REASON_UNSPECIFIED and index != sample.leaf:
             continue
-        values = np.concatenate([np.zeros(0, np.float32), *logprobs]).astype(np.float64)
-        mean = float(values.mean()) if len(values) else 0.0
+        mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
         turns.append(
             types_pb2.TurnSummary(
                 segment=index,
-                num_tokens=len(values),
-                mean_logprob=mean if np.isfinite(mean) else 0.0,
+                num_tokens=num_tokens,
+                mean_logprob=mean if math.isfinite(mean) else 0.0,
                 observation=observed.hexdigest(),
             )
         )
-        observed, logprobs = hashlib.blake2b(digest_size=8), []
+        observed, logprobs, num_tokens = hashlib.blake2b(digest_size=8), [], 0
     return types_pb2.SampleSummary(
         role=sample.role,
         finish=sample.finish,
