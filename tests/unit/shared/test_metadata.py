@@ -52,7 +52,7 @@ def test_the_summary_has_the_turns_of_the_path_with_their_observations() -> None
         path = domain.path(sample.leaf)
         actions = [domain.segments[i] for i in path if domain.segments[i].role is Role.ACTION]
         sampled = [s for s in actions if s.source is Source.POLICY]
-        assert (summary.role, summary.finish) == (sample.role, sample.finish)
+        assert (summary.role, FinishReason(summary.finish)) == (sample.role, sample.finish)
         assert sum(turn.num_tokens for turn in summary.turns) == sum(s.num_tokens for s in sampled)
         assert [turn.segment for turn in summary.turns] == [
             i
