@@ -57,6 +57,13 @@ TWO_SAMPLES = [0, 0, 1]
         ({"weight_max": 9.0, "reject_level": "token", "reject_min": 0.4, "reject_max": 7.0}, [0.0, 0.0, 0.5]),
         ({"weight_max": 9.0, "reject_level": "sequence", "reject_min": 0.4, "reject_max": 5.0}, [0.5, 8.0, 0.5]),
         ({"weight_max": 9.0, "reject_level": "geometric", "reject_min": 0.6, "reject_max": 2.1}, [0.5, 8.0, 0.0]),
+        ({"weight_max": 9.0, "veto_min": 0.4}, [0.5, 8.0, 0.5]),
+        ({"weight_max": 9.0, "veto_min": 0.6}, [0.0, 0.0, 0.0]),
+        ({"level": "geometric", "weight_min": 1.0, "weight_max": 1.0}, [1.0, 1.0, 1.0]),
+        (
+            {"weight_max": 9.0, "reject_level": "geometric", "reject_max": 1.5, "reject_only": "negative"},
+            [0.5, 8.0, 0.5],
+        ),
     ],
 )
 def test_importance_weights_equal_the_hand_computed_values(options: dict[str, Any], weights: list[float]) -> None:
@@ -64,8 +71,28 @@ def test_importance_weights_equal_the_hand_computed_values(options: dict[str, An
     pi = logs(0.1, 0.8, 0.2).requires_grad_()
     loss, stats = loss_of("policy_gradient", **options)(inputs(pi, logs(0.2, 0.1, 0.4), [3, 3, 3], TWO_SAMPLES))
     assert gradient_of(loss, pi) == pytest.approx([-w for w in weights])
-    if "reject_level" in options:
+    if "rejected" in stats:
         assert stats["rejected"].tolist() == [float(w == 0) for w in weights]
+
+
+def test_rejection_of_errors_alone_keeps_the_other_tokens_of_the_sample() -> None:
+    """Sample 0 has the geometric mean 2 > 1.5; only its token with A < 0 loses its gradient, -w A / 3."""
+    pi = logs(0.1, 0.8, 0.2).requires_grad_()
+    options = {"weight_max": 9.0, "reject_level": "geometric", "reject_max": 1.5, "reject_only": "negative"}
+    loss, stats = loss_of("policy_gradient", **options)(inputs(pi, logs(0.2, 0.1, 0.4), [3, -3, -3], TWO_SAMPLES))
+    assert gradient_of(loss, pi) == pytest.approx([-0.5, 0.0, 0.5])
+    assert stats["rejected"].tolist() == [0, 1, 0]
+
+
+def test_a_veto_finds_a_token_that_the_geometric_mean_hides() -> None:
+    """Ratios 1e-5 and 1e5 of one sample have the geometric mean 1; the sample with the ratio 1 stays."""
+    pi = logs(1e-5, 0.5, 0.2).requires_grad_()
+    made = inputs(pi, logs(1.0, 0.5e-5, 0.2), [3, 3, 3], TWO_SAMPLES, proximal=pi.detach())
+    bounds = {"reject_level": "geometric", "reject_min": 0.999, "reject_max": 1.001}
+    for veto, weights in ((0.0, [1.0, 1.0, 1.0]), (1e-4, [0.0, 0.0, 1.0])):
+        options = {"weight_min": 1.0, "weight_max": 1.0, "veto_min": veto, **bounds}
+        loss, _ = loss_of("decoupled_ppo", **options)(made)
+        assert gradient_of(loss, pi) == pytest.approx([-w for w in weights])
 
 
 # Clipped surrogates ---------------------------------------------------------------------------------------------------
@@ -96,6 +123,59 @@ def test_gspo_clips_whole_samples() -> None:
     assert loss.item() == pytest.approx(-(1.2 + 1.2 + 0.5) / 3)
     assert gradient_of(loss, pi) == pytest.approx([0, 0, -0.5 / 3])
     assert stats["clipped"].tolist() == [1, 1, 0]
+
+
+def test_gspo_may_clip_around_the_policy_before_the_update() -> None:
+    """As above, with mu and prox exchanged: ratios of `to` alone count."""
+    pi = logs(0.1, 0.8, 0.2).requires_grad_()
+    made = inputs(pi, pi.detach(), [1, 1, 1], TWO_SAMPLES, proximal=logs(0.2, 0.1, 0.4))
+    term = loss_of("gspo", clip_low=0.2, clip_high=0.2, to="proximal")
+    assert term.needs == ("proximal",)
+    assert term(made)[0].item() == pytest.approx(-(1.2 + 1.2 + 0.5) / 3)
+    assert loss_of("gspo").needs == ()
+
+
+def test_decoupled_ppo_with_geometric_ratios_is_gspo_with_weights() -> None:
+    """prox / mu is 2, 2 and 1/2, the last two truncated to 1.5 and 0.8; the sample ratios to prox are 2 and 0.5 as above."""
+    pi = logs(0.1, 0.8, 0.2).requires_grad_()
+    made = inputs(pi, logs(0.1, 0.05, 0.8), [1, 1, 1], TWO_SAMPLES, proximal=logs(0.2, 0.1, 0.4))
+    options = {"ratio": "geometric", "clip_low": 0.2, "clip_high": 0.2, "weight_min": 0.8, "weight_max": 1.5}
+    loss, stats = loss_of("decoupled_ppo", **options)(made)
+    assert loss.item() == pytest.approx(-(1.5 * 1.2 + 1.5 * 1.2 + 0.8 * 0.5) / 3)
+    assert gradient_of(loss, pi) == pytest.approx([0, 0, -0.8 * 0.5 / 3])
+    assert stats["clipped"].tolist() == [1, 1, 0]
+
+
+def test_gmpo_equals_the_hand_computed_value() -> None:
+    """Ratios 0.5 and 8 in one sample, bounds ln 1.5: with A = 1 the second becomes 1.5, and s = sqrt(0.5 * 1.5); with A = -1 the first
+    becomes 1 / 1.5, and s = sqrt(8 / 1.5). Only the token that is not clipped has a gradient, -A s / 3 for three tokens in all."""
+    pi = logs(0.1, 0.8, 0.2).requires_grad_()
+    bound = math.log(1.5)
+    for advantage, ratio, gradient, clipped in (
+        (1, math.sqrt(0.5 * 1.5), [-1, 0], [0, 1, 0]),
+        (-1, math.sqrt(8 / 1.5), [0, 1], [1, 0, 0]),
+    ):
+        made = inputs(pi, logs(0.2, 0.1, 0.2), [advantage, advantage, 0], TWO_SAMPLES)
+        loss, stats = loss_of("gmpo", clip_low=bound, clip_high=bound)(made)
+        assert loss.item() == pytest.approx(-advantage * 2 * ratio / 3)
+        assert gradient_of(loss, pi) == pytest.approx([g * ratio / 3 for g in gradient] + [0])
+        assert stats["clipped"].tolist() == clipped
+
+
+def test_a_limit_of_the_log_ratio_bounds_the_loss_before_the_clip() -> None:
+    """Log-ratios 1000 and log 900 with A = -1 and the limit log 1000: losses 1000 and 900, and no gradient for the first."""
+    pi = torch.tensor([-1.0, -1.0], dtype=torch.float64).requires_grad_()
+    made = inputs(pi, torch.tensor([-1001.0, -1 - math.log(900)], dtype=torch.float64), [-1, -1], [0, 0])
+    loss, stats = loss_of("ppo_clip", log_ratio_max=math.log(1000))(made)
+    assert loss.item() == pytest.approx((1000 + 900) / 2)
+    assert gradient_of(loss, pi) == pytest.approx([0, 900 / 2])
+    assert stats["clipped"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("term", ["ppo_clip", "high_entropy"])
+def test_a_limit_of_the_log_ratio_inside_the_clip_is_rejected(term: str) -> None:
+    with pytest.raises(ConfigError, match=r"`log_ratio_max` must be > 0.2469, which the clip reaches, got 0.2"):
+        loss_of(term, log_ratio_max=0.2)
 
 
 # Penalties ------------------------------------------------------------------------------------------------------------
@@ -162,6 +242,8 @@ def test_the_constant_normalizer_gives_every_token_the_same_weight() -> None:
 DIFFERENTIABLE = [
     LossTerm("ppo_clip"),
     LossTerm("ppo_clip", {"dual_clip": 1.5}),
+    LossTerm("ppo_clip", {"log_ratio_max": 0.3}),
+    LossTerm("decoupled_ppo", {"reject_level": "geometric", "reject_min": 0.95, "veto_min": 0.1}),
     LossTerm("decoupled_ppo", {"level": "sequence", "weight_max": 1.5}),
     LossTerm("kl", {"kind": "k1"}),
     LossTerm("kl", {"kind": "k2", "to": "proximal"}),
@@ -171,7 +253,11 @@ DIFFERENTIABLE = [
 WITH_CONSTANTS = [
     LossTerm("policy_gradient", {"level": "geometric"}),
     LossTerm("policy_gradient", {"reject_level": "sequence"}),
+    LossTerm("policy_gradient", {"reject_level": "geometric", "reject_min": 1.0, "reject_only": "negative"}),
     LossTerm("gspo", {"clip_low": 0.3, "clip_high": 0.3}),
+    LossTerm("gspo", {"clip_low": 0.3, "clip_high": 0.3, "to": "proximal"}),
+    LossTerm("decoupled_ppo", {"ratio": "geometric", "weight_max": 1.5}),
+    LossTerm("gmpo", {"clip_low": 0.2, "clip_high": 0.2}),
     LossTerm("kl", {"kind": "k3", "straight_through": True}),
 ]
 """Terms that treat a function of the policy as a constant."""

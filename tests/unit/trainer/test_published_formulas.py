@@ -1,10 +1,22 @@
-"""The loss terms against the formulas of TRL, verl and AReaL, values and gradients, on random ragged batches.
+"""The loss terms against the published formulas of TRL, verl, AReaL and KernelGYM: values and gradients, on random ragged batches.
 
-The formulas are stated here in plain torch over padded [B, T] tensors with a mask, as those libraries compute them.
+The formulas are stated here in plain torch over padded [B, T] tensors with a mask m, as those libraries compute them, and were compared
+with these files:
+
+- TRL: huggingface/trl f2cd577 (2026-07-24), trl/trainer/grpo_trainer.py, `GRPOTrainer._compute_loss`,
+  `GRPOTrainer._generate_and_score_completions` (sampler correction), `GRPOTrainer.get_off_policy_mask`
+- verl: volcengine/verl b178a3c (2026-01-29), verl/trainer/ppo/core_algos.py, `agg_loss`, `compute_policy_loss_vanilla`, `_gspo`, `_geo_mean`,
+  `_cispo`, `_reinforce`, `_bypass_mode`, `kl_penalty`; verl/trainer/ppo/rollout_corr_helper.py; verl/trainer/ppo/ray_trainer.py,
+  `apply_kl_penalty`
+- AReaL: inclusionAI/AReaL 4aef98d (2026-05-21), areal/utils/functional/functional.py, `ppo_actor_loss_fn`, `apply_rejection_sampling`
+- KernelGYM: hkust-nlp/KernelGYM 3a84417 (2026-02-07), drkernel/verl_patch/trainer/code/ppo/mismatch_helper.py
+
+Of these libraries, verl and AReaL call the policy before the update `old` or `proximal`, and the sampler `rollout` or `behave`. TRL calls
+them `old` and `sampling`. Here they are `proximal` and `mu`. Each test says where a definition differs from that of the term.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +29,8 @@ from rollmesh.trainer.losses import LossInputs, LossSum, token_weights
 SEEDS = range(3)
 HORIZON = 12
 """Padded length T."""
+LONGEST = 20
+"""Longest possible response, in tokens, for averages over a constant."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +38,21 @@ class Padded:
     """Log-probs, advantages and mask [B, T] of B responses."""
 
     policy: Tensor
-    old: Tensor
-    """Log-probs of the sampler, mu."""
+    mu: Tensor
+    """Log-probs of the sampler."""
     proximal: Tensor
     reference: Tensor
     advantages: Tensor
     mask: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """[B, 1]"""
+        return self.mask.sum(-1, keepdim=True)
+
+    def rows(self, *indices: int) -> "Padded":
+        """Return some of the responses."""
+        return Padded(*(getattr(self, name)[list(indices)] for name in self.__dataclass_fields__))
 
 
 def padded(seed: int, *, per_token: bool = False, spread: float = 0.5) -> Padded:
@@ -47,18 +70,18 @@ def padded(seed: int, *, per_token: bool = False, spread: float = 0.5) -> Padded
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """`token-mean` of verl, `dapo` of TRL."""
+    """`dapo` and `cispo` of TRL, `token-mean` of verl, and AReaL: the sum over all tokens of the step divided by their number."""
     return (values * mask).sum() / mask.sum()
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """`seq-mean-token-mean` of verl, `grpo` of TRL."""
+    """`grpo` of TRL, `seq-mean-token-mean` of verl."""
     return ((values * mask).sum(-1) / mask.sum(-1)).mean()
 
 
 def constant_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """`seq-mean-token-sum-norm` of verl with the factor 20, `dr_grpo` of TRL with completions of at most 20 tokens."""
-    return (values * mask).sum() / (len(mask) * 20)
+    """`dr_grpo` of TRL with completions of at most `LONGEST` tokens."""
+    return (values * mask).sum() / (len(mask) * LONGEST)
 
 
 AVERAGES = {
@@ -68,30 +91,38 @@ AVERAGES = {
 }
 
 
+def ours(
+    batch: Padded, *terms: LossTerm, normalization: Normalization = Normalization.TOKEN, constant: int = LONGEST
+) -> Tensor:
+    """Return the loss of the terms on the flat tokens of the batch."""
+    chosen = batch.mask.bool()
+    lengths = chosen.sum(-1).tolist()
+    columns = {
+        "behavior": batch.mu[chosen],
+        "proximal": batch.proximal[chosen],
+        "reference": batch.reference[chosen],
+        "advantages": batch.advantages[chosen],
+        "token_weight": token_weights(lengths, [1.0] * len(lengths), normalization, constant).double(),
+        "sample": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+    }
+    return LossSum(terms)(LossInputs(batch.policy[chosen], columns))[0]
+
+
+def assert_same(batch: Padded, found: Tensor, expected: Tensor) -> None:
+    """Assert equal values, and equal gradients by the log-probs of the policy."""
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    gradients = [torch.autograd.grad(value, batch.policy, retain_graph=True)[0] for value in (found, expected)]
+    assert gradients[1].abs().max() > 0
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-7)
+
+
 def compare(
     batch: Padded,
     formula: Callable[[Padded], Tensor],
     *terms: LossTerm,
     normalization: Normalization = Normalization.TOKEN,
 ) -> None:
-    """Assert equal values, and equal gradients by the log-probs of the policy."""
-    chosen = batch.mask.bool()
-    lengths = chosen.sum(-1).tolist()
-    weight = token_weights(lengths, [1.0] * len(lengths), normalization, 20).double()
-    columns = {
-        "behavior": batch.old[chosen],
-        "proximal": batch.proximal[chosen],
-        "reference": batch.reference[chosen],
-        "advantages": batch.advantages[chosen],
-        "token_weight": weight,
-        "sample": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-    }
-    loss, _ = LossSum(terms)(LossInputs(batch.policy[chosen], columns))
-    expected = formula(batch)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
-    found, wanted = (torch.autograd.grad(value, batch.policy)[0] for value in (loss, expected))
-    assert wanted.abs().max() > 0
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    assert_same(batch, ours(batch, *terms, normalization=normalization), formula(batch))
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
@@ -99,13 +130,72 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tenso
     return torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 1 - low, 1 + high))
 
 
+def geometric_ratio(b: Padded, other: Tensor) -> Tensor:
+    """The ratio of whole sequences [B, 1], per token of the sequence."""
+    return torch.exp(((b.policy - other) * b.mask).sum(-1, keepdim=True) / b.counts)
+
+
+# Averages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "normalization", "constant", "factor"),
+    [
+        ("token-mean", Normalization.TOKEN, 1, 1.0),
+        ("seq-mean-token-mean", Normalization.SEQUENCE_MEAN, 1, 1.0),
+        ("seq-mean-token-sum", Normalization.CONSTANT, 1, 1.0),
+        ("seq-mean-token-sum-norm", Normalization.CONSTANT, LONGEST, 6.0),
+    ],
+)
+def test_averages_of_verl(mode: str, normalization: Normalization, constant: int, factor: float) -> None:
+    """`agg_loss`. `seq-mean-token-sum-norm` divides the sum by a length and not by the number of sequences, in spite of its name, so that
+    it is ours times the number of samples, 6. All of verl's counts are of the optimizer step, as ours are."""
+    b = padded(0)
+    values = (-b.advantages * torch.exp(b.policy - b.mu)) * b.mask
+    per_sequence = values.sum(-1)
+    expected = {
+        "token-mean": values.sum() / b.mask.sum(),
+        "seq-mean-token-mean": (per_sequence / b.mask.sum(-1)).mean(),
+        "seq-mean-token-sum": per_sequence.mean(),
+        "seq-mean-token-sum-norm": per_sequence.sum() / LONGEST,
+    }[mode]
+    wide = LossTerm("ppo_clip", {"clip_low": 0.999, "clip_high": 1e6})
+    assert_same(b, factor * ours(b, wide, normalization=normalization, constant=constant), expected)
+
+
+def test_averages_of_trl_over_micro_batches() -> None:
+    """`dapo` divides by the tokens of the optimizer step, as ours does. `bnpo` divides by those of each micro-batch and then averages the
+    micro-batches, so that it equals ours for one micro-batch only; `grpo` is the same for sequences, if micro-batches have equal numbers."""
+    b = padded(0)
+    term = LossTerm("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28})
+
+    def losses(part: Padded) -> Tensor:
+        return clipped(torch.exp(part.policy - part.mu), part.advantages, 0.2, 0.28) * part.mask
+
+    halves = [b.rows(0, 1, 2), b.rows(3, 4, 5)]
+    assert len({float(half.mask.sum()) for half in halves}) == 2
+    dapo = torch.stack([losses(half).sum() / b.mask.sum() for half in halves]).sum()
+    assert_same(b, ours(b, term), dapo)
+    bnpo = torch.stack([losses(half).sum() / half.mask.sum() for half in halves]).mean()
+    assert (ours(b, term) - bnpo).abs() > 1e-4
+    assert_same(b, ours(b, term), losses(b).sum() / b.mask.sum())
+    grpo = torch.stack([sequence_mean(losses(half), half.mask) for half in halves]).mean()
+    assert_same(b, ours(b, term, normalization=Normalization.SEQUENCE_MEAN), grpo)
+
+
+# Clipped surrogates ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("normalization", list(AVERAGES))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_clipped_surrogate_with_kl_penalty_of_trl(seed: int, normalization: Normalization) -> None:
-    """TRL's GRPO: the clipped loss plus beta times k3 to the reference, averaged by `loss_type`."""
+    """`loss_type` grpo, dapo and dr_grpo: the clipped loss plus beta times k3 to the reference.
+
+    TRL's ratio is against the policy before the update, or, without a sampler correction, the sampler; ours is against the sampler.
+    """
 
     def formula(b: Padded) -> Tensor:
-        losses = clipped(torch.exp(b.policy - b.old), b.advantages, 0.2, 0.28)
+        losses = clipped(torch.exp(b.policy - b.mu), b.advantages, 0.2, 0.28)
         kl = torch.exp(b.reference - b.policy) - (b.reference - b.policy) - 1
         return AVERAGES[normalization](losses + 0.04 * kl, b.mask)
 
@@ -114,11 +204,24 @@ def test_clipped_surrogate_with_kl_penalty_of_trl(seed: int, normalization: Norm
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_dual_clip_of_verl(seed: int) -> None:
-    """verl: for A < 0 the loss is at most -c A."""
+def test_two_sided_clip_of_trl(seed: int) -> None:
+    """`delta`: the unclipped ratio is at most delta, for advantages of both signs. With delta > 1 + clip_high this is a dual clip."""
 
     def formula(b: Padded) -> Tensor:
-        once = clipped(torch.exp(torch.clamp(b.policy - b.old, -20, 20)), b.advantages, 0.2, 0.2)
+        ratio = torch.exp(b.policy - b.mu)
+        most = ratio.clamp(max=1.5)
+        assert bool(((ratio != most) & (b.advantages < 0) & b.mask.bool()).any())
+        return token_mean(-torch.minimum(most * b.advantages, ratio.clamp(0.8, 1.28) * b.advantages), b.mask)
+
+    compare(padded(seed, spread=1.0), formula, LossTerm("ppo_clip", {"dual_clip": 1.5}))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dual_clip_of_verl(seed: int) -> None:
+    """`compute_policy_loss_vanilla`: for A < 0 the loss is at most -c A. Its default is c = 3; ours does not clip twice."""
+
+    def formula(b: Padded) -> Tensor:
+        once = clipped(torch.exp(torch.clamp(b.policy - b.mu, -20, 20)), b.advantages, 0.2, 0.2)
         twice = torch.where(b.advantages < 0, torch.min(-b.advantages * 1.5, once), once)
         assert bool(((once != twice) & b.mask.bool()).any())
         return token_mean(twice, b.mask)
@@ -127,30 +230,26 @@ def test_dual_clip_of_verl(seed: int) -> None:
     compare(padded(seed, spread=1.0), formula, term)
 
 
-def geometric_ratio(b: Padded) -> Tensor:
-    """The ratio of whole sequences [B, 1], per token of the sequence."""
-    return torch.exp(((b.policy - b.old) * b.mask).sum(-1, keepdim=True) / b.mask.sum(-1, keepdim=True))
-
-
+@pytest.mark.parametrize("to", ["behavior", "proximal"])
 @pytest.mark.parametrize("normalization", [Normalization.TOKEN, Normalization.SEQUENCE_MEAN])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_of_trl(seed: int, normalization: Normalization) -> None:
-    """TRL with `importance_sampling_level: sequence`: the gradient passes through the ratio of the sequence."""
+def test_gspo_of_trl(seed: int, normalization: Normalization, to: str) -> None:
+    """`importance_sampling_level: sequence`: the gradient passes through the ratio of the sequence, whose loss counts at each token."""
 
     def formula(b: Padded) -> Tensor:
-        losses = clipped(geometric_ratio(b).expand_as(b.mask), b.advantages, 0.1, 0.15)
-        return AVERAGES[normalization](losses, b.mask)
+        ratio = geometric_ratio(b, b.mu if to == "behavior" else b.proximal)
+        return AVERAGES[normalization](clipped(ratio.expand_as(b.mask), b.advantages, 0.1, 0.15), b.mask)
 
-    term = LossTerm("gspo", {"clip_low": 0.1, "clip_high": 0.15})
+    term = LossTerm("gspo", {"clip_low": 0.1, "clip_high": 0.15, "to": to})
     compare(padded(seed), formula, term, normalization=normalization)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gspo_per_token_of_verl(seed: int) -> None:
-    """verl: sg[s] pi / sg[pi], with an advantage per token, averaged over sequences."""
+    """`compute_policy_loss_gspo`: sg[s] pi / sg[pi], with an advantage per token, always averaged over sequences."""
 
     def formula(b: Padded) -> Tensor:
-        log_ratio = b.policy - b.policy.detach() + torch.log(geometric_ratio(b)).detach()
+        log_ratio = b.policy - b.policy.detach() + torch.log(geometric_ratio(b, b.mu)).detach()
         losses = clipped(torch.exp(torch.clamp(log_ratio, max=10.0)), b.advantages, 0.1, 0.15)
         return sequence_mean(losses, b.mask)
 
@@ -159,16 +258,262 @@ def test_gspo_per_token_of_verl(seed: int) -> None:
     compare(batch, formula, term, normalization=Normalization.SEQUENCE_MEAN)
 
 
+@pytest.mark.parametrize("to", ["behavior", "proximal"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gmpo_of_verl(seed: int, to: str) -> None:
+    """`compute_policy_loss_geo_mean`: one loss per sequence, from the mean of log-ratios that are clipped on the side of the advantage."""
+
+    def formula(b: Padded) -> Tensor:
+        log_ratio = b.policy - (b.mu if to == "behavior" else b.proximal)
+        sign = torch.sign(b.advantages)
+        least = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-0.3, 0.4))
+        assert bool(((least != log_ratio) & b.mask.bool()).any())
+        ratio = torch.exp((least * b.mask).sum(-1) / b.mask.sum(-1))
+        return (-b.advantages[:, 0] * ratio).mean()
+
+    term = LossTerm("gmpo", {"clip_low": 0.3, "clip_high": 0.4, "to": to})
+    compare(padded(seed), formula, term, normalization=Normalization.SEQUENCE_MEAN)
+
+
+# Policy gradient ------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.5), (0.8, 1.2)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cispo_of_trl_and_verl(seed: int, low: float, high: float) -> None:
-    """TRL truncates the detached ratio above, verl on both sides."""
+    """TRL's `loss_type: cispo` limits the detached ratio to `epsilon_high`, verl's `compute_policy_loss_cispo` to [1 - low, 1 + high]."""
 
     def formula(b: Padded) -> Tensor:
-        weight = torch.clamp(torch.exp(b.policy - b.old), low, high).detach()
+        weight = torch.clamp(torch.exp(b.policy - b.mu), low, high).detach()
         return token_mean(-weight * b.advantages * b.policy, b.mask)
 
     compare(padded(seed), formula, LossTerm("policy_gradient", {"weight_min": low, "weight_max": high}))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_off_policy_mask_of_trl(seed: int) -> None:
+    """`off_policy_mask_threshold` (DeepSeek-V3.2): a sequence with A < 0 has no loss if the mean of log mu - log pi exceeds the threshold."""
+    delta = 0.05
+
+    def formula(b: Padded) -> Tensor:
+        divergence = ((b.mu - b.policy.detach()) * b.mask).sum(-1, keepdim=True) / b.counts
+        keep = (b.advantages >= 0) | (divergence <= delta)
+        assert keep.any()
+        assert not keep.all()
+        weight = torch.exp(b.policy - b.mu).clamp(max=2.0).detach()
+        return token_mean(-weight * b.advantages * b.policy * keep, b.mask)
+
+    least = float(torch.exp(torch.tensor(-delta, dtype=torch.float64)))
+    options = {"reject_level": "geometric", "reject_min": least, "reject_max": 1e9, "reject_only": "negative"}
+    compare(padded(seed, spread=1.0), formula, LossTerm("policy_gradient", options))
+
+
+BOUNDS = (0.6, 1.6)
+REJECTION_SPREADS = {"token_k1": 0.5, "seq_sum_k1": 0.3, "seq_mean_k1": 1.5}
+"""Spreads of the log-ratios at which some of the tokens or sequences are inside the bounds."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("token_k1", {"outside": "mask", "weight_min": BOUNDS[0], "weight_max": BOUNDS[1]}),
+        ("seq_sum_k1", {"reject_level": "sequence", "reject_min": BOUNDS[0], "reject_max": BOUNDS[1]}),
+        ("seq_mean_k1", {"reject_level": "geometric", "reject_min": BOUNDS[0], "reject_max": BOUNDS[1]}),
+    ],
+)
+def test_rejection_of_verl(mode: str, options: dict[str, Any]) -> None:
+    """`rollout_rs` with `loss_type: reinforce`: truncated weights times -A log pi, over the tokens that remain.
+
+    Three differences. verl bounds mu / pi, so that its thresholds are the inverse of ours. It divides by the remaining tokens, ours by
+    all of them. `token_k1` removes tokens, which is `outside: mask` here; `reject_level: token` removes the sample of such a token. verl
+    also rejects by k2 and k3, and by their maximum over a sequence, which is not implemented here.
+    """
+    b = padded(0, spread=REJECTION_SPREADS[mode])
+    log_inverse = (b.mu - b.policy).detach()
+    of_mode = {
+        "token_k1": log_inverse,
+        "seq_sum_k1": (log_inverse * b.mask).sum(-1, keepdim=True),
+        "seq_mean_k1": (log_inverse * b.mask).sum(-1, keepdim=True) / b.counts,
+    }[mode]
+    low, high = (torch.tensor(1 / bound, dtype=torch.float64).log() for bound in reversed(BOUNDS))
+    kept = b.mask * ((of_mode >= low) & (of_mode <= high))
+    assert 0 < float(kept.sum()) < float(b.mask.sum())
+    weight = torch.exp(b.policy - b.mu).clamp(max=2.0).detach()
+    expected = (-weight * b.advantages * b.policy * kept).sum() / kept.sum()
+    term = LossTerm("policy_gradient", options)
+    assert_same(b, ours(b, term) * float(b.mask.sum() / kept.sum()), expected)
+
+
+@pytest.mark.parametrize("veto", [1e-4, 0.0])
+def test_geometric_rejection_with_a_token_veto_of_kernelgym(veto: float) -> None:
+    """A sequence is removed if the geometric mean of prox / mu leaves [0.999, 1.001], or if a token has a ratio below 1e-4. There is no
+    weight, and the clipped loss is around prox. The average is over the remaining sequences, ours is over all of them."""
+    b = padded(0)
+    small = 0.004 * torch.randn(b.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    longest = int(b.mask.sum(-1).argmax())
+    small[longest] = 0.0
+    small[longest, :2] = torch.tensor(
+        [-9.5, 9.5]
+    )  # ratios of 7e-5 and its inverse: the geometric mean does not see them
+    b = replace(b, mu=b.proximal - small)
+    log_ratio = (b.proximal - b.mu) * b.mask
+    mean = torch.exp(log_ratio.sum(-1) / b.mask.sum(-1))
+    kept = (mean >= 0.999) & (mean <= 1.001)
+    assert kept[longest]
+    assert not kept.all()
+    if veto:
+        kept = kept & ~((log_ratio < torch.log(torch.tensor(veto))) & b.mask.bool()).any(-1)
+        assert not kept[longest]
+    losses = clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28) * b.mask
+    expected = (losses.sum(-1) * kept).sum() / kept.sum()
+    options = {"weight_min": 1.0, "weight_max": 1.0, "clip_low": 0.2, "clip_high": 0.28, "veto_min": veto}
+    term = LossTerm("decoupled_ppo", options | {"reject_level": "geometric", "reject_min": 0.999, "reject_max": 1.001})
+    found = ours(b, term, normalization=Normalization.CONSTANT, constant=1)
+    assert_same(b, found * float(len(kept) / kept.sum()), expected)
+
+
+# Decoupled losses: corrections of the sampler -------------------------------------------------------------------------
+
+CORRECTION = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def sampler_weight(b: Padded, level: str) -> Tensor:
+    """The ratio of the policy before the update to the sampler, at a level."""
+    log_ratio = (b.proximal - b.mu) * b.mask
+    if level == "token":
+        return torch.exp(log_ratio)
+    total = log_ratio.sum(-1, keepdim=True)
+    return torch.exp(total if level == "sequence" else total / b.counts).expand_as(log_ratio)
+
+
+@pytest.mark.parametrize("bounds", [(0.0, 1.2), (0.7, 1.2)])
+@pytest.mark.parametrize(
+    ("ratio", "mode"),
+    [
+        ("token", "token_truncate"),
+        ("token", "token_mask"),
+        ("token", "sequence_truncate"),
+        ("token", "sequence_mask"),
+        ("geometric", "sequence_truncate"),
+        ("geometric", "sequence_mask"),
+    ],
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sampler_correction_of_trl(seed: int, ratio: str, mode: str, bounds: tuple[float, float]) -> None:
+    """`vllm_importance_sampling_mode` with its two bounds; the sequence weight is the product of the ratios, not their geometric mean.
+
+    The clip is that of tokens, or of sequences (`importance_sampling_level`). Masked tokens stay in the average. The KL penalty has no
+    weight. With the clip of sequences and weights of tokens, the value equals ours, but TRL differentiates the ratio of the sequence,
+    so that every token has the mean weight of its sequence, while ours and verl's have its weight.
+    """
+    level, outside = mode.split("_")
+    low, high = bounds
+
+    def formula(b: Padded) -> Tensor:
+        weight = sampler_weight(b, level)
+        inside = (weight >= low) & (weight <= high)
+        assert not inside[b.mask.bool()].all()
+        weight = weight.clamp(low, high) if outside == "truncate" else weight * inside
+        of_token, of_sequence = torch.exp(b.policy - b.proximal), geometric_ratio(b, b.proximal).expand_as(b.mask)
+        losses = clipped(of_token if ratio == "token" else of_sequence, b.advantages, 0.2, 0.28) * weight
+        kl = torch.exp(b.reference - b.policy) - (b.reference - b.policy) - 1
+        return token_mean(losses + 0.04 * kl, b.mask)
+
+    options = {"level": level, "weight_min": low, "weight_max": high, "outside": outside, "ratio": ratio}
+    compare(padded(seed), formula, LossTerm("decoupled_ppo", CORRECTION | options), LossTerm("kl", weight=0.04))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("ratio", ["token", "geometric"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rollout_correction_of_verl(seed: int, ratio: str, level: str) -> None:
+    """`rollout_is` of prox / mu at `rollout_is_threshold`: truncated above only, and multiplied to the loss of `vanilla` with its dual clip,
+    or to that of `gspo`, which has none.
+
+    verl can divide the weights by their mean over the batch (`rollout_is_batch_normalize`, off by default), which we do not.
+    """
+
+    def formula(b: Padded) -> Tensor:
+        if ratio == "token":
+            losses = clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28)
+            losses = torch.where(b.advantages < 0, torch.min(-3.0 * b.advantages, losses), losses)
+        else:
+            log_ratio = b.policy - b.policy.detach() + torch.log(geometric_ratio(b, b.proximal)).detach()
+            losses = clipped(torch.exp(log_ratio), b.advantages, 0.2, 0.28)
+        return sequence_mean(losses * sampler_weight(b, level).clamp(max=2.0), b.mask)
+
+    options: dict[str, Any] = {"level": level, "weight_max": 2.0, "dual_clip": 3.0 * (ratio == "token"), "ratio": ratio}
+    term = LossTerm("decoupled_ppo", CORRECTION | options)
+    compare(padded(seed, spread=0.8), formula, term, normalization=Normalization.SEQUENCE_MEAN)
+
+
+AREAL = [("token", (0.0, 1.4)), ("token", (0.6, 1.4)), ("geometric", (0.9, 1.1))]
+
+
+@pytest.mark.parametrize("action", ["mask", "clamp"])
+@pytest.mark.parametrize(("level", "bounds"), AREAL)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_decoupled_ppo_of_areal(seed: int, level: str, bounds: tuple[float, float], action: str) -> None:
+    """`ppo_actor_loss_fn` with `RejectionSamplingConfig(metric="ratio", agg="mean")`: clip and dual clip around prox, times a weight that is masked or
+    clamped to its bounds. The weight of a sequence is the geometric mean. The denominator counts masked tokens, as ours does. The
+    former `behave_imp_weight_cap` is the case of tokens, `mask`, and an upper bound."""
+    low, high = bounds
+
+    def formula(b: Padded) -> Tensor:
+        losses = clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28)
+        losses = torch.min(losses, torch.sign(b.advantages) * 1.5 * b.advantages)
+        weight = sampler_weight(b, level)
+        inside = (weight >= low) & (weight <= high)
+        assert not inside[b.mask.bool()].all()
+        weight = weight * inside if action == "mask" else weight.clamp(low, high)
+        return token_mean(losses * weight, b.mask)
+
+    outside = "mask" if action == "mask" else "truncate"
+    chosen = {"level": level, "weight_min": low, "weight_max": high, "outside": outside, "dual_clip": 1.5}
+    compare(padded(seed), formula, LossTerm("decoupled_ppo", CORRECTION | chosen))
+
+
+@pytest.mark.parametrize(
+    ("agg", "reject"),
+    [
+        ("sum", {"reject_level": "sequence", "reject_min": 0.4, "reject_max": 2.5}),
+        ("max", {"reject_level": "token", "reject_min": 0.0, "reject_max": 2.5}),
+    ],
+)
+def test_rejection_of_areal_by_the_product_and_by_the_largest_ratio(agg: str, reject: dict[str, Any]) -> None:
+    """`level: sequence` with `agg` sum or max: the weight is still the geometric mean, and the other quantity decides what is masked."""
+
+    def formula(b: Padded) -> Tensor:
+        log_ratio = (b.proximal - b.mu) * b.mask
+        total = log_ratio.sum(-1, keepdim=True)
+        largest = (b.proximal - b.mu).masked_fill(b.mask == 0, -torch.inf).max(-1, keepdim=True).values
+        value = torch.exp(total if agg == "sum" else largest)
+        keep = (value >= reject["reject_min"]) & (value <= 2.5)
+        assert keep.any()
+        assert not keep.all()
+        losses = clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28)
+        return token_mean(losses * sampler_weight(b, "geometric") * keep, b.mask)
+
+    wide = {"level": "geometric", "weight_min": 0.0, "weight_max": 1e9}
+    compare(padded(2), formula, LossTerm("decoupled_ppo", CORRECTION | wide | reject))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gspo_of_areal(seed: int) -> None:
+    """`importance_sampling_level: sequence` without rejection: every token has the mean advantage of its sequence, and the loss is a mean
+    over tokens. Ours takes each token's advantage as it is. AReaL's ratio also leaves out the tokens that its rejection masks."""
+
+    def formula(b: Padded) -> Tensor:
+        mean = ((b.advantages * b.mask).sum(-1, keepdim=True) / b.counts).expand_as(b.mask)
+        return token_mean(clipped(geometric_ratio(b, b.proximal).expand_as(b.mask), mean, 0.1, 0.15), b.mask)
+
+    batch = padded(seed, per_token=True)
+    mean = ((batch.advantages * batch.mask).sum(-1, keepdim=True) / batch.counts).expand_as(batch.mask)
+    term = LossTerm("gspo", {"clip_low": 0.1, "clip_high": 0.15, "to": "proximal"})
+    assert_same(batch, ours(replace(batch, advantages=mean), term), formula(batch))
+
+
+# KL penalties ---------------------------------------------------------------------------------------------------------
 
 
 def verl_kl(kind: str, log_ratio: Tensor) -> Tensor:
@@ -183,10 +528,10 @@ def verl_kl(kind: str, log_ratio: Tensor) -> Tensor:
 @pytest.mark.parametrize("to", ["reference", "proximal", "behavior"])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_penalties_of_verl(kind: str, to: str, straight_through: bool) -> None:
-    """verl's `kl`, `mse` and `low_var_kl`; with a plus sign the gradient is that of `mse`."""
+    """`kl_penalty` of the kinds k1 (`kl`), k2 (`mse`) and k3 (`low_var_kl`, limited to 10); with a plus sign the gradient is that of k2."""
 
     def formula(b: Padded) -> Tensor:
-        other = {"reference": b.reference, "proximal": b.proximal, "behavior": b.old}[to]
+        other = {"reference": b.reference, "proximal": b.proximal, "behavior": b.mu}[to]
         value = verl_kl(kind, b.policy - other)
         if straight_through:
             backward = verl_kl("k2", b.policy - other)
@@ -197,73 +542,11 @@ def test_kl_penalties_of_verl(kind: str, to: str, straight_through: bool) -> Non
 
 
 def test_corrected_kl_of_trl() -> None:
-    """TRL's `use_bias_correction_kl`: k3 times the ratio to the sampler, with gradient through both."""
+    """`use_bias_correction_kl`: k3 times the ratio of the token, with gradient through both. TRL's ratio is against the policy before the
+    update and, with GSPO, that of the sequence; ours is pi / mu of the token."""
 
     def formula(b: Padded) -> Tensor:
         kl = torch.exp(b.reference - b.policy) - (b.reference - b.policy) - 1
-        return token_mean(kl * torch.exp(b.policy - b.old), b.mask)
+        return token_mean(kl * torch.exp(b.policy - b.mu), b.mask)
 
     compare(padded(0), formula, LossTerm("kl", {"corrected": True}))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_decoupled_ppo_of_areal(seed: int) -> None:
-    """AReaL: clip and dual clip around the proximal policy; the behavior weight is 0 above its cap."""
-
-    def formula(b: Padded) -> Tensor:
-        losses = clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28)
-        losses = torch.min(losses, torch.sign(b.advantages) * 1.5 * b.advantages)
-        weight = torch.exp(b.proximal - b.old)
-        weight = torch.where(weight <= 1.4, weight, 0.0)
-        assert bool(((weight == 0) & b.mask.bool()).any())
-        return token_mean(losses * weight, b.mask)
-
-    options = {"clip_low": 0.2, "clip_high": 0.28, "weight_max": 1.4, "outside": "mask", "dual_clip": 1.5}
-    compare(padded(seed), formula, LossTerm("decoupled_ppo", options))
-
-
-def sampler_weight(b: Padded, level: str) -> Tensor:
-    """The ratio of the trainer's proximal policy to the sampler, at a level."""
-    log_ratio = (b.proximal - b.old) * b.mask
-    if level == "token":
-        return torch.exp(log_ratio)
-    total = log_ratio.sum(-1, keepdim=True)
-    return torch.exp(total if level == "sequence" else total / b.mask.sum(-1, keepdim=True)).expand_as(log_ratio)
-
-
-@pytest.mark.parametrize("outside", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sampler_correction_of_trl_and_verl(seed: int, level: str, outside: str) -> None:
-    """TRL's `vllm_importance_sampling_mode` and verl's rollout correction: the loss times a weight for the sampler's mismatch."""
-
-    def formula(b: Padded) -> Tensor:
-        weight = sampler_weight(b, level)
-        weight = weight.clamp(max=1.2) if outside == "truncate" else weight.masked_fill(weight > 1.2, 0.0)
-        return token_mean(clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28) * weight, b.mask)
-
-    options: dict[str, Any] = {"level": level, "weight_max": 1.2, "outside": outside}
-    compare(padded(seed), formula, LossTerm("decoupled_ppo", options))
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_rejection_of_whole_sequences_of_verl(level: str) -> None:
-    """verl's rollout rejection: sequences outside the bounds have no gradient. The average here still counts their tokens."""
-
-    def formula(b: Padded) -> Tensor:
-        ratio = torch.exp(b.policy.detach() - b.old)
-        of_level = {
-            "token": ratio,
-            "sequence": torch.exp(((b.policy.detach() - b.old) * b.mask).sum(-1, keepdim=True)),
-            "geometric": geometric_ratio(b).detach(),
-        }[level]
-        outside = ((of_level < 0.4) | (of_level > 1.6)) & b.mask.bool()
-        kept = ~outside.any(-1, keepdim=True)
-        assert 0 < int(kept.sum()) < len(kept)
-        return token_mean(-kept.double() * ratio.clamp(max=2.0) * b.advantages * b.policy, b.mask)
-
-    options = {"reject_level": level, "reject_min": 0.4, "reject_max": 1.6}
-    compare(padded(0, spread=SPREADS[level]), formula, LossTerm("policy_gradient", options))
-
-
-SPREADS = {"token": 0.5, "sequence": 0.3, "geometric": 2.5}

@@ -26,6 +26,7 @@ LOSSES = Registry(
         "high_entropy": "rollmesh.trainer.losses.high_entropy:HighEntropy",
         "policy_gradient": "rollmesh.trainer.losses.policy_gradient:PolicyGradient",
         "gspo": "rollmesh.trainer.losses.gspo:Gspo",
+        "gmpo": "rollmesh.trainer.losses.gmpo:Gmpo",
         "kl": "rollmesh.trainer.losses.kl:KlPenalty",
         "rover": "rollmesh.trainer.losses.rover:Rover",
         "siren": "rollmesh.trainer.losses.siren:Siren",

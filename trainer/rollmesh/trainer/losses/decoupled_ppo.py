@@ -7,18 +7,25 @@ Hilton et al. 2021 (arXiv:2110.00641), used for asynchronous LLM training by ARe
 
 prox is the policy before the update's first optimizer step, so stale data do not use up the trust region.
 `importance.py` defines w: by default min(prox / mu, weight_max) at each token, and with `outside: mask` 0 above weight_max (AReaL's
-cap). No term keeps the policy near mu, so it can drift at large staleness.
+cap). With `ratio: geometric`, r is the ratio of the sample as in `gspo`, so that GSPO and a correction of the sampler combine (AReaL's
+`importance_sampling_level: sequence`, TRL with a sampler correction). No term keeps the policy near mu, so it can drift at large staleness.
+
+Differences: all three libraries average over the tokens of a micro-batch or of the step, as `learner.normalization` says; AReaL and TRL
+keep masked tokens in the denominator, as here, and verl removes rejected ones. Only AReaL has geometric weights; for a geometric
+weight with bounds on another quantity, combine `level` with `reject_level`. verl can divide weights by their mean over the batch, which
+is not implemented here.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 from torch import Tensor
 
 from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.gspo import geometric_ratio
 from rollmesh.trainer.losses.importance import ImportanceOptions, importance_weights
 from rollmesh.trainer.losses.ppo_clip import check_dual_clip, clipped_objective
 from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
@@ -31,6 +38,8 @@ class DecoupledPpoOptions(ImportanceOptions):
     """Distance of pi / prox below 1 up to which it gets a gradient if the advantage is negative."""
     clip_high: PositiveFloat = 0.28
     """Distance of pi / prox above 1 up to which it gets a gradient if the advantage is positive."""
+    ratio: Literal["token", "geometric"] = "token"
+    """r is the ratio of the `token`, or the `geometric` mean of those of its sample, whose bounds are much narrower: see `gspo`."""
     dual_clip: NonNegativeFloat = 0.0
     """Value of pi / prox above which a token with a negative advantage gets no gradient; 0 disables it."""
 
@@ -54,8 +63,11 @@ class DecoupledPpo:
 def decoupled_ppo_loss(inputs: LossInputs, options: DecoupledPpoOptions) -> tuple[Tensor, TokenStats]:
     """Return the scalar loss, and per token `clipped`, `clipped_high` and the statistics of the weights."""
     weight, capped = importance_weights(inputs, inputs["proximal"], inputs["behavior"], options)
-    ratio = safe_ratio(inputs.logprobs, inputs["proximal"])
-    held = out_of_range(inputs.logprobs, inputs["proximal"])
+    if options.ratio == "geometric":
+        ratio, held = geometric_ratio(inputs, "proximal")
+    else:
+        ratio = safe_ratio(inputs.logprobs, inputs["proximal"])
+        held = out_of_range(inputs.logprobs, inputs["proximal"])
     low, high, dual = options.clip_low, options.clip_high, options.dual_clip
     objective, stats = clipped_objective(ratio, held, inputs["advantages"], low, high, dual)
     return -(inputs["token_weight"] * weight * objective).sum(), {**stats, **capped}

@@ -53,8 +53,9 @@ class HighEntropy:
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         """Return the scalar loss, and per token `clipped`, `clipped_high` and `high_entropy`."""
-        ratio = safe_ratio(inputs.logprobs, inputs["behavior"])
-        held = out_of_range(inputs.logprobs, inputs["behavior"])
+        limit = self.options.log_ratio_max
+        ratio = safe_ratio(inputs.logprobs, inputs["behavior"], limit)
+        held = out_of_range(inputs.logprobs, inputs["behavior"], limit)
         low, high, dual = self.options.clip_low, self.options.clip_high, self.options.dual_clip
         objective, stats = clipped_objective(ratio, held, inputs["advantages"], low, high, dual)
         loss = -(inputs["high_entropy_weight"] * objective).sum()

@@ -9,7 +9,8 @@ Schulman 2020 (joschu.net/blog/kl-approx.html), with d = log pi - log q, in nats
 
 Gradients: Tang & Munos 2025 (arXiv:2506.09477). `straight_through` keeps the value and takes the gradient of k2, as the variants of
 verl with a plus sign do. `corrected` multiplies the estimate by pi / mu, with gradient, so that it is unbiased on data of mu
-(DeepSeek-V3.2, arXiv:2512.02556). Deviation: d is limited to +-20 to stay finite.
+(DeepSeek-V3.2, arXiv:2512.02556). The estimator `kl_reward` has the penalty in the reward instead. Deviation: d is limited to +-20 to
+stay finite; verl also limits k3 to 10. The penalty is never weighted by an importance weight other than `corrected`.
 """
 
 from __future__ import annotations

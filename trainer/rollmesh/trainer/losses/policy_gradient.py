@@ -10,7 +10,8 @@
     level sequence or geometric, with rejection   sequence-level importance sampling and rejection sampling as in verl
 
 The weight carries no gradient, so every token with a weight has a gradient, independent of its drift. There is no trust region.
-Deviation: mu is the policy that sampled the token, where CISPO has the policy at the start of the update.
+Deviation: mu is the policy that sampled the token, where CISPO has the policy at the start of the update. TRL truncates CISPO's weight
+above only, verl on both sides, and both multiply a sampler correction to it.
 """
 
 from __future__ import annotations

@@ -9,13 +9,17 @@ PPO (Schulman et al. 2017, arXiv:1707.06347), clip-higher from DAPO (Yu et al. 2
 
     loss = - max(min(r A, clip(r) A), c A)
 
+which equals the two-sided clip of TRL (`delta`) and the dual clip of verl and AReaL (`clip_ratio_c`, `c_clip`). `log_ratio_max` limits
+log r before the exponential (pre-clip of StableReinforce, arXiv:2505.02835).
+
 mu is the policy that sampled the token, not the policy at the start of the update. So the clip is a trust region around the data,
-which limits drift. Of the losses here it tolerates the largest staleness. As in DAPO there is no KL term. Deviation: ratios are
-limited in log space to stay finite.
+which limits drift. Of the losses here it tolerates the largest staleness. As in DAPO there is no KL term. Deviations: ratios are
+always limited in log space to stay finite; `decoupled_ppo` clips around the policy at the start of the update, as PPO does.
 """
 
 from __future__ import annotations
 
+from math import log
 from typing import Annotated, ClassVar
 
 import torch
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
-from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
+from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX, out_of_range, safe_ratio
 
 
 class PpoClipOptions(Settings):
@@ -37,8 +41,14 @@ class PpoClipOptions(Settings):
     dual_clip: NonNegativeFloat = 0.0
     """Ratio above which a token with a negative advantage gets no gradient; 0 disables it. Usual: 3 (verl), 10."""
 
+    log_ratio_max: Annotated[float, Meta(gt=0, le=LOG_RATIO_MAX)] = LOG_RATIO_MAX
+    """Largest absolute log-ratio. A token beyond it gets no gradient; its loss is that of the limit. StableReinforce: log 1000 = 6.9."""
+
     def check_fields(self) -> None:
         check_dual_clip(self.dual_clip, self.clip_high)
+        least = max(log(1 + self.clip_high), -log(1 - self.clip_low))
+        if self.log_ratio_max <= least:
+            raise ValueError(f"`log_ratio_max` must be > {least:.4f}, which the clip reaches, got {self.log_ratio_max}")
 
 
 class PpoClip:
@@ -56,8 +66,8 @@ class PpoClip:
 
 def ppo_clip_loss(inputs: LossInputs, options: PpoClipOptions) -> tuple[Tensor, TokenStats]:
     """Return the scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
-    ratio = safe_ratio(inputs.logprobs, inputs["behavior"])
-    held = out_of_range(inputs.logprobs, inputs["behavior"])
+    ratio = safe_ratio(inputs.logprobs, inputs["behavior"], options.log_ratio_max)
+    held = out_of_range(inputs.logprobs, inputs["behavior"], options.log_ratio_max)
     low, high, dual = options.clip_low, options.clip_high, options.dual_clip
     objective, stats = clipped_objective(ratio, held, inputs["advantages"], low, high, dual)
     return -(inputs["token_weight"] * objective).sum(), stats
