@@ -159,18 +159,31 @@ def fetch_samples(gateway: Gateway, lease: run_pb2.LeaseBatchResponse) -> dict[s
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-def policy_loss(model: Any, samples: list[torch.Tensor]) -> torch.Tensor:
-    """PPO's clipped objective against the policy that sampled, with a higher upper clip. Every trained token has the same weight."""
+def token_ratios(model: Any, samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return policy / behavior policy, advantage and mask, [samples, tokens] each. The ratio of a token that is not trained is 1."""
     rows = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)  # [samples, tokens, 5]
     token_ids = rows[:, :, 0].long()
     mask, behavior_logprobs, temperature, advantage = rows[:, 1:, 1:].float().unbind(-1)
     temperature = torch.where(temperature > 0, temperature, 1.0)  # padding has 0
     logits = model(input_ids=token_ids).logits[:, :-1] / temperature[..., None]
     logprobs = logits.log_softmax(-1).gather(-1, token_ids[:, 1:, None]).squeeze(-1)
-    ratio = ((logprobs - behavior_logprobs) * mask).clamp(-20, 20).exp()
+    return ((logprobs - behavior_logprobs) * mask).clamp(-20, 20).exp(), advantage, mask
+
+
+def policy_loss(model: Any, samples: list[torch.Tensor]) -> torch.Tensor:
+    """PPO's clipped objective against the policy that sampled, with a higher upper clip. Every trained token has the same weight."""
+    ratio, advantage, mask = token_ratios(model, samples)
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     gain = torch.minimum(ratio * advantage, clipped * advantage) * mask
     return -gain.sum() / mask.sum()
+
+
+@torch.no_grad()
+def measure(model: Any, group: str, samples: list[torch.Tensor]) -> events_pb2.TrainedGroup:
+    """Return what a selector may choose tasks by. Optional; it must be before the weights change."""
+    ratio, advantage, mask = token_ratios(model, samples)
+    signal, loss = (float((values * mask).sum() / mask.sum()) for values in (advantage.abs(), -ratio * advantage))
+    return events_pb2.TrainedGroup(group=group, mean_abs_advantage=signal, policy_loss=loss, num_tokens=int(mask.sum()))
 
 
 def learn(model: Any, optimizer: Any, samples: list[torch.Tensor], *, update: int, updates_max: int) -> bool:
@@ -268,6 +281,8 @@ def train(address: str, token: str, model_folder: Path, spec: events_pb2.RunSpec
                 for sample in lease.samples
                 if sample.meta.sample_id not in samples
             ]
+            used = {g.group: [samples[m.sample_id] for m in g.members if m.sample_id in samples] for g in lease.groups}
+            groups = [measure(model, name, own) for name, own in used.items() if own]
             applied = learn(model, optimizer, list(samples.values()), update=update, updates_max=spec.updates_max)
             committed = gateway.call_attached(
                 "CommitUpdate",
@@ -275,6 +290,7 @@ def train(address: str, token: str, model_folder: Path, spec: events_pb2.RunSpec
                 lease_ids=[lease.lease_id],
                 samples=dropped,  # samples that are not named were used
                 outcome=run_pb2.UPDATE_OUTCOME_APPLIED if applied else run_pb2.UPDATE_OUTCOME_SKIPPED,
+                groups=groups if applied else [],
             )
         update, digest = update + 1, committed.digest
         is_last = update == spec.updates_max

@@ -93,13 +93,14 @@ class Trainer {
     const renewing = this.renew(lease);
     try {
       const samples = await this.fetch(lease);
-      const { outcome, dropped } = await train(samples, lease.groups);
+      const { outcome, dropped, measured } = await train(samples, lease.groups);
       const commit = await this.ask('CommitUpdate', {
         ...this.mine,
         update: this.update + 1,
         lease_ids: [lease.lease_id],
         samples: dropped.map(([sample_id, reason]) => ({ sample_id, reason, disposition: 'SAMPLE_DISPOSITION_DROPPED' })),
         outcome,
+        groups: measured,
       });
       this.update += 1;
       this.digest = commit.digest;
@@ -198,12 +199,28 @@ function pathTokens(episode, leaf) {
   }));
 }
 
-/** YOUR OPTIMISER. Says what became of the update, and which samples were left out and why: [sample id, reason]. */
+/** YOUR OPTIMISER. Says what became of the update, which samples were left out and why: [sample id, reason], and what selectors may read. */
 async function train(samples, groups) {
   const dropped = samples
     .filter((sample) => !sample.tokens || !sample.meta.trainable)
     .map((sample) => [sample.meta.sample_id, sample.tokens ? 'NOT_TRAINABLE' : 'UNREADABLE']);
-  return { outcome: dropped.length < samples.length ? 'UPDATE_OUTCOME_APPLIED' : 'UPDATE_OUTCOME_SKIPPED', dropped };
+  const left = new Set(dropped.map(([sample_id]) => sample_id));
+  const used = samples.filter((sample) => !left.has(sample.meta.sample_id));
+  const measured = groups.map((group) => measure(group, used)).filter(({ num_tokens }) => num_tokens);
+  return { outcome: used.length ? 'UPDATE_OUTCOME_APPLIED' : 'UPDATE_OUTCOME_SKIPPED', dropped, measured };
+}
+
+/** Means over the used tokens of a group. The advantage is the reward minus its mean; the ratio of the policies is 1 without training. */
+function measure({ group, members }, used) {
+  const rewards = new Map(members.map((m) => [m.sample_id, m.rewards.reduce((sum, reward) => sum + reward.value, 0)]));
+  const mean = [...rewards.values()].reduce((a, b) => a + b, 0) / rewards.size;
+  const rows = used.filter((sample) => sample.group === group).map((sample) => ({
+    advantage: rewards.get(sample.meta.sample_id) - mean,
+    num: sample.tokens.flatMap(({ mask }) => mask).filter(Boolean).length,
+  }));
+  const num_tokens = rows.reduce((sum, { num }) => sum + num, 0);
+  const average = (value) => rows.reduce((sum, row) => sum + row.num * value(row), 0) / num_tokens;
+  return { group, num_tokens, mean_abs_advantage: average((r) => Math.abs(r.advantage)), policy_loss: -average((r) => r.advantage) };
 }
 
 async function main() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -256,3 +257,14 @@ def test_scores_are_log_probs_of_the_present_weights(make_config: MakeConfig) ->
     assert (second != first).any()
     save(restored)
     np.testing.assert_array_equal(opened(config).engine.score(prompt), second)
+
+
+def test_the_measurements_of_groups_are_finite_and_of_groups_with_used_samples(make_config: MakeConfig) -> None:
+    samples, groups = batch(1)
+    samples = [s if s.group == "g1" else replace(s, sample=replace(s.sample, trainable=False)) for s in samples]
+    (measured,) = opened(make_config("a")).engine.update(1, samples, groups).groups
+    assert (measured.group, measured.num_tokens) == ("g1", 3 * 8)
+    assert 0 < measured.mean_abs_advantage < 10
+    assert -10 < measured.policy_loss < 10
+    failed = opened(make_config("b")).engine.update(1, *batch(1, outcome=Outcome.INFRA_FAILURE))
+    assert (failed.applied, failed.groups) == (False, ())

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from rollmesh.v1 import events_pb2, types_pb2
 from rollmesh.v1 import run_pb2 as pb
-from rollmesh.v1 import types_pb2
 
 from .model import Commit
 from .trainer import APPLIED, DROPPED, Trainer
@@ -134,6 +134,11 @@ def _commits(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     yield "lease not named", run.CommitUpdate, request(lease_ids=[]), INVALID, "FAILED_PRECONDITION", *lost
     yield "sample named twice", run.CommitUpdate, request(samples=twice), INVALID, *lost
     yield "unknown sample", run.CommitUpdate, request(samples=[unknown]), INVALID, "UNKNOWN_SAMPLE", *lost
+    strange = events_pb2.TrainedGroup(group="g999", num_tokens=1)
+    infinite = events_pb2.TrainedGroup(group="g999", mean_abs_advantage=math.inf, num_tokens=1)
+    yield "unknown group", run.CommitUpdate, request(groups=[strange]), INVALID, "UNKNOWN_GROUP", *lost
+    yield "group named twice", run.CommitUpdate, request(groups=[strange, strange]), INVALID
+    yield "infinite advantage", run.CommitUpdate, request(groups=[infinite]), INVALID
     yield "strange disposition", run.CommitUpdate, request(samples=[odd]), INVALID, *lost
     yield "no outcome", run.CommitUpdate, request(outcome=0), INVALID
     yield "strange outcome", run.CommitUpdate, request(outcome=77), INVALID

@@ -13,11 +13,14 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.shared.bus.bus import UnknownRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import (
     FailedPrecondition,
     Fenced,
+    InvalidInput,
     RunEnded,
     Unimplemented,
 )
@@ -244,6 +247,28 @@ async def test_every_verb_may_be_repeated(mesh: MeshParts) -> None:
         await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run=mesh.name, reason="x"))
     state = await mesh.state()
     assert (state.samples.trained, state.policies[0].applied_step) == (4, 1)
+
+
+async def test_measurements_on_groups_are_stored_with_the_first_commit_of_an_update(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+    names = [group.group for group in batch.groups]
+    given = [
+        events_pb2.TrainedGroup(group=name, mean_abs_advantage=0.1 + n, policy_loss=-0.3, num_tokens=5 + n)
+        for n, name in enumerate(names)
+    ]
+    with pytest.raises(InvalidInput, match="is not in the leases of update 1") as caught:
+        await mesh.commit(1, [batch.lease_id], groups=[*given, events_pb2.TrainedGroup(group="g999", num_tokens=1)])
+    assert [violation.field for violation in caught.value.violations] == ["groups"]
+    committed = await mesh.commit(1, [batch.lease_id], groups=given)
+    assert (await mesh.commit(1, [batch.lease_id], groups=given[:1])).digest == committed.digest
+    ledger = await mesh.bus.open(run_streams(mesh.name).ledger.name)
+    facts = [fact async for record in read_ledger(ledger) for fact in record.facts]
+    (commit,) = [fact for fact in facts if isinstance(fact, f.UpdateCommitted)]
+    assert [(g.group, g.mean_abs_advantage, g.policy_loss, g.num_tokens) for g in commit.groups] == [
+        (name, 0.1 + n, -0.3, 5 + n) for n, name in enumerate(names)
+    ]
 
 
 async def test_attaching_again_makes_a_new_epoch_and_loses_nothing(mesh: MeshParts) -> None:

@@ -16,8 +16,8 @@ import rollmesh.v1.run_pb2
 from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.shared.errors import Code, MeshError
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import events_pb2, types_pb2, weights_pb2
 from rollmesh.v1 import run_pb2 as pb
-from rollmesh.v1 import types_pb2, weights_pb2
 
 from .coordinator_mesh import MeshParts, coordinator_mesh, eventually, spec
 
@@ -295,6 +295,12 @@ async def committing_a_sample_of_another_batch(mesh: MeshParts) -> None:
     lease_id = await leased(mesh)
     dropped = pb.DisposedSample(sample_id="s", disposition=pb.SAMPLE_DISPOSITION_DROPPED, reason="TOO_LONG")
     await mesh.commit(1, [lease_id], samples=[dropped])
+
+
+@brings("CommitUpdate", "INVALID_ARGUMENT", "UNKNOWN_GROUP")
+async def committing_measurements_on_a_group_of_another_batch(mesh: MeshParts) -> None:
+    lease_id = await leased(mesh)
+    await mesh.commit(1, [lease_id], groups=[events_pb2.TrainedGroup(group="g", num_tokens=1)])
 
 
 @brings("CommitUpdate", "FAILED_PRECONDITION", "LEASE_OUT")

@@ -17,6 +17,7 @@ from rollmesh.demo.model_process import make_in_process
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
+from rollmesh.shared.registry import Extension
 from rollmesh.trainer.model_files import write_model_folder
 
 from ..chaos.world import mesh_config
@@ -62,10 +63,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+SELECTOR = """
+class Spy(MostSignal):
+    def observe_trained(self, result):
+        super().observe_trained(result)
+        with open(LOG, "a") as file:
+            file.write(f"{result.trained.group} {result.trained.mean_abs_advantage} {result.trained.num_tokens}\\n")
+"""
+"""Added to the selector of docs/extending.md. It records what trainers measured."""
+
+
 @pytest.fixture
-def config(model: Path) -> MeshConfig:
+def measured(tmp_path: Path) -> Path:
+    return tmp_path / "measured.txt"
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path, measured: Path) -> MeshConfig:
     """Fake engine and fake sandbox; the rest of the mesh is the real one."""
-    return mesh_config(model)
+    base = (ROOT / "examples" / "extending" / "most_signal.py").read_text()
+    (tmp_path / "spy.py").write_text(f"{base}\nLOG = {str(measured)!r}\n{SELECTOR}")
+    made = mesh_config(model)
+    data = msgspec.structs.replace(made.data, selector=Extension(f"{tmp_path / 'spy.py'}:Spy"))
+    return msgspec.structs.replace(made, data=data)
+
+
+def check_measured(measured: Path, num_groups_min: int) -> None:
+    """Check that the selector got the measurements of the trainer. The run may end before it gets the last ones."""
+    lines = [line.split() for line in measured.read_text().splitlines()]
+    assert len({group for group, _, _ in lines}) >= num_groups_min
+    assert all(float(advantage) >= 0 and int(num) > 0 for _, advantage, num in lines)
 
 
 def updates(output: str) -> list[int]:
@@ -93,7 +120,7 @@ def _modules(node: ast.AST) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
-    tmp_path: Path, config: MeshConfig, model: Path
+    tmp_path: Path, config: MeshConfig, model: Path, measured: Path
 ) -> None:
     """Update 6 is committed but in no checkpoint when the trainer dies: it is rolled back and made again."""
     changes = {"batch_groups": 2, "group_size": 4, "updates_max": 8, "eval_every": 0}
@@ -109,6 +136,7 @@ async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
     assert report.updates == 8
     assert report.samples.live == 0
     assert report.samples.trained == 8 * 8
+    check_measured(measured, 8)
 
 
 @pytest.mark.slow
@@ -144,7 +172,9 @@ async def install_node_packages() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not NODE_IS_HERE, reason="needs node and npm")
-async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(tmp_path: Path, config: MeshConfig) -> None:
+async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(
+    tmp_path: Path, config: MeshConfig, measured: Path
+) -> None:
     await install_node_packages()
     changes = {"batch_groups": 2, "group_size": 4, "updates_max": 20, "eval_every": 0}
     spec = write_spec(tmp_path / "spec.json", run="node", **changes)
@@ -155,3 +185,4 @@ async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(tmp_pat
     assert updates(output) == list(range(1, 21))
     assert report.updates == 20
     assert report.samples.trained == 20 * 8
+    check_measured(measured, 20)

@@ -31,6 +31,7 @@ LATER: Mapping[str, set[str]] = {
     "LeaseBatchRequest": {"geometry"},
     "LeasedSample": {"mask_below_step", "staleness"},
     "FetchSamplesResponse": {"failure"},
+    "CommitUpdateRequest": {"groups"},
     "CommitUpdateResponse": {"ledger_position", "ledger_hash"},
     "Segment": {"arrays", "media", "logprobs_model", "kv_step_oldest"},
 }

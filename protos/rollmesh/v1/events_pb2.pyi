@@ -903,6 +903,7 @@ class UpdateCommitted(_message.Message):
     DROPPED_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy that the learner trains."""
     learner: _builtins.str
@@ -929,6 +930,10 @@ class UpdateCommitted(_message.Message):
     def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___DroppedSample]:
         """Leased samples that the trainer excluded."""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainedGroup]:
+        """What the trainer reported about groups of its batch, for selectors. Empty if it reported nothing."""
+
     def __init__(
         self,
         *,
@@ -942,14 +947,51 @@ class UpdateCommitted(_message.Message):
         dropped: _abc.Iterable[Global___DroppedSample] | None = ...,
         applied: _builtins.bool = ...,
         digest: _builtins.str = ...,
+        groups: _abc.Iterable[Global___TrainedGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "digest", b"digest", "dropped", b"dropped", "incarnation", b"incarnation", "learner", b"learner", "lease_ids", b"lease_ids", "policy", b"policy", "trainer_epoch", b"trainer_epoch", "update", b"update", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "digest", b"digest", "dropped", b"dropped", "groups", b"groups", "incarnation", b"incarnation", "learner", b"learner", "lease_ids", b"lease_ids", "policy", b"policy", "trainer_epoch", b"trainer_epoch", "update", b"update", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateCommitted: _TypeAlias = UpdateCommitted  # noqa: Y015
+
+@_typing.final
+class TrainedGroup(_message.Message):
+    """What an update measured on the used tokens of one group of its batch. The trainer writes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    MEAN_ABS_ADVANTAGE_FIELD_NUMBER: _builtins.int
+    POLICY_LOSS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Name of the group."""
+    mean_abs_advantage: _builtins.float
+    """Mean of the absolute advantage over its used tokens. Finite, at least 0."""
+    policy_loss: _builtins.float
+    """Mean over its used tokens of the policy loss without a clip: minus the advantage times the ratio of the policy to the behavior
+    policy, before the first optimizer step on the token. Finite.
+    """
+    num_tokens: _builtins.int
+    """Number of its used tokens, at least 1. A token that several optimizer steps train counts once."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        mean_abs_advantage: _builtins.float = ...,
+        policy_loss: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "mean_abs_advantage", b"mean_abs_advantage", "num_tokens", b"num_tokens", "policy_loss", b"policy_loss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainedGroup: _TypeAlias = TrainedGroup  # noqa: Y015
 
 @_typing.final
 class DroppedSample(_message.Message):

@@ -835,6 +835,7 @@ class CommitUpdateRequest(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
     policy: _builtins.str
@@ -855,6 +856,13 @@ class CommitUpdateRequest(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___DisposedSample]:
         """Use of the leased samples. Absent samples are USED."""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.TrainedGroup]:
+        """Measurements on groups of the leases, for selectors of the data service; at most 131072, each group once. A trainer MAY omit any of
+        them: the selector then learns only the rewards of the group. A skipped update MUST NOT have any. The first call of an update counts:
+        a repetition may have others, which are ignored.
+        """
+
     def __init__(
         self,
         *,
@@ -866,10 +874,11 @@ class CommitUpdateRequest(_message.Message):
         lease_ids: _abc.Iterable[_builtins.str] | None = ...,
         samples: _abc.Iterable[Global___DisposedSample] | None = ...,
         outcome: Global___UpdateOutcome.ValueType = ...,
+        groups: _abc.Iterable[_events_pb2.TrainedGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner", b"learner", "lease_ids", b"lease_ids", "outcome", b"outcome", "policy", b"policy", "run", b"run", "samples", b"samples", "trainer_epoch", b"trainer_epoch", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "learner", b"learner", "lease_ids", b"lease_ids", "outcome", b"outcome", "policy", b"policy", "run", b"run", "samples", b"samples", "trainer_epoch", b"trainer_epoch", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

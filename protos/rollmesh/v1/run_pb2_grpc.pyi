@@ -146,6 +146,8 @@ class RunServiceStub:
       OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
       INVALID_ARGUMENT: a lease or sample that is named twice.
       INVALID_ARGUMENT UNKNOWN_SAMPLE: a disposition for a sample that is not in the lease.
+      INVALID_ARGUMENT UNKNOWN_GROUP: measurements on a group that is not in the lease.
+      INVALID_ARGUMENT: measurements that are not finite or out of range, of a group that is named twice, or of a skipped update.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]
@@ -311,6 +313,8 @@ class RunServiceAsyncStub(RunServiceStub):
       OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
       INVALID_ARGUMENT: a lease or sample that is named twice.
       INVALID_ARGUMENT UNKNOWN_SAMPLE: a disposition for a sample that is not in the lease.
+      INVALID_ARGUMENT UNKNOWN_GROUP: measurements on a group that is not in the lease.
+      INVALID_ARGUMENT: measurements that are not finite or out of range, of a group that is named twice, or of a skipped update.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
@@ -527,6 +531,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
           INVALID_ARGUMENT: a lease or sample that is named twice.
           INVALID_ARGUMENT UNKNOWN_SAMPLE: a disposition for a sample that is not in the lease.
+          INVALID_ARGUMENT UNKNOWN_GROUP: measurements on a group that is not in the lease.
+          INVALID_ARGUMENT: measurements that are not finite or out of range, of a group that is named twice, or of a skipped update.
           FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
         """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,9 +155,15 @@ class Trainer:
         return await self._run.retry(receive)
 
     async def commit(
-        self, batch: Batch, *, dropped: Mapping[str, str] | None = None, applied: bool = True
+        self,
+        batch: Batch,
+        *,
+        dropped: Mapping[str, str] | None = None,
+        applied: bool = True,
+        groups: Sequence[events_pb2.TrainedGroup] = (),
     ) -> CommitResult:
         """Commit the update of the batch. `dropped` gives the reason for each unused sample; `applied=False` means unchanged weights.
+        `groups` are measurements on groups of the batch, which the selector of the run may read.
 
         Store digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the
         update does not count then; return to the checkpoint and attach again.
@@ -170,6 +176,7 @@ class Trainer:
             lease_ids=[batch.lease_id],
             samples=disposed_samples({**used, **batch.unreadable, **(dropped or {})}),
             outcome=outcome_of(applied),
+            groups=groups,
         )
         reply: run_pb2.CommitUpdateResponse = await self._run.ask("CommitUpdate", request)
         await self.abandon()

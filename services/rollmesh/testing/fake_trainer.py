@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainedGroup, TrainingSample
 from rollmesh.trainer.checkpoint_files import (
     SNAPSHOT_NAME,
     TEMPORARY,
@@ -122,7 +122,9 @@ class FakeTrainer:
             "samples/used": float(len(used)),
             "tokens/trained": float(tokens),
         }
-        return StepResult(update=k, applied=bool(used), verdicts=verdicts, metrics=metrics)
+        return StepResult(
+            update=k, applied=bool(used), verdicts=verdicts, metrics=metrics, groups=tuple(_measured(used, groups))
+        )
 
     def score(self, token_ids: IntArray) -> FloatArray:
         logits = self._draws().standard_normal((_PERIOD, max(1, self.vocab_size)))
@@ -186,6 +188,22 @@ def _drop_reason(sample: TrainingSample, scored: set[str]) -> str | None:
 
 def _num_trained(sample: TrainingSample) -> int:
     return sum(s.num_trainable for s in sample.segments)
+
+
+def _measured(used: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> Iterator[TrainedGroup]:
+    """Yield the measurements with advantages of reward sums minus their mean in the group, and the ratio 1."""
+    for group in groups:
+        sums = {m.sample_id: sum(r.value for r in m.rewards if r.outcome is Outcome.OK) for m in group.members}
+        mean = float(np.mean(list(sums.values()))) if sums else 0.0
+        mine = [(sums[s.sample.sample_id] - mean, _num_trained(s)) for s in used if s.group == group.group]
+        tokens = sum(num for _, num in mine)
+        if tokens:
+            yield TrainedGroup(
+                group=group.group,
+                mean_abs_advantage=sum(abs(advantage) * num for advantage, num in mine) / tokens,
+                policy_loss=-sum(advantage * num for advantage, num in mine) / tokens,
+                num_tokens=tokens,
+            )
 
 
 def _after(history: str, k: int, used: Sequence[TrainingSample]) -> str:

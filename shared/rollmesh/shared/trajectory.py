@@ -337,6 +337,19 @@ class GroupContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedGroup:
+    """What an update measured on the used tokens of one group of its batch, as in `rollmesh/v1/events.proto`."""
+
+    group: str
+    mean_abs_advantage: float
+    """Mean of the absolute advantage, >= 0."""
+    policy_loss: float
+    """Mean of -r A: A is the advantage, and r the ratio pi / mu before the first optimizer step on the token, without a clip."""
+    num_tokens: int
+    """Number of used tokens, >= 1. A token that several optimizer steps train counts once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
     """What a learner trains on: a sample, the path of segments it covers, and its group.
 

@@ -29,6 +29,10 @@ def disposed(sample_id: str, disposition: Any = USED, reason: str = "") -> run_p
     return run_pb2.DisposedSample(sample_id=sample_id, disposition=disposition, reason=reason)
 
 
+def measured(group: str, advantage: float = 0.5, loss: float = -0.1, tokens: int = 7) -> events_pb2.TrainedGroup:
+    return events_pb2.TrainedGroup(group=group, mean_abs_advantage=advantage, policy_loss=loss, num_tokens=tokens)
+
+
 REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
     (validation.check_trainer, run_pb2.LeaseBatchRequest(trainer_epoch=1), "run"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(run="r"), "trainer_epoch"),
@@ -49,6 +53,17 @@ REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
     (validation.check_commit, commit(samples=[disposed("a"), disposed("a", DROPPED)]), "samples"),
     (validation.check_commit, commit(samples=[disposed("a", 0)]), "samples[0].disposition"),
     (validation.check_commit, commit(samples=[disposed("a", DROPPED, "x" * 65)]), "samples[0].reason"),
+    (validation.check_commit, commit(groups=[measured("a"), measured("a")]), "groups"),
+    (validation.check_commit, commit(groups=[measured("")]), "groups[0].group"),
+    (validation.check_commit, commit(groups=[measured("a"), measured("b" * 257)]), "groups[1].group"),
+    (validation.check_commit, commit(groups=[measured("a", math.nan)]), "groups[0].mean_abs_advantage"),
+    (validation.check_commit, commit(groups=[measured("a", math.inf)]), "groups[0].mean_abs_advantage"),
+    (validation.check_commit, commit(groups=[measured("a", -0.1)]), "groups[0].mean_abs_advantage"),
+    (validation.check_commit, commit(groups=[measured("a", loss=-math.inf)]), "groups[0].policy_loss"),
+    (validation.check_commit, commit(groups=[measured("a", tokens=0)]), "groups[0].num_tokens"),
+    (validation.check_commit, commit(groups=[measured("a", tokens=2**60)]), "groups[0].num_tokens"),
+    (validation.check_commit, commit(groups=[measured(str(n)) for n in range(131_073)]), "groups"),
+    (validation.check_commit, commit(groups=[measured("a")], outcome=run_pb2.UPDATE_OUTCOME_SKIPPED), "groups"),
     (validation.check_checkpoint, run_pb2.ReportCheckpointRequest(**HELD, update=-1), "update"),
     (validation.check_publish, run_pb2.PublishVersionRequest(**HELD), "version.weights_digest"),
     (
@@ -85,6 +100,7 @@ def test_a_run_that_evaluates_needs_tasks() -> None:
 
 def test_a_sound_commit_passes() -> None:
     validation.check_commit(commit(samples=[disposed("a"), disposed("b", DROPPED, "TOO_LONG")]))
+    validation.check_commit(commit(groups=[measured("a"), measured("b", 0.0, 3.5, 1)]))
 
 
 # Reports --------------------------------------------------------------------------------------------------------------

@@ -73,3 +73,20 @@ def finalized(
         members.append(reward_pb2.SampleRewards(sample_id=f"g{draw}.{len(members)}", rewards=[reward]))
     group = events_pb2.GroupFinalized(group=f"g{draw}", decision=decision, members=members)
     return events_pb2.Fact(group_finalized=group)
+
+
+def committed(update: int, **mean_abs_advantage: float) -> events_pb2.Fact:
+    """Return an update that measured groups, given by name. The policy loss is the negative advantage, on 10 tokens."""
+    groups = [
+        events_pb2.TrainedGroup(group=name, mean_abs_advantage=value, policy_loss=-value, num_tokens=10)
+        for name, value in mean_abs_advantage.items()
+    ]
+    return events_pb2.Fact(update_committed=events_pb2.UpdateCommitted(policy="main", update=update, groups=groups))
+
+
+def checkpointed(update: int) -> events_pb2.Fact:
+    return events_pb2.Fact(checkpoint_reported=events_pb2.CheckpointReported(policy="main", update=update))
+
+
+def rolled_back(to_update: int) -> events_pb2.Fact:
+    return events_pb2.Fact(rolled_back=events_pb2.RolledBack(policy="main", to_update=to_update, incarnation=1))

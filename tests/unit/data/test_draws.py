@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import pytest
 
-from rollmesh.services.data.draws import DRAWS_OUTSTANDING_MAX, RunDraws
+from rollmesh.services.data.draws import DRAWS_OUTSTANDING_MAX, KEPT_GROUPS_MAX, RunDraws
 from rollmesh.services.data.facts import facts_of
 from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
+from rollmesh.shared.trajectory import TrainedGroup
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
-from .builders import added, created, ended, factory, finalized, lost, pool, record, reserved
+from .builders import (
+    added,
+    checkpointed,
+    committed,
+    created,
+    ended,
+    factory,
+    finalized,
+    lost,
+    pool,
+    record,
+    reserved,
+    rolled_back,
+)
 
-EXTEND = reward_pb2.GROUP_DECISION_EXTEND
+EXTEND, FILTER = reward_pb2.GROUP_DECISION_EXTEND, reward_pb2.GROUP_DECISION_FILTER
 
 
 class Recorder:
@@ -23,6 +38,7 @@ class Recorder:
 
     def __init__(self, tasks: TaskPool) -> None:
         self.results: list[GroupResult] = []
+        self.trained: list[GroupResult] = []
         self.in_flight: set[int] = set()
 
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
@@ -31,6 +47,9 @@ class Recorder:
 
     def observe(self, result: GroupResult) -> None:
         self.results.append(result)
+
+    def observe_trained(self, result: GroupResult) -> None:
+        self.trained.append(result)
 
     def snapshot(self) -> bytes:
         return b""
@@ -232,3 +251,82 @@ def test_restore_refuses_what_is_not_a_snapshot_and_keeps_the_state(state: bytes
 def test_restore_refuses_a_snapshot_of_another_source() -> None:
     with pytest.raises(CorruptSnapshot, match="another task source"):
         learning(30).restore(learning(31).snapshot())
+
+
+# What the trainer measured --------------------------------------------------------------------------------------------
+
+
+def measured(recorder: Recorder) -> list[tuple[int, float]]:
+    """Return position and mean absolute advantage of what the selector got."""
+    return [(r.position, r.trained.mean_abs_advantage) for r in recorder.trained if r.trained is not None]
+
+
+def test_a_selector_gets_the_measurements_of_a_group_once_its_update_is_committed() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t7"), reserved(1, "t4"), finalized(0, 1.0, 0.25), finalized(1, 0.0))
+    assert [result.trained for result in recorder.results] == [None, None]
+    assert recorder.trained == []
+    fold(draws, committed(1, g0=0.5))
+    measurement = TrainedGroup(group="g0", mean_abs_advantage=0.5, policy_loss=-0.5, num_tokens=10)
+    assert recorder.trained == [GroupResult(position=7, successes=1.25, failures=0.75, trained=measurement)]
+    assert len(recorder.results) == 2, "the commit is not a second result"
+
+
+def test_a_group_without_the_success_reward_is_measured_all_the_same() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t7"), finalized(0, 1.0, name="other"), committed(1, g0=0.5))
+    assert measured(recorder) == [(7, 0.5)]
+
+
+@pytest.mark.parametrize("decision", [FILTER, EXTEND])
+def test_a_group_that_is_not_kept_is_not_trained(decision: Any) -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t7"), finalized(0, 1.0, decision=decision), committed(1, g0=0.5, g9=0.5))
+    assert recorder.trained == []
+
+
+def test_a_selector_that_learns_from_rewards_alone_ignores_commits() -> None:
+    draws = learning()
+    history(draws, 3)
+    before = draws.positions("main", 3, 5)
+    fold(draws, committed(1, g0=0.5, g1=0.25))
+    assert draws.positions("main", 3, 5) == before
+
+
+def test_a_group_that_is_trained_again_after_a_roll_back_is_measured_again_until_a_checkpoint_holds_it() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), *(reserved(n, f"t{n}") for n in range(3)), *(finalized(n, 1.0) for n in range(3)))
+    fold(draws, committed(1, g0=0.1), committed(2, g1=0.2))
+    fold(draws, checkpointed(1), rolled_back(1))
+    fold(draws, committed(2, g2=0.3), checkpointed(2))
+    fold(draws, committed(3, g0=0.4, g1=0.5, g2=0.6), checkpointed(3))
+    assert measured(recorder) == [(0, 0.1), (1, 0.2), (2, 0.3), (1, 0.5)]
+    empty, _ = recorded()
+    fold(empty, created())
+    assert len(draws.snapshot()) - len(empty.snapshot()) < 60, "only the three draws are stored, and no group"
+
+
+def test_the_number_of_stored_groups_is_bounded_and_the_newest_remain() -> None:
+    draws, recorder = recorded()
+    fold(draws, created())
+    for draw in range(KEPT_GROUPS_MAX + 1):
+        fold(draws, reserved(draw, "t7"), finalized(draw, 1.0))
+    fold(draws, committed(1, **{"g0": 0.1, "g1": 0.2, f"g{KEPT_GROUPS_MAX}": 0.3}))
+    assert measured(recorder) == [(7, 0.2), (7, 0.3)]
+
+
+def test_a_snapshot_between_the_decision_and_the_commit_keeps_the_measurements() -> None:
+    draws, _ = recorded()
+    fold(
+        draws,
+        created(),
+        reserved(0, "t7"),
+        reserved(1, "t8"),
+        finalized(0, 1.0),
+        finalized(1, 1.0),
+        committed(1, g1=0.1),
+    )
+    restored, recorder = recorded()
+    restored.restore(draws.snapshot())
+    fold(restored, rolled_back(0), committed(1, g0=0.5), checkpointed(1), committed(2, g1=0.25))
+    assert measured(recorder) == [(7, 0.5), (8, 0.25)]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import FinishReason, Outcome, SamplingParams, Source, TrainingSample
 from rollmesh.trainer.config import LossTerm, Normalization, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.model_files import published_state
@@ -264,3 +265,50 @@ def test_exported_weights_are_the_weights(tmp_path: Path) -> None:
     made.export_weights(tmp_path / "b.safetensors")
     assert same(weights(made), load_file(tmp_path / "a.safetensors"))
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+# Measurements on groups -----------------------------------------------------------------------------------------------
+
+
+def test_the_measurements_of_a_group_are_means_over_its_used_tokens_by_hand() -> None:
+    config = UpdateConfig(estimator=Extension("grpo", {"std": "none"}), update_rule=minibatches(1))
+    made = trainer(config)
+    tokens = {"a": [20, 21, 22], "b": [30], "c": [40, 41], "d": [50]}
+    samples = []
+    for name, ids in tokens.items():
+        ratio = {"a": 0.0, "b": 0.5}.get(name, 0.25)  # log of pi / mu
+        path = np.array([13, 14, *ids], np.int32)
+        logprobs = made.score(path)[2:] - ratio
+        samples.append(
+            training_sample(
+                name, [prompt([13, 14]), action(ids, logprobs.tolist())], of="gab" if name in "ab" else "gcd"
+            )
+        )
+    samples[3] = replace(samples[3], sample=replace(samples[3].sample, trainable=False))
+    groups = [
+        group("gab", member("a", {"correct": 1.0}), member("b", {"correct": 0.0})),
+        group("gcd", member("c", {"correct": 1.0}), member("d", {"correct": 0.2})),
+    ]
+    first, second = made.update(1, samples, groups).groups
+    assert (first.group, first.num_tokens, second.group, second.num_tokens) == ("gab", 4, "gcd", 2)
+    assert first.mean_abs_advantage == pytest.approx(0.5)
+    assert first.policy_loss == pytest.approx((3 * -0.5 + 0.5 * np.exp(0.5)) / 4, rel=1e-4)
+    assert second.mean_abs_advantage == pytest.approx(0.4)
+    assert second.policy_loss == pytest.approx(-0.4 * np.exp(0.25), rel=1e-4)
+
+
+def test_a_token_of_several_steps_counts_once_as_in_its_first() -> None:
+    samples, groups = random_batch()
+    once = trainer(UpdateConfig(update_rule=minibatches(1))).update(1, samples, groups)
+    often = trainer(UpdateConfig(update_rule=minibatches(1, epochs=3))).update(1, samples, groups)
+    assert often.metrics["tokens/trained"] == 3 * once.metrics["tokens/trained"]
+    assert often.groups == once.groups
+    assert len(once.groups) == 4
+
+
+def test_a_skipped_update_and_a_group_without_used_samples_have_no_measurements() -> None:
+    samples, groups = random_batch()
+    left = [replace(s, sample=replace(s.sample, trainable=s.group != "g1")) for s in samples]
+    assert [g.group for g in trainer().update(1, left, groups).groups] == ["g0", "g2", "g3"]
+    none = [replace(s, sample=replace(s.sample, trainable=False)) for s in samples]
+    assert trainer().update(1, none, groups).groups == ()

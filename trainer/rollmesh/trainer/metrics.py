@@ -29,7 +29,7 @@ def kl_k3(policy: FloatArray, behavior: FloatArray) -> float:
 
     Schulman 2020 (joschu.net/blog/kl-approx.html): unbiased, and never negative for any token.
     """
-    log_ratio = _log_ratio(policy, behavior)
+    log_ratio = limited_log_ratio(policy, behavior)
     return float(np.mean(np.expm1(log_ratio) - log_ratio)) if log_ratio.size else 0.0
 
 
@@ -37,15 +37,15 @@ def drift_metrics(policy: FloatArray, behavior: FloatArray, lag: NDArray[np.int6
     """Return `kl`, `ess`, `ratio_max` over all tokens [m], and `lag/<n>/{tokens,kl,ess}` per staleness."""
     result = {
         "kl": kl_k3(policy, behavior),
-        "ess": effective_sample_size(np.exp(_log_ratio(policy, behavior))),
-        "ratio_max": float(np.exp(_log_ratio(policy, behavior).max(initial=-LOG_RATIO_MAX))),
+        "ess": effective_sample_size(np.exp(limited_log_ratio(policy, behavior))),
+        "ratio_max": float(np.exp(limited_log_ratio(policy, behavior).max(initial=-LOG_RATIO_MAX))),
     }
     for value in np.unique(lag):
         at = lag == value
         name = "none" if value == NO_LAG else str(int(value))
         result[f"lag/{name}/tokens"] = float(at.sum())
         result[f"lag/{name}/kl"] = kl_k3(policy[at], behavior[at])
-        result[f"lag/{name}/ess"] = effective_sample_size(np.exp(_log_ratio(policy[at], behavior[at])))
+        result[f"lag/{name}/ess"] = effective_sample_size(np.exp(limited_log_ratio(policy[at], behavior[at])))
     return result
 
 
@@ -83,5 +83,6 @@ def _mean_length(samples: Sequence[TrainingSample]) -> float:
     return float(np.mean([num_trained(s) for s in samples])) if samples else 0.0
 
 
-def _log_ratio(policy: FloatArray, behavior: FloatArray) -> NDArray[np.float64]:
+def limited_log_ratio(policy: FloatArray, behavior: FloatArray) -> NDArray[np.float64]:
+    """Return log policy - log behavior [m], limited so that its exponential is finite."""
     return np.clip(policy.astype(np.float64) - behavior, -LOG_RATIO_MAX, LOG_RATIO_MAX)

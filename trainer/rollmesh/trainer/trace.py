@@ -5,13 +5,13 @@ Collaborators: `update` (records), `metrics` (definitions).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.shared.trajectory import FloatArray
-from rollmesh.trainer.metrics import drift_metrics, mean_stats
+from rollmesh.shared.trajectory import FloatArray, TrainedGroup
+from rollmesh.trainer.metrics import drift_metrics, limited_log_ratio, mean_stats
 from rollmesh.trainer.samples import TokenTable
 
 
@@ -59,3 +59,29 @@ class UpdateTrace:
             **mean_stats(stats),
             **({} if entropy is None else {"entropy": float(entropy.mean())}),
         }
+
+    def groups(self, names: Sequence[str]) -> Iterator[TrainedGroup]:
+        """Yield what the steps measured on each group with used tokens. `names` are the groups by the numbers of the column `group`.
+
+        A token counts with its advantage and its ratio in its first step. A group whose means are not finite is omitted.
+        """
+        if not self.steps:
+            return
+        sample, position, group, advantages, behavior = (
+            np.concatenate([s.table.columns[name] for s in self.steps])
+            for name in ("sample", "position", "group", "advantages", "behavior")
+        )
+        policy = np.concatenate([s.policy for s in self.steps])
+        _, first = np.unique(sample * (position.max(initial=0) + 1) + position, return_index=True)
+        loss = -np.exp(limited_log_ratio(policy, behavior)) * advantages
+        values = np.stack([np.abs(advantages), loss])[:, first]
+        for number, name in enumerate(names):
+            mine = values[:, group[first] == number]
+            if mine.size and np.isfinite(mine).all():
+                mean_abs_advantage, policy_loss = mine.mean(axis=1).tolist()
+                yield TrainedGroup(
+                    group=name,
+                    mean_abs_advantage=mean_abs_advantage,
+                    policy_loss=policy_loss,
+                    num_tokens=mine.shape[1],
+                )

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
 from rollmesh.trainer import forward
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig
@@ -73,6 +73,8 @@ class UpdateResult:
     outcome: UpdateOutcome
     verdicts: tuple[SampleVerdict, ...]
     metrics: dict[str, float]
+    groups: tuple[TrainedGroup, ...] = ()
+    """Measurements on the groups with samples in the gradient."""
 
     @property
     def used_ids(self) -> list[str]:
@@ -130,6 +132,7 @@ class BatchTrainer:
             drop_reason(s, context_max=context_max, vocab_size=vocabulary, outputs=self.plugins.outputs)
             for s in samples
         ]
+        names = list(dict.fromkeys(s.group for s, reason in zip(samples, reasons, strict=True) if reason is None))
         trace = UpdateTrace()
         metrics = self._train(k, samples, groups, reasons, trace)
         self.step = k
@@ -140,7 +143,9 @@ class BatchTrainer:
             self._last = metrics
             if self.reference is not None:
                 self.reference.follow(self.model)
-        return UpdateResult(update=k, outcome=outcome, verdicts=verdicts, metrics=metrics)
+        return UpdateResult(
+            update=k, outcome=outcome, verdicts=verdicts, metrics=metrics, groups=tuple(trace.groups(names))
+        )
 
     def score(self, token_ids: IntArray) -> FloatArray:
         """Return the log-prob [n] of each token given those before it; entry 0 is 0. Nodes must reproduce it on these weights."""

@@ -15,6 +15,7 @@ from rollmesh.services.coordinator.core.facts import (
     SampleMeta,
     SampleRewards,
     Task,
+    TrainedGroup,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.reports import is_finite
@@ -193,6 +194,7 @@ def commit_update(ticket: int, request: run_pb2.CommitUpdateRequest) -> i.Commit
         dropped=_dropped(request.samples),
         named=_named(request.samples),
         applied=request.outcome == run_pb2.UPDATE_OUTCOME_APPLIED,
+        groups=tuple(decode(TrainedGroup, group) for group in request.groups),
     )
 
 
@@ -321,6 +323,7 @@ BY_REASON: dict[str, type[errors.MeshError]] = {
     "LEASE_OUT": errors.LeaseOut,
     "INVALID_INPUT": errors.InvalidInput,
     "UNKNOWN_SAMPLE": errors.InvalidInput,
+    "UNKNOWN_GROUP": errors.InvalidInput,
     "BEYOND_BOUND": errors.BeyondBound,
     "WRONG_VERSION": errors.WrongVersion,
     "VERSION_CONFLICT": errors.VersionConflict,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from rollmesh.services.coordinator.core.records import SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
+from rollmesh.services.coordinator.core.records import EPISODES_LIVE_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.shared.codec import summaries
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
@@ -22,6 +22,10 @@ ID_CHARS_MAX = 256
 TEXT_CHARS_MAX = 1024
 DIGEST_CHARS_MAX = 128
 LEASES_MAX = 16
+GROUPS_MAX = EPISODES_LIVE_MAX
+"""Most groups that a commit describes. A batch does not have more."""
+GROUP_TOKENS_MAX = 2**53
+"""Most used tokens of a group. Larger numbers are not exact as floating-point values."""
 CHANGES_MAX = 1000
 RENEWED_MAX = 1 << 16
 RUNS_MAX = 64
@@ -95,6 +99,23 @@ def check_commit(request: run_pb2.CommitUpdateRequest) -> None:
     _check_dispositions(request.samples)
     if request.outcome not in (run_pb2.UPDATE_OUTCOME_APPLIED, run_pb2.UPDATE_OUTCOME_SKIPPED):
         reject("outcome", "be APPLIED or SKIPPED", request.outcome)
+    _check_groups(request)
+
+
+def _check_groups(request: run_pb2.CommitUpdateRequest) -> None:
+    if len(request.groups) > GROUPS_MAX:
+        reject("groups", f"have at most {GROUPS_MAX} entries", len(request.groups))
+    if request.groups and request.outcome == run_pb2.UPDATE_OUTCOME_SKIPPED:
+        reject("groups", "be empty for a skipped update", f"{len(request.groups)} entries")
+    _check_unique("groups", [group.group for group in request.groups])
+    for index, group in enumerate(request.groups):
+        check_id(f"groups[{index}].group", group.group)
+        if not (math.isfinite(group.mean_abs_advantage) and group.mean_abs_advantage >= 0):
+            reject(f"groups[{index}].mean_abs_advantage", "be finite and >= 0", group.mean_abs_advantage)
+        if not math.isfinite(group.policy_loss):
+            reject(f"groups[{index}].policy_loss", "be finite", group.policy_loss)
+        if not 1 <= group.num_tokens <= GROUP_TOKENS_MAX:
+            reject(f"groups[{index}].num_tokens", f"be in [1, {GROUP_TOKENS_MAX}]", group.num_tokens)
 
 
 def check_checkpoint(request: run_pb2.ReportCheckpointRequest) -> None:

@@ -1,9 +1,9 @@
 """The state of the draws of a run: a fold of the ledger.
 
-`apply` folds one record, `positions` draws. The ledger determines the state: the task of each draw, the open groups, and the evidence of
-the selector. The snapshot contains only this state. Besides it, `issued` holds draws that the coordinator has not recorded. It makes a
-repeated call return the same task, and keeps a task from being twice in one batch. A crash may lose it, because a draw that is not in the
-ledger has not happened.
+`apply` folds one record, `positions` draws. The ledger determines the state: the task of each draw, the open groups, the results of kept
+groups until a checkpoint holds the update that used them, and the evidence of the selector. The snapshot contains only this state.
+Besides it, `issued` holds draws that the coordinator has not recorded. It makes a repeated call return the same task, and keeps a task
+from being twice in one batch. A crash may lose it, because a draw that is not in the ledger has not happened.
 
 This module is pure: it uses no clock and no I/O. The same snapshot and the same facts give the same next draws.
 """
@@ -11,7 +11,7 @@ This module is pure: it uses no clock and no I/O. The same snapshot and the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import msgpack
 
@@ -21,12 +21,16 @@ from rollmesh.services.data.facts import (
     GroupDrawn,
     GroupGrew,
     GroupOutcome,
+    GroupsTrained,
     RunBegan,
     RunClosed,
+    UpdatesSaved,
+    UpdatesUndone,
 )
-from rollmesh.services.data.selector import GroupResult, Selector
+from rollmesh.services.data.selector import GroupResult, Selector, TrainedObserver
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
+from rollmesh.shared.trajectory import TrainedGroup
 
 DRAWS_REMEMBERED_MAX = 8192
 """Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another task."""
@@ -34,7 +38,10 @@ DRAWS_REMEMBERED_MAX = 8192
 DRAWS_OUTSTANDING_MAX = 1024
 """Issued draws this far behind the latest recorded draw were dropped by the coordinator. They no longer count as in flight."""
 
-_SCHEMA = "draws@1"
+KEPT_GROUPS_MAX = 8192
+"""Limit of kept groups whose result is stored, the newest ones. `observe_trained` does not get an older group."""
+
+_SCHEMA = "draws@2"
 
 SelectorFactory = Callable[[TaskPool], Selector]
 
@@ -45,6 +52,16 @@ class _OpenGroup:
     position: int
     num_open: int
     """Number of episodes that may still be scored. A group that loses all of them is never decided."""
+
+
+@dataclass(slots=True)
+class _KeptGroup:
+    policy: str
+    position: int
+    successes: float
+    failures: float
+    update: int = 0
+    """Update that used it; 0 before."""
 
 
 @dataclass(slots=True)
@@ -70,6 +87,7 @@ class RunDraws:
         self._num_draws_max = num_draws_max
         self._policies: dict[str, _PolicyDraws] = {}
         self._open: dict[str, _OpenGroup] = {}
+        self._kept: dict[str, _KeptGroup] = {}
         self.num_unlearned = 0
         """Number of decided groups in which no member has the success reward. The selector learns nothing from them."""
 
@@ -114,6 +132,17 @@ class RunDraws:
                 self._grow(fact.group, -1)
             case GroupOutcome():
                 self._decided(fact)
+            case GroupsTrained():
+                for trained in fact.groups:
+                    self._trained(trained, fact.update)
+            case UpdatesSaved():
+                saved = [n for n, g in self._kept.items() if g.policy == fact.policy and 0 < g.update <= fact.update]
+                for name in saved:
+                    del self._kept[name]
+            case UpdatesUndone():
+                for group in self._kept.values():
+                    if group.policy == fact.policy and group.update > fact.update:
+                        group.update = 0
             case RunClosed():
                 self._open.clear()
 
@@ -129,6 +158,7 @@ class RunDraws:
             "success_reward": self._reward_of_run,
             "policies": policies,
             "open": groups,
+            "kept": {name: astuple(group) for name, group in self._kept.items()},
         }
         return bytes(msgpack.packb(state))
 
@@ -143,9 +173,10 @@ class RunDraws:
             reward = str(fields["success_reward"])
             policies = {str(name): self._restored(*parts) for name, parts in fields["policies"].items()}
             groups = {str(name): _OpenGroup(*parts) for name, parts in fields["open"].items()}
+            kept = {str(name): _KeptGroup(*parts) for name, parts in fields["kept"].items()}
         except (msgpack.UnpackException, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptSnapshot(f"not a snapshot of draws: {error!r}; fold the ledger without it") from error
-        self._reward_of_run, self._policies, self._open = reward, policies, groups
+        self._reward_of_run, self._policies, self._open, self._kept = reward, policies, groups, kept
 
     def _restored(self, reserved: list[list[int]], selector: bytes) -> _PolicyDraws:
         draws = _PolicyDraws(self._new_selector(self._pool), {int(draw): int(at) for draw, at in reserved})
@@ -187,11 +218,28 @@ class RunDraws:
         if group is None:
             return
         rates = [min(1.0, max(0.0, m[self.success_reward])) for m in fact.members if self.success_reward in m]
-        if not rates:
-            self.num_unlearned += 1
-            return
         result = GroupResult(position=group.position, successes=sum(rates), failures=len(rates) - sum(rates))
-        self._draws(group.policy).selector.observe(result)
+        if fact.kept:
+            self._kept[fact.group] = _KeptGroup(group.policy, result.position, result.successes, result.failures)
+            if len(self._kept) > KEPT_GROUPS_MAX:
+                del self._kept[next(iter(self._kept))]
+        if rates:
+            self._draws(group.policy).selector.observe(result)
+        else:
+            self.num_unlearned += 1
+
+    def _trained(self, trained: TrainedGroup, update: int) -> None:
+        group = self._kept.get(trained.group)
+        if group is None:
+            return
+        group.update = update
+        selector = self._draws(group.policy).selector
+        if isinstance(selector, TrainedObserver):
+            selector.observe_trained(
+                GroupResult(
+                    position=group.position, successes=group.successes, failures=group.failures, trained=trained
+                )
+            )
 
 
 def _remember(draws: dict[int, int], index: int, position: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rollmesh.shared.trajectory import TrainedGroup
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
 DEFAULT_POLICY = "main"
@@ -53,6 +54,31 @@ class GroupOutcome:
 
     group: str
     members: tuple[dict[str, float], ...]
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsTrained:
+    """An update was committed, with measurements on groups of its batch."""
+
+    update: int
+    groups: tuple[TrainedGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatesSaved:
+    """A checkpoint holds the updates up to this one, so their groups are not trained again."""
+
+    policy: str
+    update: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatesUndone:
+    """The updates after this one were rolled back, so their groups may be trained again."""
+
+    policy: str
+    update: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +91,18 @@ class RunReopened:
     """A run that had ended was resumed."""
 
 
-DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupOutcome | RunClosed | RunReopened
+DataFact = (
+    RunBegan
+    | GroupDrawn
+    | GroupGrew
+    | EpisodeLost
+    | GroupOutcome
+    | GroupsTrained
+    | UpdatesSaved
+    | UpdatesUndone
+    | RunClosed
+    | RunReopened
+)
 
 
 def facts_of(record: events_pb2.LedgerRecord) -> Iterator[DataFact]:
@@ -88,6 +125,16 @@ def _fact(fact: events_pb2.Fact) -> DataFact | None:
             return EpisodeLost(group=fact.episode_ended.group)
         case "group_finalized":
             return _decided(fact.group_finalized)
+        case "update_committed" if fact.update_committed.groups:
+            return GroupsTrained(
+                update=fact.update_committed.update, groups=tuple(_trained(g) for g in fact.update_committed.groups)
+            )
+        case "checkpoint_reported":
+            saved = fact.checkpoint_reported
+            return UpdatesSaved(policy=saved.policy or DEFAULT_POLICY, update=saved.update)
+        case "rolled_back":
+            undone = fact.rolled_back
+            return UpdatesUndone(policy=undone.policy or DEFAULT_POLICY, update=undone.to_update)
         case "run_ended":
             return RunClosed()
         case "run_changed" if fact.run_changed.reopened:
@@ -115,4 +162,15 @@ def _decided(finalized: events_pb2.GroupFinalized) -> GroupOutcome | None:
         {r.name: r.value for r in member.rewards if r.outcome == types_pb2.REWARD_OUTCOME_OK}
         for member in finalized.members
     )
-    return GroupOutcome(group=finalized.group, members=members)
+    return GroupOutcome(
+        group=finalized.group, members=members, kept=finalized.decision == reward_pb2.GROUP_DECISION_KEEP
+    )
+
+
+def _trained(group: events_pb2.TrainedGroup) -> TrainedGroup:
+    return TrainedGroup(
+        group=group.group,
+        mean_abs_advantage=group.mean_abs_advantage,
+        policy_loss=group.policy_loss,
+        num_tokens=group.num_tokens,
+    )

@@ -2,15 +2,19 @@
 
 A selector is deterministic: the same configuration, the same results in the same order and the same draw index give the same task. It does
 not count its draws, because only the ledger records them. Selectors are found by name, or loaded from user code as `file.py:Name`.
+
+A selector gets the result of a group twice: `observe` when the group is decided, and the optional `observe_trained` when an update that
+used it is committed, with what the trainer measured. They are two methods, so that a selector counts each group once without a check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollmesh.shared.registry import Registry
+from rollmesh.shared.trajectory import TrainedGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,8 @@ class GroupResult:
     position: int
     successes: float
     failures: float
+    trained: TrainedGroup | None = None
+    """What the update measured, e.g. its mean absolute advantage. None in `observe`, because the group is not trained yet."""
 
 
 class Selector(Protocol):
@@ -31,6 +37,8 @@ class Selector(Protocol):
 
     A class that implements it is constructed as `cls(pool=..., seed=..., options=...)`, or without `options` if it has no class attribute
     `Options`.
+
+    A selector MAY have `observe_trained` too, as `TrainedObserver` says.
     """
 
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
@@ -44,6 +52,15 @@ class Selector(Protocol):
 
     def restore(self, state: bytes) -> None:
         """Replace the state. Raise CorruptSnapshot if `state` is not of this selector and pool."""
+
+
+@runtime_checkable
+class TrainedObserver(Protocol):
+    """A selector that learns from updates too."""
+
+    def observe_trained(self, result: GroupResult) -> None:
+        """Fold one group that an update used; `result.trained` is set. It is not called for groups that no update uses, and if the
+        trainer measures nothing. After a roll-back it may be called again for a group, which is then trained again."""
 
 
 SELECTORS = Registry(

@@ -22,7 +22,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.registry import Extension, Registry
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
 from rollmesh.trainer.trained_log import TrainedLog
 
 
@@ -49,6 +49,8 @@ class StepResult:
     """False if the weights did not change: the update is committed as SKIPPED."""
     verdicts: tuple[tuple[str, str | None], ...]
     metrics: Mapping[str, float]
+    groups: tuple[TrainedGroup, ...] = ()
+    """Measurements on groups of the batch, which selectors read. They are optional, and empty for a skipped update."""
 
     @property
     def used_ids(self) -> list[str]:

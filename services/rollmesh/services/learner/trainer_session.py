@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rollmesh.client import Batch, BatchLease, Run, Trainer
 from rollmesh.client.trainer import Attachment, CommitResult
@@ -39,6 +39,7 @@ from rollmesh.shared.retry import Backoff
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.telemetry.tracing import now_ns
+from rollmesh.v1 import events_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +212,10 @@ class TrainerSession:
         dropped = {name: reason for name, reason in result.verdicts if reason is not None}
         with parts.progress.during("commit"), trace.part(COMMIT):
             committed = await self._trainer.commit(
-                batch, dropped={**dropped, **decoded.unreadable}, applied=result.applied
+                batch,
+                dropped={**dropped, **decoded.unreadable},
+                applied=result.applied,
+                groups=[events_pb2.TrainedGroup(**asdict(group)) for group in result.groups],
             )
         return result, committed, decoded.unreadable
 

@@ -53,6 +53,12 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
             f"`samples` names {unleased[0]!r}, which is not in the leases of update {request.update}",
             field="samples",
         )
+    if unleased := sorted({g.group for g in request.groups} - {name for b in batches for name in b.groups}):
+        refuse(
+            "UNKNOWN_GROUP",
+            f"`groups` names {unleased[0]!r}, which is not in the leases of update {request.update}; name only groups of the lease",
+            field="groups",
+        )
     used, dropped = dispositions(request, leased)
     _check_bound(ctx, batches, used, request.update)
     digest = next_digest(ctx.clock.digest, request.update, used)
@@ -68,6 +74,7 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
             dropped=dropped,
             applied=request.applied,
             digest=digest,
+            groups=request.groups,
         )
     )
     for lease_id in request.lease_ids:

@@ -275,6 +275,15 @@ class DroppedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
+class TrainedGroup(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """What an update measured on the used tokens of one group of its batch. The trainer writes it."""
+
+    group: str = ""
+    mean_abs_advantage: float = 0.0
+    policy_loss: float = 0.0
+    num_tokens: int = 0
+
+
 class UpdateCommitted(Record, frozen=True, kw_only=True, tag=True):
     """An update was committed: its used samples are APPLIED."""
 
@@ -288,6 +297,7 @@ class UpdateCommitted(Record, frozen=True, kw_only=True, tag=True):
     dropped: tuple[DroppedSample, ...] = ()
     applied: bool = True
     digest: str = ""
+    groups: tuple[TrainedGroup, ...] = ()
 
 
 class CheckpointReported(Record, frozen=True, kw_only=True, tag=True):

@@ -17,6 +17,7 @@ from rollmesh.services.coordinator.core.facts import (
     SampleRewards,
     SampleSummary,
     Task,
+    TrainedGroup,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.shared.versions import PolicyVersion
@@ -283,6 +284,7 @@ class CommitUpdate(TrainerRequest):
     named: tuple[str, ...] = ()
     """Every sample id that the trainer named, used or dropped. It is compared with the leases."""
     applied: bool = True
+    groups: tuple[TrainedGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class TorchTrainer:
             applied=result.outcome is UpdateOutcome.APPLIED,
             verdicts=tuple((v.sample_id, v.reason) for v in result.verdicts),
             metrics=result.metrics,
+            groups=result.groups,
         )
 
     def score(self, token_ids: IntArray) -> FloatArray:

@@ -1,0 +1,28 @@
+"""A selector: draw the task whose last group had the largest mean absolute advantage, and tasks that were never trained first."""
+
+import msgspec
+
+
+class MostSignal:
+    def __init__(self, *, pool, seed):
+        self.signal = [None] * len(pool)  # mean absolute advantage of the last trained group, per position in the pool
+
+    def draw(self, index, in_flight):
+        free = [position for position in range(len(self.signal)) if position not in in_flight]
+        return max(free or range(len(self.signal)), key=self._priority)
+
+    def _priority(self, position):
+        signal = self.signal[position]
+        return (float("inf") if signal is None else signal, -position)
+
+    def observe(self, result):
+        """A group is decided: `result.successes` and `result.failures`. This selector waits for the update."""
+
+    def observe_trained(self, result):
+        self.signal[result.position] = result.trained.mean_abs_advantage
+
+    def snapshot(self):
+        return msgspec.msgpack.encode(self.signal)
+
+    def restore(self, state):
+        self.signal = msgspec.msgpack.decode(state)

@@ -1,0 +1,96 @@
+"""What the trainer measured reaches the selector of a run: a user's selector draws by mean absolute advantage in a whole mesh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.mesh import Mesh
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.selector import SELECTORS, GroupResult
+from rollmesh.services.data.task import PoolTask
+from rollmesh.shared.registry import Extension
+from rollmesh.shared.trajectory import Message, TrainedGroup
+
+from ..chaos.world import mesh_config, save_model_folder
+from .test_mesh import Operator
+
+FOLDER = Path(__file__).parents[2] / "examples" / "extending"
+NUM_TASKS = 9
+SPY = """
+import json
+
+class Spy(MostSignal):
+    def draw(self, index, in_flight):
+        position = super().draw(index, in_flight)
+        self.log({"draw": index, "position": position, "signal": self.signal, "in_flight": sorted(in_flight)})
+        return position
+
+    def observe(self, result):
+        self.log({"observed": result.position, "trained": result.trained})
+
+    def observe_trained(self, result):
+        super().observe_trained(result)
+        self.log({"position": result.position, "group": result.trained.group, "signal": result.trained.mean_abs_advantage})
+
+    def log(self, line):
+        with open(LOG, "a") as file:
+            file.write(json.dumps(line) + "\\n")
+"""
+
+
+def test_the_selector_of_the_page_draws_what_was_never_trained_and_then_the_largest_signal() -> None:
+    tasks = (PoolTask(task_id=f"t{n}", messages=(Message(role="user", content="?"),)) for n in range(3))
+    pool = MemoryPool(tasks)
+
+    def make() -> Any:
+        return SELECTORS.make(Extension("most_signal.py:MostSignal"), FOLDER, pool=pool, seed=0)
+
+    selector = make()
+    for position, signal in ((0, 0.2), (1, 0.7)):
+        measured = TrainedGroup(group="g", mean_abs_advantage=signal, policy_loss=0.0, num_tokens=9)
+        selector.observe(GroupResult(position=position, successes=1.0, failures=1.0))
+        selector.observe_trained(GroupResult(position=position, successes=1.0, failures=1.0, trained=measured))
+    restored = make()
+    restored.restore(selector.snapshot())
+    for each in (selector, restored):
+        assert [each.draw(9, frozenset(taken)) for taken in ((), {2}, {1, 2})] == [2, 1, 0]
+
+
+@pytest.mark.timeout(120)
+async def test_a_selector_of_a_users_own_reads_the_advantages_of_each_committed_group(tmp_path: Path) -> None:
+    """Fake model and trainer, and the real mesh: the commits and the calls of the selector agree."""
+    log = tmp_path / "selector.jsonl"
+    (tmp_path / "spy.py").write_text(f"{(FOLDER / 'most_signal.py').read_text()}\nLOG = {str(log)!r}\n{SPY}")
+    made = mesh_config(
+        save_model_folder(tmp_path / "model"), batch_groups=3, group_size=4, max_staleness=1, updates_max=8
+    )
+    source = Extension("calc", {"num_train": NUM_TASKS, "num_validation": 2, "num_test": 2})
+    data = msgspec.structs.replace(made.data, source=source, selector=Extension(f"{tmp_path / 'spy.py'}:Spy"))
+    async with Mesh(msgspec.structs.replace(made, data=data), run_dir=tmp_path / "run") as mesh:
+        operator = Operator(mesh)
+        await operator.finished()
+        facts = await operator.facts()
+    committed = {g.group: g for fact in facts if isinstance(fact, f.UpdateCommitted) for g in fact.groups}
+    tokens = {
+        fact.update: sum(g.num_tokens for g in fact.groups) for fact in facts if isinstance(fact, f.UpdateCommitted)
+    }
+    assert len(committed) == 8 * 3
+    assert all(g.num_tokens > 0 and g.mean_abs_advantage >= 0 for g in committed.values())
+    assert set(tokens) == set(range(1, 9))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    seen = {line["group"]: line["signal"] for line in lines if "group" in line}
+    assert seen, "the run has ended before the selector saw a commit"
+    assert seen.items() <= {name: group.mean_abs_advantage for name, group in committed.items()}.items()
+    assert all(line["trained"] is None for line in lines if "observed" in line)
+    draws = [line for line in lines if "draw" in line]
+    for line in draws:
+        signal = [float("inf") if value is None else value for value in line["signal"]]
+        free = [value for position, value in enumerate(signal) if position not in line["in_flight"]]
+        assert signal[line["position"]] == max(free or signal)
+    assert any(line["signal"][line["position"]] is not None for line in draws), "no draw chose by a measurement"
