@@ -95,6 +95,7 @@ def test_kept_logprob_removes_unlikely_tokens_and_renormalizes() -> None:
     made = inputs_of([0.5, 0.25, 0.125, 0.125], token=1)
     assert float(KeptLogprob(options=KeptOptions(threshold=0.2))(made)) == pytest.approx(np.log(1 / 3))
     assert float(KeptLogprob(options=KeptOptions(threshold=0.3))(made)) == -np.inf
+    assert float(KeptLogprob(options=KeptOptions(threshold=0.6))(made)) == -np.inf, "no token is left"
     relative = KeptOptions(threshold=0.4, kind="relative")  # 0.4 * 0.5 = 0.2
     assert float(KeptLogprob(options=relative)(made)) == pytest.approx(np.log(1 / 3))
 

@@ -72,7 +72,7 @@ class LossTerm(Extension):
 
 
 class FeatureChoice(Extension):
-    """A feature that every update computes: `entropy`, `nucleus_entropy`, `mean_logprob`, `kept_logprob`, or your own."""
+    """A feature that every update computes: a built-in such as `entropy` or `other_prompt_logprob`, or your own."""
 
     under: Literal["start", "reference", "step", "current"] = "start"
     """Weights: the policy at the `start` of the update, the `reference` model, the policy before each optimizer `step`, or the `current`

@@ -1,8 +1,11 @@
-"""Compute features over a table of tokens, without gradient."""
+"""Compute features: over a table of tokens without gradient, or over a micro-batch.
+
+Equal requests are computed once. All features of the sampled sequences share one forward, and a feature of other sequences has its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,10 +15,11 @@ from transformers import PreTrainedModel
 
 from rollmesh.trainer import forward
 from rollmesh.trainer.config import PackingConfig
-from rollmesh.trainer.features import FeatureInputs, FeatureRequest
+from rollmesh.trainer.features import FeatureInputs, FeatureRequest, OtherSequences
 from rollmesh.trainer.forward import ForwardMode
 from rollmesh.trainer.packing import MicroBatch, pack
 from rollmesh.trainer.samples import TokenTable
+from rollmesh.trainer.sequences import Sequence1D
 
 
 def feature_inputs(
@@ -42,21 +46,62 @@ def computed_features(
     packing: PackingConfig,
     mode: ForwardMode,
 ) -> dict[str, NDArray[np.float32]]:
-    """Return the requested features [M] or [M, k] by name, from one pass over the table."""
+    """Return the requested features [M] or [M, k] by name, from one pass over the table, and one per feature of other sequences."""
     if not requests:
         return {}
     columns = {name: torch.as_tensor(values, device=model.device) for name, values in table.columns.items()}
-    hidden = any(request.reads_hidden for request in requests.values())
-    found: dict[str, NDArray[np.float32]] = {}
-    for batch in pack(table.sequences, mode.packing(packing), device=model.device):
-        inputs = feature_inputs(model, batch, columns, mode, hidden=hidden)
-        places = batch.target_index.cpu().numpy()
-        for name, request in requests.items():
-            values = request.feature(inputs).float().cpu().numpy()
-            if name not in found:
-                found[name] = np.zeros((int(table.lengths.sum()), *values.shape[1:]), np.float32)
-            found[name][places] = values
-    return found
+    found: dict[Hashable, NDArray[np.float32]] = {}
+    for sequences, wanted in _passes(table, requests):
+        hidden = any(request.reads_hidden for request in wanted)
+        for batch in pack(sequences, mode.packing(packing), device=model.device):
+            inputs = feature_inputs(model, batch, columns, mode, hidden=hidden)
+            places = batch.target_index.cpu().numpy()
+            for request in wanted:
+                values = request.feature(inputs).float().cpu().numpy()
+                if request.key not in found:
+                    found[request.key] = np.zeros((int(table.lengths.sum()), *values.shape[1:]), np.float32)
+                found[request.key][places] = values
+    return {name: found[request.key] for name, request in requests.items()}
+
+
+def current_features(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    inputs: FeatureInputs,
+    table: TokenTable,
+    requests: Mapping[str, FeatureRequest],
+    packing: PackingConfig,
+    mode: ForwardMode,
+) -> dict[str, Tensor]:
+    """Return the requested features of a micro-batch of the table, with gradient where a request asks. `inputs` are of its forward."""
+    found: dict[Hashable, Tensor] = {}
+    for request in requests.values():
+        if request.key in found:
+            continue
+        with torch.set_grad_enabled(request.grad):
+            if not isinstance(request.feature, OtherSequences):
+                found[request.key] = request.feature(inputs)
+                continue
+            others = [s for index in batch.sequences for s in table.others[request.function][index]]
+            parts = pack(others, mode.packing(packing), device=model.device)
+            values = [
+                request.feature(feature_inputs(model, part, inputs.columns, mode, hidden=request.reads_hidden))
+                for part in parts
+            ]
+            found[request.key] = torch.cat(values)[torch.cat([part.target_index for part in parts]).argsort()]
+    return {name: found[request.key] for name, request in requests.items()}
+
+
+def _passes(
+    table: TokenTable, requests: Mapping[str, FeatureRequest]
+) -> Iterator[tuple[Sequence[Sequence1D], list[FeatureRequest]]]:
+    """Yield sequences to run, and the different requests that read them."""
+    different = {request.key: request for request in requests.values()}.values()
+    if plain := [request for request in different if not isinstance(request.feature, OtherSequences)]:
+        yield table.sequences, plain
+    for request in different:
+        if isinstance(request.feature, OtherSequences):
+            yield [s for of_sample in table.others[request.function] for s in of_sample], [request]
 
 
 def gradient_squares(

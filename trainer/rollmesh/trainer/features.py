@@ -15,28 +15,30 @@ A request says which feature, and under which weights:
     gradient_square  squared norm of the gradient of the log-prob of the token's sample, under `start`; costs a backward per sample
 
 Their attribute `features` maps the names of further columns to requests. Values are at the temperature that the token was sampled at.
+Equal requests are computed once, whatever their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
+import msgspec
 from torch import Tensor
 
 from rollmesh.shared.registry import Registry
+from rollmesh.shared.trajectory import TrainingSample
+from rollmesh.trainer.sequences import Sequence1D
 
 FEATURES = Registry(
     "feature",
     {
-        name: f"rollmesh.trainer.vocabulary_features:{cls}"
-        for name, cls in (
-            ("entropy", "Entropy"),
-            ("nucleus_entropy", "NucleusEntropy"),
-            ("mean_logprob", "MeanLogprob"),
-            ("kept_logprob", "KeptLogprob"),
-        )
+        "entropy": "rollmesh.trainer.vocabulary_features:Entropy",
+        "nucleus_entropy": "rollmesh.trainer.vocabulary_features:NucleusEntropy",
+        "mean_logprob": "rollmesh.trainer.vocabulary_features:MeanLogprob",
+        "kept_logprob": "rollmesh.trainer.vocabulary_features:KeptLogprob",
+        "other_prompt_logprob": "rollmesh.trainer.other_prompt:OtherPromptLogprob",
     },
 )
 
@@ -46,7 +48,10 @@ GRADIENT_SQUARE = "gradient_square"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureInputs:
-    """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are possible."""
+    """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are possible.
+
+    An `OtherSequences` gets the inputs of the sequences that it made.
+    """
 
     logits: Tensor
     """[m, V] float32 at the sampling temperature, from which the tokens are predicted."""
@@ -63,11 +68,39 @@ class FeatureInputs:
 class Feature(Protocol):
     """A function of the model's outputs. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
 
-    An attribute `reads_hidden = True` requests `FeatureInputs.hidden`.
+    An attribute `reads_hidden = True` requests `FeatureInputs.hidden`. A feature SHOULD store its options as `options`, because requests
+    of one class with equal `options` are computed once.
     """
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:
         """Return [m] or [m, k]."""
+        ...
+
+
+@runtime_checkable
+class OtherSequences(Feature, Protocol):
+    """A feature of other sequences than those that were sampled, such as the same answer after another prompt.
+
+    It costs separate forwards. Under `current` with gradient, they stay in memory until the backward of the micro-batch.
+    """
+
+    def sequences_of(self, sample: TrainingSample) -> Sequence[Sequence1D] | None:
+        """Return sequences whose targets, one sequence after the other, are the trained tokens of the sample in their order.
+
+        None drops the sample as NO_OTHER_PROMPT.
+        """
+        ...
+
+
+@runtime_checkable
+class EncodesText(Protocol):
+    """A feature that gets the tokenizer of the model before the first update."""
+
+    def use_tokenizer(self, encode: Callable[[str], list[int]] | None) -> None:
+        """Take a function from a text to token ids without special tokens around it; None if the model has no tokenizer.
+
+        Raises ConfigError if the feature cannot work without it.
+        """
         ...
 
 
@@ -82,6 +115,19 @@ class FeatureRequest:
     def __post_init__(self) -> None:
         if self.grad and self.under != "current":
             raise ValueError(f"`grad` requires under = current, got {self.under}")
+
+    @property
+    def function(self) -> Hashable:
+        """Equal for equal features: those of one class with equal `options`, or without any attribute."""
+        options = getattr(self.feature, "options", None)
+        if isinstance(options, msgspec.Struct):
+            return type(self.feature), msgspec.json.encode(options)
+        return type(self.feature), id(self.feature) if getattr(self.feature, "__dict__", None) else None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for requests of the same values."""
+        return self.function, self.under, self.grad
 
     @property
     def reads_hidden(self) -> bool:
@@ -108,7 +154,7 @@ def merged_requests(*parts: tuple[str, Mapping[str, FeatureRequest]]) -> dict[st
     found: dict[str, FeatureRequest] = {}
     for part, requests in parts:
         for name, request in requests.items():
-            if found.setdefault(name, request) != request:
+            if found.setdefault(name, request).key != request.key:
                 raise ValueError(
                     f"{part} requests the feature `{name}`, which names another request of this run; rename it"
                 )

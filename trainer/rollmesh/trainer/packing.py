@@ -44,6 +44,8 @@ class MicroBatch:
     target_col: Tensor
     target_index: Tensor
     num_tokens: int
+    sequences: tuple[int, ...]
+    """Indices of its sequences, in the order of their targets."""
 
 
 def pack(
@@ -122,4 +124,5 @@ def _build(
         target_col=row_col_index[1],
         target_index=row_col_index[2],
         num_tokens=sum(len(sequences[i].token_ids) for row in rows for i in row),
+        sequences=tuple(index for row in rows for index in row),
     )

@@ -6,7 +6,7 @@ name of the part, so that a resumed run continues bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,17 @@ from torch import nn
 
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimator, make_estimator
-from rollmesh.trainer.features import BUILT_IN, FEATURES, GRADIENT_SQUARE, FeatureRequest, merged_requests
+from rollmesh.trainer.features import (
+    BUILT_IN,
+    FEATURES,
+    GRADIENT_SQUARE,
+    EncodesText,
+    FeatureRequest,
+    OtherSequences,
+    merged_requests,
+)
 from rollmesh.trainer.losses import LossSum
+from rollmesh.trainer.samples import Rewrite
 from rollmesh.trainer.update_rules import UPDATE_RULES, UpdateRule
 
 
@@ -50,6 +59,12 @@ class Plugins:
         wanted = {name for _, name in needs}
         self.requests = named | {name: request for name, request in BUILT_IN.items() if name in wanted}
         """Requests of features by column."""
+        self.rewrites: dict[Hashable, Rewrite] = {
+            request.function: request.feature.sequences_of
+            for request in self.requests.values()
+            if isinstance(request.feature, OtherSequences)
+        }
+        """What makes the sequences of the features of other sequences, see `samples.TokenTable.others`."""
         self.needs_gradients = GRADIENT_SQUARE in wanted
         self.outputs = tuple(dict.fromkeys(n for _, n in needs if n not in self.requests and n != GRADIENT_SQUARE))
         """Outputs of the engine that some part needs."""
@@ -60,6 +75,12 @@ class Plugins:
     def under(self, *when: str) -> dict[str, FeatureRequest]:
         """Return the requests under these weights."""
         return {name: request for name, request in self.requests.items() if request.under in when}
+
+    def use_tokenizer(self, encode: Callable[[str], list[int]] | None) -> None:
+        """Give the features the tokenizer of the model, if it has one. Raises ConfigError for a feature that needs it."""
+        for request in self.requests.values():
+            if isinstance(request.feature, EncodesText):
+                request.feature.use_tokenizer(encode)
 
     def check_outputs(self, outputs: Collection[str]) -> None:
         """Raise ValueError if a part needs an engine output that is not among `outputs`, which the run records."""

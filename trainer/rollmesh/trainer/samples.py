@@ -9,9 +9,10 @@ Collaborators: `update` calls this module, `packing` takes the sequences, `batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import (
     FinishReason,
+    IntArray,
+    MaskArray,
     Role,
     SamplingParams,
     Segment,
@@ -28,6 +31,8 @@ from rollmesh.shared.trajectory import (
 from rollmesh.shared.versions import staleness
 from rollmesh.trainer.sequences import Sequence1D
 
+Rewrite = Callable[[TrainingSample], Sequence[Sequence1D] | None]
+"""Returns other sequences with the trained tokens of a sample as targets, in their order; None if it cannot."""
 NO_LAG = -1
 """Lag of tokens that no version of the policy sampled."""
 
@@ -68,6 +73,8 @@ class DropReason(StrEnum):
     """A trained token has no finite behavior log-prob."""
     NO_OUTPUT = "NO_OUTPUT"
     """A trained token lacks an engine output that the loss needs, e.g. because another run sampled it."""
+    NO_OTHER_PROMPT = "NO_OTHER_PROMPT"
+    """A feature needs the sample after another prompt, which cannot be made for it."""
     NOT_FINITE_ADVANTAGE = "NOT_FINITE_ADVANTAGE"
     """The estimator returned an advantage or a weight that is not finite, or a result of the wrong shape."""
     LEFT_OUT = "LEFT_OUT"
@@ -91,12 +98,14 @@ class TokenTable:
     - every array of the segments that the loss or the estimator needs, under its own name.
 
     The update adds `reward`, the weighted sum of the rewards of the sample, `advantages` and the requested features.
+    `others` has, for each feature of other sequences, those of each sample, with the same targets as `sequences`.
     """
 
     sequences: tuple[Sequence1D, ...]
     sample_weights: tuple[float, ...]
     lengths: NDArray[np.int64]
     columns: dict[str, NDArray[Any]]
+    others: Mapping[Hashable, tuple[tuple[Sequence1D, ...], ...]] = field(default_factory=dict)
 
     def select(self, indices: Sequence[int], mask: NDArray[np.bool_] | None = None) -> TokenTable:
         """Return the table of some of the samples, in the order of `indices`, without the tokens where `mask` [M] is False and without
@@ -104,8 +113,13 @@ class TokenTable:
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = [np.arange(starts[i], starts[i + 1]) for i in indices]
         sequences = [self.sequences[i] for i in indices]
+        others = {key: [of_sample[i] for i in indices] for key, of_sample in self.others.items()}
         if mask is not None:
             sequences = [s.without(~mask[t]) for s, t in zip(sequences, tokens, strict=True)]
+            others = {
+                key: [_without(o, ~mask[t]) for o, t in zip(chosen, tokens, strict=True)]
+                for key, chosen in others.items()
+            }
             tokens = [t[mask[t]] for t in tokens]
         kept = [n for n, of_sample in enumerate(tokens) if len(of_sample)]
         chosen = np.concatenate([np.empty(0, np.int64), *(tokens[n] for n in kept)])
@@ -114,13 +128,20 @@ class TokenTable:
             sample_weights=tuple(self.sample_weights[indices[n]] for n in kept),
             lengths=np.array([len(tokens[n]) for n in kept], dtype=np.int64),
             columns={name: values[chosen] for name, values in self.columns.items()},
+            others={key: tuple(of_sample[n] for n in kept) for key, of_sample in others.items()},
         )
 
 
 def drop_reason(
-    sample: TrainingSample, *, context_max: int | None, vocab_size: int, outputs: Sequence[str] = ()
+    sample: TrainingSample,
+    *,
+    context_max: int | None,
+    vocab_size: int,
+    outputs: Sequence[str] = (),
+    rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
 ) -> DropReason | None:
-    """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs."""
+    """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs, and `rewrites`
+    make the other sequences."""
     if not all(_is_well_formed(s) for s in sample.segments):
         return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
@@ -130,7 +151,7 @@ def drop_reason(
         return DropReason.NO_TRAINED_TOKENS
     if context_max is not None and sum(s.num_tokens for s in sample.segments) > context_max:
         return DropReason.TOO_LONG
-    if any(((s.token_ids < 0) | (s.token_ids >= vocab_size)).any() for s in sample.segments):
+    if any(_has_unknown(s.token_ids, vocab_size) for s in sample.segments):
         return DropReason.UNKNOWN_TOKEN
     first = next(s for s in sample.segments if s.num_tokens)
     if first.loss_mask is not None and first.loss_mask[0]:
@@ -139,11 +160,28 @@ def drop_reason(
         return DropReason.NO_LOGPROBS
     if any(name not in s.arrays for s in trained for name in outputs):
         return DropReason.NO_OUTPUT
+    for rewrite in rewrites.values():
+        others = rewrite(sample)
+        if others is None:
+            return DropReason.NO_OTHER_PROMPT
+        if context_max is not None and any(len(o.token_ids) > context_max for o in others):
+            return DropReason.TOO_LONG
+        if any(_has_unknown(o.token_ids, vocab_size) for o in others):
+            return DropReason.UNKNOWN_TOKEN
     return None
 
 
-def build_table(samples: Sequence[TrainingSample], *, update: int, outputs: Sequence[str] = ()) -> TokenTable:
-    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs`, for update `update`."""
+def build_table(
+    samples: Sequence[TrainingSample],
+    *,
+    update: int,
+    outputs: Sequence[str] = (),
+    rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
+) -> TokenTable:
+    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs` and `rewrites`, for update `update`.
+
+    Raises ValueError for a rewrite whose targets are not the trained tokens.
+    """
     episodes: dict[str, int] = {}
     groups: dict[str, int] = {}
     parts: list[dict[str, Any]] = []
@@ -167,12 +205,19 @@ def build_table(samples: Sequence[TrainingSample], *, update: int, outputs: Sequ
         sample_weights=tuple(s.sample.weight for s in samples),
         lengths=np.array([num_trained(s) for s in samples], dtype=np.int64),
         columns=columns | {name: np.concatenate([part["outputs"][name] for part in parts]) for name in outputs},
+        others={key: tuple(_rewritten(rewrite, s) for s in samples) for key, rewrite in rewrites.items()},
     )
 
 
 def num_trained(sample: TrainingSample) -> int:
     """Return the number of tokens of a sample with loss mask 1."""
     return sum(s.num_trainable for s in sample.segments)
+
+
+def turn_numbers(segments: Sequence[Segment]) -> list[int]:
+    """Return for each segment of a path the number of finished actions before it."""
+    finished = [s.role is Role.ACTION and s.finish is not FinishReason.UNFINISHED for s in segments]
+    return [0, *np.cumsum(finished, dtype=np.int64).tolist()][: len(segments)]
 
 
 def trainer_temperature(params: SamplingParams | None) -> float:
@@ -187,6 +232,10 @@ def _is_well_formed(segment: Segment) -> bool:
     return segment.loss_mask is None or bool((segment.loss_mask <= 1).all())
 
 
+def _has_unknown(token_ids: IntArray, vocab_size: int) -> bool:
+    return bool(((token_ids < 0) | (token_ids >= vocab_size)).any())
+
+
 def _has_logprobs(segment: Segment) -> bool:
     if segment.logprobs is None or segment.loss_mask is None:
         return False
@@ -195,7 +244,8 @@ def _has_logprobs(segment: Segment) -> bool:
 
 def _parts(sample: TrainingSample, update: int, outputs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the columns of each segment's trained tokens, as arrays or as one value for all of them."""
-    start = turn = 0
+    start = 0
+    turns = turn_numbers(sample.segments)
     for index, segment in enumerate(sample.segments):
         if segment.num_trainable:
             assert segment.logprobs is not None
@@ -207,14 +257,13 @@ def _parts(sample: TrainingSample, update: int, outputs: Sequence[str]) -> Itera
                 "temperature": trainer_temperature(params),
                 "truncated": params is not None and params.temperature > 0 and (params.top_p < 1 or params.top_k > 0),
                 "lag": _lag(segment, update),
-                "turn": turn,
+                "turn": turns[index],
                 "segment": index,
                 "source": int(segment.source),
                 "position": start + chosen,
                 "outputs": {name: segment.arrays[name][chosen] for name in outputs},
             }
         start += segment.num_tokens
-        turn += segment.role is Role.ACTION and segment.finish is not FinishReason.UNFINISHED
 
 
 def _lag(segment: Segment, update: int) -> int:
@@ -223,9 +272,30 @@ def _lag(segment: Segment, update: int) -> int:
     return staleness(update=update, oldest_step=segment.version.step)
 
 
+def trained_mask(segment: Segment) -> MaskArray:
+    """Return [n]: 1 for the trained tokens of a segment."""
+    return np.zeros(segment.num_tokens, np.uint8) if segment.loss_mask is None else segment.loss_mask.astype(np.uint8)
+
+
 def _sequence(sample: TrainingSample) -> Sequence1D:
-    masks = [
-        np.zeros(s.num_tokens, dtype=np.uint8) if s.loss_mask is None else s.loss_mask.astype(np.uint8)
-        for s in sample.segments
-    ]
+    masks = [trained_mask(s) for s in sample.segments]
     return Sequence1D(np.concatenate([s.token_ids for s in sample.segments]), np.concatenate(masks))
+
+
+def _rewritten(rewrite: Rewrite, sample: TrainingSample) -> tuple[Sequence1D, ...]:
+    """Return the other sequences of a sample. Raises ValueError if their targets are not its trained tokens."""
+    others, own = tuple(rewrite(sample) or ()), _sequence(sample)
+    targets = [np.empty(0, np.int32), *(o.token_ids[o.target_mask == 1] for o in others)]
+    if not np.array_equal(np.concatenate(targets), own.token_ids[own.target_mask == 1]):
+        raise ValueError(
+            f"a feature rewrites sample {sample.sample.sample_id} into sequences whose targets are not its {num_trained(sample)} trained "
+            "tokens in their order; `sequences_of` must mark exactly these"
+        )
+    return others
+
+
+def _without(sequences: Sequence[Sequence1D], excluded: NDArray[np.bool_]) -> tuple[Sequence1D, ...]:
+    """Return the sequences that have other targets than those where `excluded` [targets of all of them] is True, without these."""
+    bounds = np.cumsum([int(s.target_mask.sum()) for s in sequences])[:-1]
+    remaining = [s.without(e) for s, e in zip(sequences, np.split(excluded, bounds), strict=True)]
+    return tuple(s for s in remaining if s.target_mask.any())

@@ -34,7 +34,7 @@ from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimate
 from rollmesh.trainer.estimators.base import reward_sums
-from rollmesh.trainer.feature_pass import computed_features, feature_inputs, gradient_squares
+from rollmesh.trainer.feature_pass import computed_features, current_features, feature_inputs, gradient_squares
 from rollmesh.trainer.losses import LossInputs, token_weights
 from rollmesh.trainer.metrics import length_metrics, reward_metrics
 from rollmesh.trainer.model_config import context_length, hidden_size, vocab_size
@@ -95,10 +95,12 @@ class BatchTrainer:
         outputs: Collection[str] = (),
         reward_weights: Mapping[str, float] | None = None,
         initial_model: Callable[[], PreTrainedModel] | None = None,
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry. `reward_weights`
         are the estimator's, all 1 by default. `initial_model` loads the weights with which the run began, for a reference of kind
-        `initial`; by default they are those of `model`.
+        `initial`; by default they are those of `model`. `encode` is the model's tokenizer for features that read text, without special
+        tokens around the text.
 
         The model always runs in evaluation mode, because the engine whose log-probs it compares with has no dropout. A few short
         sequences are run through it to choose `forward_choice` (see `self_test`).
@@ -114,6 +116,7 @@ class BatchTrainer:
         self.step = step
         self.plugins = Plugins(config, reward_weights=reward_weights)
         self.plugins.check_outputs(outputs)
+        self.plugins.use_tokenizer(encode)
         self.modules = self.plugins.make_modules(lambda: hidden_size(model), seed).to(model.device)
         self.optimizer = make_adamw(nn.ModuleDict({"policy": model, "terms": self.modules}), config.optimizer)
         self.reference = None
@@ -129,7 +132,13 @@ class BatchTrainer:
         check_membership(groups, samples)
         context_max, vocabulary = context_length(self.model), vocab_size(self.model)
         reasons: list[str | None] = [
-            drop_reason(s, context_max=context_max, vocab_size=vocabulary, outputs=self.plugins.outputs)
+            drop_reason(
+                s,
+                context_max=context_max,
+                vocab_size=vocabulary,
+                outputs=self.plugins.outputs,
+                rewrites=self.plugins.rewrites,
+            )
             for s in samples
         ]
         names = list(dict.fromkeys(s.group for s, reason in zip(samples, reasons, strict=True) if reason is None))
@@ -186,7 +195,7 @@ class BatchTrainer:
         if not numbers:
             return {}
         kept = [samples[i] for i in numbers]
-        table = build_table(kept, update=k, outputs=self.plugins.outputs)
+        table = build_table(kept, update=k, outputs=self.plugins.outputs, rewrites=self.plugins.rewrites)
         batch = UpdateBatch(update=k, samples=tuple(kept), groups=tuple(groups), table=table, last=self._last)
         table.columns["reward"] = batch.per_token(_reward_sums(batch, self._reward_weights))
         self.model.train(False)
@@ -248,7 +257,7 @@ class BatchTrainer:
         stats: dict[str, FloatArray] = {}
         packing = self.forward_choice.mode.packing(self.config.packing)
         batches = pack(table.sequences, packing, device=device)
-        loss = sum(self._accumulate(batch, columns, policy, stats) for batch in batches)
+        loss = sum(self._accumulate(batch, table, columns, policy, stats) for batch in batches)
         norm = guarded_step(self.optimizer, clip_norm=self.config.optimizer.clip_norm, loss=loss)
         if norm is None:
             return False
@@ -256,18 +265,21 @@ class BatchTrainer:
         return True
 
     def _accumulate(
-        self, batch: MicroBatch, columns: dict[str, Tensor], policy: FloatArray, stats: dict[str, FloatArray]
+        self,
+        batch: MicroBatch,
+        table: TokenTable,
+        columns: dict[str, Tensor],
+        policy: FloatArray,
+        stats: dict[str, FloatArray],
     ) -> float:
         """Run forward and backward of one micro-batch and fill its part of `policy` and `stats`. Return its part of the loss."""
         if not len(batch.target_index):
             return 0.0
         requests = self.plugins.under("current")
         hidden = bool(self.modules) or any(request.reads_hidden for request in requests.values())
-        inputs = feature_inputs(self.model, batch, columns, self.forward_choice.mode, hidden=hidden)
-        features: dict[str, Tensor] = {}
-        for name, request in requests.items():
-            with torch.set_grad_enabled(request.grad):
-                features[name] = request.feature(inputs)
+        mode = self.forward_choice.mode
+        inputs = feature_inputs(self.model, batch, columns, mode, hidden=hidden)
+        features = current_features(self.model, batch, inputs, table, requests, self.config.packing, mode)
         loss, token_stats = self.plugins.loss(
             LossInputs(inputs.logprobs, {**inputs.columns, **features}, inputs.hidden)
         )

@@ -63,7 +63,10 @@ class KeptOptions(Settings):
 
 
 class KeptLogprob:
-    """Log-prob [m] of the token under the distribution without its unlikely tokens, renormalized; -inf for a removed token."""
+    """Log-prob [m] of the token under the distribution without its unlikely tokens, renormalized; -inf for a removed token.
+
+    Without gradient of the choice. If all tokens are below a fixed threshold, all are removed.
+    """
 
     Options: ClassVar[type[Settings]] = KeptOptions
 
@@ -75,6 +78,7 @@ class KeptLogprob:
         least = torch.full_like(logprobs[:, :1], self.options.threshold).log()
         if self.options.kind == "relative":
             least = least + logprobs.max(-1, keepdim=True).values
-        kept = logprobs.masked_fill(logprobs < least, float("-inf"))
-        mass = kept.logsumexp(-1)
-        return kept.gather(-1, inputs.token_ids[:, None]).squeeze(-1) - mass
+        removed, token = logprobs < least, inputs.token_ids[:, None]
+        mass = logprobs.masked_fill(removed, float("-inf")).logsumexp(-1, keepdim=True)
+        chosen = logprobs.gather(-1, token) - mass
+        return chosen.masked_fill(removed.gather(-1, token), float("-inf")).squeeze(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -101,12 +102,14 @@ class TorchTrainer:
 def _fresh(config: LearnerConfig) -> Restored:
     if not config.model:
         raise ConfigError("`model` must be the folder of the initial model in transformers format, got ''", key="model")
-    engine = TorchTrainer(_trainer(config, Path(config.model)), _tokenizer(Path(config.model)), config)
+    tokenizer = _tokenizer(Path(config.model))
+    engine = TorchTrainer(_trainer(config, Path(config.model), tokenizer), tokenizer, config)
     return Restored(engine=engine, log=TrainedLog())
 
 
 def _resumed(config: LearnerConfig, found: Checkpoint) -> Restored:
-    trainer = _trainer(config, found.path)
+    tokenizer = _tokenizer(found.path)
+    trainer = _trainer(config, found.path, tokenizer)
     changed = found.restore(trainer)
     meta = found.meta
     if meta.config_digest != _digest(config):
@@ -121,11 +124,12 @@ def _resumed(config: LearnerConfig, found: Checkpoint) -> Restored:
         digest=meta.digest,
         head=meta.head,
     )
-    engine = TorchTrainer(trainer, _tokenizer(found.path), config)
+    engine = TorchTrainer(trainer, tokenizer, config)
     return Restored(engine=engine, log=found.trained_log(), position=position, passed_by=found.passed_by)
 
 
-def _trainer(config: LearnerConfig, folder: Path) -> BatchTrainer:
+def _trainer(config: LearnerConfig, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> BatchTrainer:
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     try:
         model = load_model(folder, device=config.device)
         return BatchTrainer(
@@ -135,6 +139,7 @@ def _trainer(config: LearnerConfig, folder: Path) -> BatchTrainer:
             outputs=config.outputs,
             reward_weights=config.reward_weights,
             initial_model=lambda: load_model(Path(config.model), device=config.device),
+            encode=encode,
         )
     except ValueError as err:
         raise ConfigError(f"model: {err}", key="model") from err
