@@ -57,7 +57,7 @@ check: setup ## check style, types, import contracts and prose
 	$(BIN)/lint-imports
 	$(PYTHON) .ci/prose.py
 
-reference: setup ## regenerate docs/configuration.md and docs/cli.md; a test checks that they are current
+reference: setup ## regenerate docs/configuration.md, docs/cli.md and docs/methods.md; a test checks that they are current
 	$(BIN)/python -m rollmesh.cli.reference docs
 
 prose: ## find expressions to replace, and lines that are too long, in code and docs

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollmesh.cli.config import TrainConfig, read_train_config
 from rollmesh.cli.model_checks import check_made_model, check_model
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import Split, TaskPool
@@ -33,6 +34,9 @@ from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.outputs import array_names, output_of
 from rollmesh.shared.registry import Extension
 from rollmesh.trainer.estimators import make_estimator
+
+if TYPE_CHECKING:  # it imports torch
+    from rollmesh.trainer.plugins import Plugins
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
@@ -101,6 +105,7 @@ class _Check:
         self._config = config
         self._base_dir = base_dir
         self._learner = learner
+        self._reward_names: list[str] | None = None
         self.mistakes: list[MeshError] = []
 
     @contextmanager
@@ -154,13 +159,38 @@ class _Check:
                 python = interpreter_of(config.inference, base_dir)
                 if not is_this(python):
                     check_interpreter(python, config.inference)
-        with self._collected("learner.engine"):
-            _check_learner(config, base_dir)
+        self._method()
         if config.made_model is not None:
             with self._collected():
                 check_made_model(config, base_dir, engine)
         else:
             self.mistakes += check_model(config, base_dir, engine, pools.get(Split.TRAIN))
+
+    def _method(self) -> None:
+        """Check the trainer, and what the parts of an update need of the run."""
+        config, plugins = self._config, None
+        with self._collected("learner.engine"):
+            find_engine(config.learner.engine, self._base_dir)
+            if TRAINERS.find(config.learner.engine.name, self._base_dir).trains_model:
+                with self._collected("learner"):
+                    plugins = make_plugins(config, self._base_dir)
+        if plugins is None:
+            return
+        with self._needed("rollout.outputs"):
+            plugins.check_outputs(array_names(config.rollout.outputs))
+        with self._needed("run.group_size"):
+            plugins.check_group_size(config.run.group_size)
+        if self._reward_names is not None:
+            with self._needed("reward.scorers"):
+                plugins.check_rewards(self._reward_names)
+
+    @contextmanager
+    def _needed(self, key: str) -> Iterator[None]:
+        """Keep the ValueError of a part that needs another value of `key`, which the message names."""
+        try:
+            yield
+        except ValueError as err:
+            self.mistakes.append(ConfigError(str(err), key=key))
 
     def _evaluation(self, pools: dict[Split, TaskPool]) -> None:
         run = self._config.run
@@ -187,6 +217,7 @@ class _Check:
                     self.mistakes.append(_missing_column(index, missing, known))
         if len(self.mistakes) > before:
             return  # the checks below need the scorers
+        self._reward_names = names
         with (
             self._collected() if has_tasks else suppress(InvalidInput)
         ):  # the answers are often in the file of the tasks
@@ -297,20 +328,11 @@ def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
         raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
 
 
-def _check_learner(config: TrainConfig, base_dir: Path) -> None:
-    learner = config.learner
-    find_engine(learner.engine, base_dir)
-    if not TRAINERS.find(learner.engine.name, base_dir).trains_model:
-        return
+def make_plugins(config: MeshConfig, base_dir: Path) -> Plugins:
+    """Return the parts of an update. Raises ConfigError for a name, an option, or requests that contradict each other."""
     from rollmesh.trainer.plugins import Plugins
 
     try:
-        plugins = Plugins(learner, reward_weights=config.reward.weights, base_dir=base_dir)
-    except ConfigError as err:
-        raise ConfigError(f"`learner`: {err.message}", violations=err.violations, key="learner") from err
+        return Plugins(config.learner, reward_weights=config.reward.weights, base_dir=base_dir)
     except ValueError as err:
         raise ConfigError(f"`learner`: {err}", key="learner") from err
-    try:
-        plugins.check_outputs(array_names(config.rollout.outputs))
-    except ValueError as err:
-        raise ConfigError(str(err), key="rollout.outputs") from err

@@ -15,6 +15,7 @@ from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.config_checks import engine_options
 from rollmesh.cli.disk_need import weights_of
 from rollmesh.cli.model_checks import model_folder
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.selector import SELECTORS
 from rollmesh.services.data.source import SOURCES
@@ -57,7 +58,7 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
             format=_as_config(words) if words is not None else rollout.format,
         ),
         inference=replace(config.inference, engine=replace(config.inference.engine, options=_engine(config, base_dir))),
-        learner=_learner(config, base_dir),
+        learner=effective_learner(config, base_dir),
     )
 
 
@@ -110,16 +111,26 @@ def _engine(config: TrainConfig, base_dir: Path) -> dict[str, Any]:
     return options
 
 
-def _learner(config: TrainConfig, base_dir: Path) -> LearnerConfig:
-    """The learner's settings with the options of its trainer, of its estimator and, if they are used, of its loss terms."""
+def effective_learner(config: MeshConfig, base_dir: Path) -> LearnerConfig:
+    """Return the learner's settings with the options of its trainer, of its estimator and, if they are used, of the other parts."""
     learner = config.learner
-    estimator, loss = ESTIMATORS.with_defaults(learner.estimator, base_dir), learner.loss
-    if TRAINERS.find(learner.engine.name, base_dir).trains_model:
-        from rollmesh.trainer.losses import LOSSES
+    estimator, engine = (
+        ESTIMATORS.with_defaults(learner.estimator, base_dir),
+        TRAINERS.with_defaults(learner.engine, base_dir),
+    )
+    learner = msgspec.structs.replace(learner, engine=engine, estimator=estimator)
+    if not TRAINERS.find(learner.engine.name, base_dir).trains_model:
+        return learner
+    from rollmesh.trainer.features import FEATURES
+    from rollmesh.trainer.losses import LOSSES
+    from rollmesh.trainer.update_rules import UPDATE_RULES
 
-        loss = tuple(LOSSES.with_defaults(term, base_dir) for term in loss)
-    engine = TRAINERS.with_defaults(learner.engine, base_dir)
-    return msgspec.structs.replace(learner, engine=engine, estimator=estimator, loss=loss)
+    return msgspec.structs.replace(
+        learner,
+        loss=tuple(LOSSES.with_defaults(term, base_dir) for term in learner.loss),
+        update_rule=UPDATE_RULES.with_defaults(learner.update_rule, base_dir),
+        features={name: FEATURES.with_defaults(choice, base_dir) for name, choice in learner.features.items()},
+    )
 
 
 def _recipe_lines(config: TrainConfig, base_dir: Path) -> list[str]:

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.reference import commands, configuration
+from rollmesh.cli.reference import commands, configuration, methods
 from rollmesh.shared.config_schema import field_docs, json_schema
+from rollmesh.trainer.recipe import recipe_names
 
 ROOT = Path(__file__).parents[3]
 REMEDY = "run: python -m rollmesh.cli.reference docs"
@@ -23,6 +24,20 @@ REMEDY = "run: python -m rollmesh.cli.reference docs"
 def test_the_reference_pages_are_current() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == configuration(), REMEDY
     assert (ROOT / "docs/cli.md").read_text() == commands(), REMEDY
+    guide = (ROOT / "docs/methods_guide.md").read_text()
+    assert (ROOT / "docs/methods.md").read_text() == methods(guide), REMEDY
+
+
+def test_the_guide_and_the_catalog_name_the_same_recipes() -> None:
+    guide = (ROOT / "docs/methods_guide.md").read_text()
+    table = [line.split("|")[2] for line in guide.splitlines() if line.startswith("| ") and "`" in line]
+    named = re.findall(r"`(\w+)`", " ".join(table))
+    assert named
+    assert set(named) <= set(recipe_names())
+    page = methods(guide)
+    assert sorted(re.findall(r"^#### (\w+)$", page, re.MULTILINE)) == recipe_names()
+    section = page.partition("#### mc_grpo\n")[2].partition("\n#### ")[0]
+    assert "- Needs: log-probs; `run.group_size` odd and >= 3\n- Sets: `run.group_size: 5`\n" in section
 
 
 def test_the_page_states_type_default_range_unit_and_change_rule() -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollmesh.shared.outputs import output_of
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimator, make_estimator
+from rollmesh.trainer.estimators.base import GroupSize
 from rollmesh.trainer.features import (
     BUILT_IN,
     FEATURES,
@@ -43,19 +45,20 @@ class Plugins:
         self.estimator: Estimator = make_estimator(config.estimator, reward_weights, base_dir)
         self.loss = LossSum(config.loss, base_dir)
         self.rule: UpdateRule = UPDATE_RULES.make(config.update_rule, base_dir)
-        self._parts: dict[str, Any] = {
+        self.parts: dict[str, Any] = {
             f"estimator {config.estimator.short_name}": self.estimator,
             f"update rule {config.update_rule.short_name}": self.rule,
             **{f"loss term {name}": term for name, term in self.loss.terms.items()},
         }
+        """Estimator, update rule and loss terms by kind and name."""
         chosen = {
             name: FeatureRequest(FEATURES.make(choice, base_dir), choice.under, choice.grad)
             for name, choice in config.features.items()
         }
         named = merged_requests(
-            ("learner.features", chosen), *((part, getattr(made, "features", {})) for part, made in self._parts.items())
+            ("learner.features", chosen), *((part, getattr(made, "features", {})) for part, made in self.parts.items())
         )
-        needs = [(part, name) for part, made in self._parts.items() for name in getattr(made, "needs", ())]
+        needs = [(part, name) for part, made in self.parts.items() for name in getattr(made, "needs", ())]
         wanted = {name for _, name in needs}
         self.requests = named | {name: request for name, request in BUILT_IN.items() if name in wanted}
         """Requests of features by column."""
@@ -68,6 +71,10 @@ class Plugins:
         self.needs_gradients = GRADIENT_SQUARE in wanted
         self.outputs = tuple(dict.fromkeys(n for _, n in needs if n not in self.requests and n != GRADIENT_SQUARE))
         """Outputs of the engine that some part needs."""
+        self.rewards = tuple(
+            dict.fromkeys(name for made in self.parts.values() for name in getattr(made, "rewards", ()))
+        )
+        """Names of the rewards that some part reads."""
         self._needed_by = {name: part for part, name in reversed(needs)}
         self._check_times(needs)
         self._check_groups(config.update_rule.short_name)
@@ -87,10 +94,29 @@ class Plugins:
         if missing := [name for name in self.outputs if name not in outputs]:
             part = self._needed_by[missing[0]]
             part = "the loss" if part.startswith("loss") else f"the {part}"
+            wanted = ", ".join(dict.fromkeys(map(output_of, missing)))
+            found = ", ".join(dict.fromkeys(map(output_of, outputs)))
             raise ValueError(
-                f"`rollout.outputs` must contain {', '.join(missing)}, which {part} needs, got [{', '.join(outputs)}]; "
-                "add it, if the engine can return it"
+                f"`rollout.outputs` must contain {wanted}, which {part} needs, got [{found}]; add it, if the engine can return it, "
+                "or give a feature this name in `learner.features`"
             )
+
+    def check_rewards(self, known: Collection[str]) -> None:
+        """Raise ValueError if a part reads a reward that is not among `known`, which scorers give."""
+        for part, made in self.parts.items():
+            for name in getattr(made, "rewards", ()):
+                if name not in known:
+                    raise ValueError(
+                        f"`reward.scorers`: no scorer gives a reward called `{name}`, which the {part} reads; known: "
+                        f"{', '.join(known)}; add a scorer with `reward: {name}`"
+                    )
+
+    def check_group_size(self, size: int) -> None:
+        """Raise ValueError if the estimator cannot work with groups of `size` episodes."""
+        allowed: GroupSize = getattr(self.estimator, "group_size", GroupSize())
+        if not allowed.allows(size):
+            (part,) = (part for part, made in self.parts.items() if made is self.estimator)
+            raise ValueError(f"`run.group_size` must be {allowed} for the {part}, got {size}")
 
     def _check_times(self, needs: list[tuple[str, str]]) -> None:
         """Raise ValueError if the estimator or the rule needs a value that exists only later in the update."""
@@ -124,10 +150,10 @@ class Plugins:
 
     def state(self) -> dict[str, Any]:
         """Return the memory of every part that has one."""
-        return {part: made.state() for part, made in self._parts.items() if hasattr(made, "state")}
+        return {part: made.state() for part, made in self.parts.items() if hasattr(made, "state")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the memory. A part that the checkpoint does not know keeps its initial state."""
-        for part, made in self._parts.items():
+        for part, made in self.parts.items():
             if hasattr(made, "load_state") and part in state:
                 made.load_state(state[part])

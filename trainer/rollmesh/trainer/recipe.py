@@ -54,6 +54,10 @@ class About(Settings):
     """Source, with an identifier that can be looked up."""
     formula: str = ""
     """The method in one formula."""
+    assumes: str = ""
+    """What the method assumes of tasks, rewards and groups, beyond what its parts need (`rollmesh.trainer.needs`)."""
+    deviations: str = ""
+    """Where the recipe differs from its source, and why."""
     seeds: tuple[str, ...] = ()
     """Numbers of the methods in the catalog of papers of the project, e.g. S015. Informational: `paper` names the source."""
     status: Literal["works", "partial"] = "works"

@@ -68,6 +68,24 @@ class Estimate:
     """Numbers to report as `estimator/NAME`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSize:
+    """Numbers of episodes per group with which an estimator works."""
+
+    least: int = 1
+    """The smallest one."""
+    odd: bool = False
+    """Whether only odd numbers are allowed."""
+
+    def allows(self, size: int) -> bool:
+        """Return whether a group of `size` episodes is allowed."""
+        return size >= self.least and (size % 2 == 1 or not self.odd)
+
+    def __str__(self) -> str:
+        """Return what the number must be, e.g. "odd and >= 3"."""
+        return " and ".join(filter(None, ("odd" if self.odd else "", f">= {self.least}" if self.least > 1 else "")))
+
+
 class Estimator(Protocol):
     """A function from a batch to the advantage of each token.
 
@@ -76,7 +94,8 @@ class Estimator(Protocol):
 
     Optional attributes: `needs`, names of further columns of the batch (see `features`), `features`, requests of further ones, and
     `state()` with `load_state(state)` for an estimator with memory. Such a state is in the checkpoint, so a resumed run continues
-    bit for bit.
+    bit for bit. `group_size` is a `GroupSize` that `run.group_size` must satisfy, and `rewards` are names of rewards that it reads,
+    which some scorer must give.
     """
 
     def of_group(self, group: GroupContext) -> dict[str, float]:

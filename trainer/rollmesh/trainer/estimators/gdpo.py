@@ -22,6 +22,7 @@ from rollmesh.shared.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,
+    GroupSize,
     centered,
     episode_weights,
     spread,
@@ -45,6 +46,7 @@ class Gdpo(GroupEstimator):
     """Normalize each reward in the group, add them by weight, whiten over the batch."""
 
     Options: ClassVar[type[Settings]] = GdpoOptions
+    group_size = GroupSize(least=2)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         raw = {g.group: self.of_group(g) for g in batch.groups}

@@ -24,6 +24,7 @@ from rollmesh.trainer.estimators.base import (
     UNDECIDED,
     Estimate,
     GroupEstimator,
+    GroupSize,
     centered,
     deviation,
     episode_weights,
@@ -52,6 +53,11 @@ class Grpo(GroupEstimator):
     """Center reward sums, and scale them by their standard deviation, over the group or the batch."""
 
     Options: ClassVar[type[Settings]] = GrpoOptions
+
+    @property
+    def group_size(self) -> GroupSize:
+        """A group of one episode has no mean to compare with."""
+        return GroupSize(least=2 if self.options.mean == "group" else 1)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         return spread(batch, self.of_sums([self.reward_sums(group) for group in batch.groups]))

@@ -18,7 +18,7 @@ import numpy as np
 
 from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.shared.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, episode_means
+from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, GroupSize, episode_means
 
 if TYPE_CHECKING:
     from rollmesh.trainer.batch import UpdateBatch
@@ -42,6 +42,8 @@ class McGrpo(GroupEstimator):
     """Center by the median, scale by the median absolute deviation, drop the pivot."""
 
     Options: ClassVar[type[Settings]] = McGrpoOptions
+    group_size = GroupSize(least=3, odd=True)
+    """With an even number, often no episode is the median."""
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         estimate = super().__call__(batch)

@@ -25,6 +25,7 @@ from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,
+    GroupSize,
     centered,
     deviation,
     episode_weights,
@@ -53,6 +54,7 @@ class Vcpo(GroupEstimator):
 
     Options: ClassVar[type[Settings]] = VcpoOptions
     needs = ("proximal", "gradient_square")
+    group_size = GroupSize(least=2)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         options: VcpoOptions = self.options
