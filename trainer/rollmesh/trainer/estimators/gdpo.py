@@ -1,4 +1,4 @@
-"""Group reward-decoupled normalization (GDPO, 2026; code: NVlabs/GDPO, verl `compute_gdpo_outcome_advantage`).
+"""Group reward-decoupled normalization (GDPO, arXiv:2601.05242; code: NVlabs/GDPO, verl `compute_gdpo_outcome_advantage`).
 
 For each reward n within a group:   A_n^(i) = (r_n^(i) - mean_j r_n^(j)) / (std_j r_n^(j) + epsilon)
 Weighted sum over the rewards:      A^(i)   = sum_n w_n A_n^(i)

@@ -1,4 +1,4 @@
-"""Advantage against the median of the group, for few rollouts per prompt (MC-GRPO, 2026-01; code: lotusroot-kim/MC-GRPO).
+"""Advantage against the median of the group, for few rollouts per prompt (MC-GRPO, arXiv:2601.22582; code: lotusroot-kim/MC-GRPO).
 
     m = median(R),   MAD = median |R - m|,   A_i = (R_i - m) / (MAD + epsilon)
 

@@ -1,4 +1,4 @@
-"""Advantage against a tracked pass rate of the prompt, for one rollout per prompt (MSSR, 2025-12; code: ruiiu/MSSR).
+"""Advantage against a tracked pass rate of the prompt, for one rollout per prompt (MSSR, arXiv:2512.18215; code: ruiiu/MSSR).
 
 Per prompt x a Beta distribution, which begins at a = N0 v0, b = N0 (1 - v0) with N0 = 1 / (1 - rho_min):
 

@@ -1,4 +1,4 @@
-"""Advantage by a risk measure of bundles of questions (RiskPO, 2025-10; code: RTkenny/RiskPO).
+"""Advantage by a risk measure of bundles of questions (RiskPO, arXiv:2510.00911; code: RTkenny/RiskPO).
 
 A bundle has B groups; the k-th episodes of its groups are one outcome s, the sum of their rewards. With the quantiles q_lo and q_hi of
 outcomes at the levels a and b:

@@ -1,4 +1,4 @@
-"""Advantage against the off-policy baseline of least variance (VCPO, 2026-02; code: mit-han-lab/vcpo).
+"""Advantage against the off-policy baseline of least variance (VCPO, arXiv:2602.17616; code: mit-han-lab/vcpo).
 
     b   = sum_i w_i^2 g_i^2 R_i / sum_i w_i^2 g_i^2      over the samples of a group
     A_i = (R_i - b) / (std R + epsilon)

@@ -1,4 +1,4 @@
-"""Minibatches whose learning rate follows the effective sample size (VCPO, 2026-02; code: mit-han-lab/vcpo).
+"""Minibatches whose learning rate follows the effective sample size (VCPO, arXiv:2602.17616; code: mit-han-lab/vcpo).
 
     ess = (sum w)^2 / (B sum w^2),   learning rate = lr * ess ^ power
 
