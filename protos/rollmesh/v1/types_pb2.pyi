@@ -869,7 +869,7 @@ Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
 @_typing.final
 class SampleMeta(_message.Message):
     """Metadata of a sample, as the rollout worker reported it to the coordinator. Payloads stay in the sample stream. Every reader of a
-    payload compares `policy`, `leaf`, `steps`, `num_tokens` and `trainable` with it (METADATA_MISMATCH).
+    payload compares `policy`, `leaf`, `steps`, `num_tokens`, `trainable` and `summary` with it (METADATA_MISMATCH).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -945,9 +945,9 @@ class TurnSummary(_message.Message):
     segment: _builtins.int
     """Index of its last segment in the episode. A reward of a segment is a reward of the first turn whose index is not smaller."""
     num_tokens: _builtins.int
-    """Number of tokens that the policy sampled."""
+    """Number of tokens that the policy sampled. The sum over the turns is at most SampleMeta.num_tokens."""
     mean_logprob: _builtins.float
-    """Mean behavior log-prob of these tokens, natural log; 0 without tokens."""
+    """Mean behavior log-prob of these tokens, natural log, finite; 0 without tokens."""
     observation: _builtins.str
     """Digest of the token ids between the end of the turn before, or the beginning of the sample, and this turn: 16 lower-case hex digits.
     Equal observations have equal digests.
@@ -978,15 +978,20 @@ class SampleSummary(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     TURNS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    GREEDY_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Role in a game or team; empty for a lone agent."""
     finish: Global___FinishReason.ValueType
-    """Reason for which its last action ended."""
+    """Why it ended, as in Sample."""
     text: _builtins.str
-    """End of the text of its actions, at most `rollout.summary_text_chars` characters of a run, and at most 16384. Empty by default."""
+    """End of the text of its turns, which an empty line separates: at most `rollout.summary_text_chars` characters of a run, and at most
+    16384. Empty by default.
+    """
+    greedy: _builtins.bool
+    """True if the policy sampled tokens of it, all at temperature 0. A baseline may be the reward of such a member."""
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnSummary]:
-        """Its turns in their order, at most 512. Later turns are absent."""
+        """Its turns in their order, with increasing `segment`, at most 512. Later turns are absent."""
 
     def __init__(
         self,
@@ -995,10 +1000,11 @@ class SampleSummary(_message.Message):
         finish: Global___FinishReason.ValueType = ...,
         turns: _abc.Iterable[Global___TurnSummary] | None = ...,
         text: _builtins.str = ...,
+        greedy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "role", b"role", "text", b"text", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "greedy", b"greedy", "role", b"role", "text", b"text", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1078,9 +1084,30 @@ class GroupContext(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     GROUP_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Id of the group."""
     task: _builtins.str
@@ -1089,16 +1116,21 @@ class GroupContext(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberOutcome]:
         """Every scored member, trained or not."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels of the task."""
+
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
         task: _builtins.str = ...,
         members: _abc.Iterable[Global___MemberOutcome] | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "members", b"members", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "labels", b"labels", "members", b"members", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

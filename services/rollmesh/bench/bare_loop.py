@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,6 +36,7 @@ from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.codec.trajectory import summary_of
 from rollmesh.shared.trajectory import Episode, GroupContext, MemberOutcome, Sample, TrainingSample
 from rollmesh.shared.versions import PolicyVersion, oldest_admissible, staleness
 from rollmesh.testing.rollout import LocalSandbox
@@ -81,8 +83,10 @@ class BareLoop:
     async def update(self) -> StepResult:
         """Generate one batch, make one update, and swap the weights."""
         number = self.trainer.step + 1
-        episodes = await self._run(self.leases(number))
-        result = self.trainer.update(number, *_batch(episodes, number))
+        leases = self.leases(number)
+        episodes = await self._run(leases)
+        labels = {lease.key.group: dict(lease.task.labels) for lease in leases}
+        result = self.trainer.update(number, *_batch(episodes, number, labels, self._config.rollout.summary_text_chars))
         await self._swap()
         return result
 
@@ -150,6 +154,7 @@ class BareLoop:
             task=message,
             policy=run.policy,
             seed=mix64(draw * size + member) >> 1,
+            index=member,
         )
 
     def _generating_step(self) -> int:
@@ -173,7 +178,9 @@ class BareLoop:
         await self.engine.activate(version, KvPolicy.RECOMPUTE)
 
 
-def _batch(episodes: list[Episode], update: int) -> tuple[list[TrainingSample], list[GroupContext]]:
+def _batch(
+    episodes: list[Episode], update: int, labels: Mapping[str, dict[str, str]], text_chars: int
+) -> tuple[list[TrainingSample], list[GroupContext]]:
     """Return all generated samples, in the order of the episodes, and their groups."""
     samples: list[TrainingSample] = []
     members: dict[tuple[str, str], list[MemberOutcome]] = {}
@@ -192,11 +199,20 @@ def _batch(episodes: list[Episode], update: int) -> tuple[list[TrainingSample], 
                     episode=episode.key.episode,
                 )
             )
-            members.setdefault((group, task), []).append(_outcome(episode, sample))
-    groups = [GroupContext(group=group, task=task, members=tuple(them)) for (group, task), them in members.items()]
+            members.setdefault((group, task), []).append(_outcome(episode, sample, text_chars))
+    groups = [
+        GroupContext(group=group, task=task, members=tuple(them), labels=labels[group])
+        for (group, task), them in members.items()
+    ]
     return samples, groups
 
 
-def _outcome(episode: Episode, sample: Sample) -> MemberOutcome:
+def _outcome(episode: Episode, sample: Sample, text_chars: int) -> MemberOutcome:
     """Return what a group stores about one of its samples."""
-    return MemberOutcome(sample_id=sample.sample_id, rewards=sample.rewards, end="ready", episode=episode.key.episode)
+    return MemberOutcome(
+        sample_id=sample.sample_id,
+        rewards=sample.rewards,
+        end="ready",
+        episode=episode.key.episode,
+        summary=summary_of(episode, sample, text_chars=text_chars),
+    )

@@ -18,7 +18,7 @@ import msgspec
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.export_run import RolloutOptions, RolloutSummary, prepare, run_rollout
-from rollmesh.cli.samples import ACTION, SampleLine, rewards_of
+from rollmesh.cli.samples import ACTION, SampleLine, rewards_of, summary_of_line
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.services.reward.config import shown_name
 from rollmesh.services.reward.engine import call_group_code
@@ -63,17 +63,23 @@ def run_dry(
     refuse_no_action(lines)
     if lines:
         estimator = make_estimator(config.learner.estimator, config.reward.weights, base_dir)
-        call_estimator(config.learner.estimator.name, estimator, lines)
+        call_estimator(config.learner.estimator.name, estimator, lines, text_chars=config.rollout.summary_text_chars)
 
 
-def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine]) -> None:
+def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine], *, text_chars: int = 0) -> None:
     """Call the estimator on a group of `MEMBERS` copies of the samples. Raises ConfigError with its error and the user's lines."""
     members = tuple(
-        MemberOutcome(sample_id=f"{line.sample_id}.{copy}", rewards=rewards_of(line), end="ready", episode=str(copy))
+        MemberOutcome(
+            sample_id=f"{line.sample_id}.{copy}",
+            rewards=rewards_of(line),
+            end="ready",
+            episode=str(copy),
+            summary=summary_of_line(line, text_chars=text_chars),
+        )
         for copy in range(MEMBERS)
         for line in lines
     )
-    group = GroupContext(group=lines[0].group, task=lines[0].task, members=members)
+    group = GroupContext(group=lines[0].group, task=lines[0].task, members=members, labels=lines[0].labels)
     try:
         call_group_code(f"estimator {shown_name(name)}", estimator.of_group, group)
     except GroupCodeFailed as err:

@@ -6,13 +6,26 @@ Only this module reads and writes it. The arrays of a segment have one entry per
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from rollmesh.shared.codec.trajectory import decode_episode
-from rollmesh.shared.trajectory import Episode, FinishReason, Outcome, Reward, Role, Sample, Segment, text_view
+from rollmesh.shared.codec.summaries import sample_summary
+from rollmesh.shared.codec.trajectory import decode_episode, decode_summary, wire
+from rollmesh.shared.trajectory import (
+    Episode,
+    FinishReason,
+    Outcome,
+    Reward,
+    Role,
+    Sample,
+    SampleSummary,
+    Segment,
+    Source,
+    text_view,
+)
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
@@ -83,6 +96,8 @@ class RewardLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     """ok, infra_failure or not_applicable; `value` counts only with ok."""
     segment: int = -1
     """Segment of the episode that it rates; -1 is the whole sample."""
+    answer: str = ""
+    """The answer that the scorer found in the text of the model; empty if it found none."""
 
 
 class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,6 +150,7 @@ def reward_lines(rewards: tuple[Reward, ...]) -> list[RewardLine]:
             evidence=reward.evidence,
             outcome=reward.outcome.name.lower(),
             segment=reward.segment,
+            answer=reward.answer,
         )
         for reward in rewards
     ]
@@ -150,9 +166,23 @@ def rewards_of(line: SampleLine) -> tuple[Reward, ...]:
             evidence=reward.evidence,
             outcome=Outcome[reward.outcome.upper()],
             segment=reward.segment,
+            answer=reward.answer,
         )
         for reward in line.rewards
     )
+
+
+def summary_of_line(line: SampleLine, *, text_chars: int = 0) -> SampleSummary:
+    """Return the summary that the group of the sample sees, with at most `text_chars` characters of text."""
+    episode = types_pb2.Episode(
+        segments=[_wire_segment(segment) for segment in line.segments],
+        sampling_params=[types_pb2.SamplingParams(temperature=one.temperature) for one in line.sampling],
+    )
+    finish = FinishReason[line.finish.upper()] if line.finish else FinishReason.UNFINISHED
+    sample = types_pb2.Sample(leaf=len(line.segments) - 1, role=line.role, finish=wire(finish))
+    summary = decode_summary(sample_summary(episode, sample, range(len(line.segments)), text_chars=text_chars))
+    turns = tuple(replace(turn, segment=line.segments[turn.segment].index) for turn in summary.turns)
+    return replace(summary, turns=turns)
 
 
 def mean_rewards(lines: list[list[RewardLine]]) -> dict[str, float]:
@@ -190,6 +220,18 @@ def _line(episode: Episode, sample: Sample, task: types_pb2.Task) -> SampleLine:
             for p in episode.sampling_params
         ],
         stage_s=dict(episode.stage_s),
+    )
+
+
+def _wire_segment(line: SegmentLine) -> types_pb2.Segment:
+    return types_pb2.Segment(
+        role=wire(Role[line.role.upper()]),
+        source=wire(Source[line.source.upper()]),
+        token_ids=np.asarray(line.token_ids, "<i4").tobytes(),
+        logprobs=np.asarray(line.logprobs or (), "<f4").tobytes(),
+        sampling=line.sampling,
+        finish=wire(FinishReason[line.finish.upper()]) if line.finish else types_pb2.FINISH_REASON_UNSPECIFIED,
+        messages=[types_pb2.Message(content=line.text)],
     )
 
 

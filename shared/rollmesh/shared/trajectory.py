@@ -287,7 +287,9 @@ class SampleSummary:
     finish: FinishReason = FinishReason.UNFINISHED
     turns: tuple[TurnSummary, ...] = ()
     text: str = ""
-    """End of the text of its actions, at most `rollout.summary_text_chars` characters. Empty by default."""
+    """End of the text of its turns, which an empty line separates, at most `rollout.summary_text_chars` characters. Empty by default."""
+    greedy: bool = False
+    """Whether the policy sampled tokens of it, all at temperature 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -300,8 +302,8 @@ class SampleSummary:
         return sum(turn.num_tokens * turn.mean_logprob for turn in self.turns) / max(1, self.num_tokens)
 
     def turn_of(self, segment: int) -> int | None:
-        """Return the number of the turn that a reward of `segment` belongs to, from 0. After the last turn, it is the last one. None
-        without turns."""
+        """Return the number of the turn that a reward of `segment` belongs to, from 0. After the last turn of the summary, it is that
+        turn. None without turns."""
         numbers = (number for number, turn in enumerate(self.turns) if turn.segment >= segment)
         return next(numbers, len(self.turns) - 1 if self.turns else None)
 
@@ -329,11 +331,13 @@ class MemberOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupContext:
-    """Rewards and end reasons of every scored member of a group."""
+    """Every scored member of a group: its rewards, the reason it ended for, and its summary."""
 
     group: str
     task: str
     members: tuple[MemberOutcome, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

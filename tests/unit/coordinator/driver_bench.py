@@ -68,6 +68,7 @@ class Services:
         self.draws_empty = 0
         self.decisions_failing = 0
         self.asked: list[str] = []
+        self.finalized: list[reward_pb2.FinalizeGroupRequest] = []
         self.cancelled: list[CancelEpisodes] = []
         self.hold = asyncio.Event()
         self.hold.set()
@@ -82,11 +83,15 @@ class Services:
             self.draws_empty -= 1
             return data_pb2.NextTasksResponse()
         draws = range(request.first_draw, request.first_draw + request.num)
-        tasks = [data_pb2.DrawnTask(draw=draw, task=types_pb2.Task(task_id=f"t{draw}")) for draw in draws]
+        tasks = [
+            data_pb2.DrawnTask(draw=draw, task=types_pb2.Task(task_id=f"t{draw}", labels={"level": str(draw)}))
+            for draw in draws
+        ]
         return data_pb2.NextTasksResponse(tasks=tasks)
 
     async def finalize_group(self, request: reward_pb2.FinalizeGroupRequest) -> reward_pb2.FinalizeGroupResponse:
         self.asked.append(f"finalize {request.group.group}")
+        self.finalized.append(request)
         await self.hold.wait()
         if self.decisions_failing > 0:
             self.decisions_failing -= 1

@@ -6,9 +6,12 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.facts import PayloadRef, SampleMeta, StepSpan
+from rollmesh.services.coordinator.core.batches import group_members
+from rollmesh.services.coordinator.core.facts import PayloadRef, SampleMeta, SampleSummary, StepSpan, TurnSummary
 from rollmesh.services.coordinator.driver import without_purged
+from rollmesh.services.coordinator.fact_codec import decode, encode
 from rollmesh.shared.errors import GroupCodeFailed, InfraFailure, InvalidInput, MeshError, Unavailable
+from rollmesh.v1 import types_pb2
 
 from .driver_bench import LIMITS, Bench, bench, settle
 
@@ -108,9 +111,37 @@ async def test_a_group_that_vanished_settles_its_question() -> None:
         assert b.services.asked.count("finalize g0") == 1
 
 
+async def test_the_finalizer_and_the_trainer_see_the_summaries_and_the_labels_of_the_task() -> None:
+    async with bench() as b:
+        await b.begin()
+        leases = (await b.acquire()).leases
+        assert [lease.index for lease in leases] == [0, 1]
+        await _score_all(b, leases)
+        await settle()
+        (request,) = b.services.finalized
+        assert request.group.labels == {"level": "0"}
+        assert [m.summary.role for m in request.group.members] == ["player 0", "player 1"]
+        assert request.group.members[1].summary.turns[0].observation == "ab" * 8
+        (group,) = b.core.state.groups.values()
+        seen = group_members(group)
+        assert encode(seen, types_pb2.GroupContext) == request.group
+        older = request.group
+        for member in older.members:  # as a worker of older protos reports it
+            member.ClearField("summary")
+        assert [m.summary for m in decode(type(seen), older).members] == [SampleSummary()] * 2
+
+
 async def _score_all(b: Bench, leases: tuple[i.EpisodeLease, ...]) -> None:
     for lease in leases:
-        meta = SampleMeta(sample_id=f"{lease.episode}.0", policy="main", steps=(StepSpan(num_tokens=1),), num_tokens=1)
+        meta = SampleMeta(
+            sample_id=f"{lease.episode}.0",
+            policy="main",
+            steps=(StepSpan(num_tokens=1),),
+            num_tokens=1,
+            summary=SampleSummary(
+                role=f"player {lease.index}", turns=(TurnSummary(num_tokens=1, observation="ab" * 8),)
+            ),
+        )
         report = i.EpisodeReport(
             lease_id=lease.lease_id,
             group=lease.group,

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 from rollmesh.services.coordinator import fact_codec
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import records
+from rollmesh.services.coordinator.core.apply import apply
+from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.settings import plain
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
+
+from .core_run import CoreRun
 
 FACTS = typing.get_args(f.Fact)
 HAND_WRITTEN: dict[type, Any] = {PolicyVersion: types_pb2.PolicyVersion, records.RunSpec: events_pb2.RunSpec}
@@ -112,3 +116,25 @@ def test_a_decoded_value_is_stored_by_a_snapshot_as_the_original() -> None:
     reward = f.Reward(name="a", value=0.5, segment=-1, scorer="s@1")
     message = fact_codec.encode(reward, types_pb2.Reward)
     assert msgspec.msgpack.encode(fact_codec.decode(f.Reward, message)) == msgspec.msgpack.encode(reward)
+
+
+def test_a_ledger_from_before_summaries_is_replayed() -> None:
+    run = CoreRun()
+    run.begin()
+    run.train(1)
+    state, num_stripped = State(), 0
+    for stored in run.records:
+        record = events_pb2.LedgerRecord.FromString(
+            fact_codec.encode_record(stored.record_id, stored.time_unix_s, stored.facts)
+        )
+        for fact in record.facts:
+            for sample in fact.episode_scored.samples if fact.HasField("episode_scored") else ():
+                assert sample.HasField("summary")
+                sample.ClearField("summary")
+                num_stripped += 1
+        for one in fact_codec.decode_record(record.SerializeToString()).facts:
+            apply(state, one)
+    assert num_stripped == 4
+    assert state == run.core.state
+    members = [sample.meta.summary for group in state.groups.values() for sample in group.samples.values()]
+    assert members == [f.SampleSummary()] * 4

@@ -121,6 +121,10 @@ def report() -> coordinator_pb2.EpisodeReport:
     )
 
 
+def add_turn(report: coordinator_pb2.EpisodeReport, **fields: Any) -> types_pb2.TurnSummary:
+    return report.samples[0].summary.turns.add(**{"observation": "0123456789abcdef"} | fields)
+
+
 def test_a_sound_report_passes() -> None:
     known = translate.episode_report(report())
     assert (known.invalid, known.outcome, known.lease_id) == ("", EpisodeOutcome.COMPLETED, "g0.1#1")
@@ -150,9 +154,15 @@ def test_a_sound_report_passes() -> None:
         (lambda r: setattr(r.samples[0].rewards[0], "answer", "x" * 257), "samples[0].rewards[0].answer"),
         (lambda r: setattr(r.samples[0].summary, "finish", 99), "samples[0].summary.finish"),
         (lambda r: setattr(r.samples[0].summary, "text", "x" * 16_385), "samples[0].summary.text"),
+        (lambda r: setattr(r.samples[0].summary, "role", "x" * 257), "samples[0].summary.role"),
+        (lambda r: add_turn(r, observation="xyz"), "samples[0].summary.turns[0].observation"),
+        (lambda r: add_turn(r, num_tokens=-1), "samples[0].summary.turns[0].num_tokens"),
+        (lambda r: add_turn(r, num_tokens=1 << 40), "samples[0].summary.turns"),
+        (lambda r: add_turn(r, segment=99), "samples[0].summary.turns[0].segment"),
+        (lambda r: [add_turn(r), add_turn(r)], "samples[0].summary.turns[1].segment"),
         (lambda r: r.samples[0].summary.turns.add(segment=-1), "samples[0].summary.turns[0].segment"),
-        (lambda r: r.samples[0].summary.turns.add(mean_logprob=math.nan), "samples[0].summary.turns[0].mean_logprob"),
-        (lambda r: [r.samples[0].summary.turns.add() for _ in range(513)], "samples[0].summary.turns"),
+        (lambda r: add_turn(r, mean_logprob=math.nan), "samples[0].summary.turns[0].mean_logprob"),
+        (lambda r: [add_turn(r, segment=n) for n in range(513)], "samples[0].summary.turns"),
         (lambda r: setattr(r.samples[0].rewards[0], "outcome", 0), "samples[0].rewards[0].outcome"),
         (lambda r: setattr(r.payload, "sequence", 0), "payload.sequence"),
         (lambda r: setattr(r.payload, "size_bytes", -1), "payload.size_bytes"),

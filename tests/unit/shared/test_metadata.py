@@ -8,10 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmesh.services.coordinator.core.facts import SampleMeta
+from rollmesh.services.coordinator.fact_codec import decode, encode
 from rollmesh.shared.codec.metadata import check_metadata, sample_meta
-from rollmesh.shared.codec.trajectory import encode_episode
+from rollmesh.shared.codec.trajectory import decode_summary, encode_episode, summary_of
 from rollmesh.shared.errors import MetadataMismatch
-from rollmesh.shared.trajectory import FinishReason, Role, Source
+from rollmesh.shared.trajectory import (
+    ROOT,
+    Episode,
+    EpisodeKey,
+    FinishReason,
+    Message,
+    Role,
+    Sample,
+    SamplingParams,
+    Segment,
+    Source,
+    text_view,
+)
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
 from . import episodes
@@ -63,8 +78,9 @@ def test_the_summary_has_the_turns_of_the_path_with_their_observations() -> None
         logprobs = np.concatenate([np.zeros(0), *(s.logprobs for s in sampled if s.logprobs is not None)])
         mean = sum(turn.num_tokens * turn.mean_logprob for turn in summary.turns) / max(1, len(logprobs))
         assert mean == pytest.approx(float(logprobs.mean()) if len(logprobs) else 0.0, abs=1e-6)
-        said = "\n\n".join(m.content for s in actions for m in s.messages)
-        assert summary.text == said[-40:]
+        said = [m.content for m in text_view(domain.path_segments(sample)) if m.role == "assistant"]
+        assert summary.text == "\n\n".join(said)[-40:]
+        assert decode_summary(summary) == summary_of(domain, sample, text_chars=40)
 
 
 def test_equal_observations_have_equal_digests() -> None:
@@ -91,6 +107,53 @@ def test_metadata_made_from_a_payload_agrees_with_it_also_after_rewards_changed(
         meta.ClearField("num_sampled_tokens")  # a worker of older protos
         meta.ClearField("summary")
         check_metadata(episode, meta)
+        check_metadata(episode, encode(decode(SampleMeta, meta), types_pb2.SampleMeta))  # from a ledger of that time
+
+
+def test_a_forced_beginning_is_part_of_the_text_of_its_turn_and_its_tokens_are_not_the_policys() -> None:
+    forced = types_pb2.Segment(
+        role=types_pb2.SEGMENT_ROLE_ACTION, source=types_pb2.SEGMENT_SOURCE_HINT, token_ids=bytes(8)
+    )
+    forced.messages.add(role="assistant", content="Let me")
+    episode = encode_episode(one_turn(temperature=1.0))
+    sampled = episode.segments.pop()
+    sampled.parent = 1
+    episode.segments.extend([forced, sampled])
+    episode.samples[0].leaf = 2
+    summary = sample_meta(episode, episode.samples[0], text_chars=99).summary
+    assert summary.text == "Let me think"
+    assert [(turn.segment, turn.num_tokens) for turn in summary.turns] == [(2, 2)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_sample_is_greedy_if_all_its_tokens_were_drawn_at_temperature_0(temperature: float) -> None:
+    made = one_turn(temperature=temperature)
+    summary = summary_of(made, made.samples[0])
+    assert summary.greedy is (temperature == 0)
+    assert (summary.num_tokens, summary.mean_logprob, summary.text) == (2, -0.75, "")
+
+
+def one_turn(*, temperature: float) -> Episode:
+    """Return an episode with a prompt of two tokens and an action of two."""
+    action = Segment(
+        parent=0,
+        role=Role.ACTION,
+        source=Source.POLICY,
+        token_ids=np.array([3, 4], np.int32),
+        logprobs=np.array([-0.5, -1.0], np.float32),
+        finish=FinishReason.STOP,
+        version=PolicyVersion(policy="main", step=0),
+        kv_step_oldest=0,
+        sampling=0,
+        messages=(Message(role="assistant", content=" think"),),
+    )
+    prompt = Segment(parent=ROOT, role=Role.CONTEXT, source=Source.PROMPT, token_ids=np.array([1, 2], np.int32))
+    return Episode(
+        key=EpisodeKey(run="r", task="t", group="g", episode="g.0"),
+        segments=(prompt, action),
+        sampling_params=(SamplingParams(temperature=temperature),),
+        samples=(Sample(sample_id="g.0-0", leaf=1, finish=FinishReason.STOP),),
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,6 +169,10 @@ def test_metadata_made_from_a_payload_agrees_with_it_also_after_rewards_changed(
         (lambda m: setattr(m.summary, "role", "other"), "summary"),
         (lambda m: setattr(m.summary.turns[0], "num_tokens", 99), "summary"),
         (lambda m: m.summary.turns.pop(), "summary"),
+        (lambda m: setattr(m.summary.turns[0], "mean_logprob", -9.0), "summary"),
+        (lambda m: setattr(m.summary.turns[0], "observation", "0" * 16), "summary"),
+        (lambda m: setattr(m.summary, "text", "other"), "summary"),
+        (lambda m: setattr(m.summary, "greedy", True), "summary"),
         (lambda m: setattr(m, "trainable", False), "trainable"),
         (lambda m: setattr(m, "sample_id", "e9.7"), "does not hold sample e9.7"),
     ],

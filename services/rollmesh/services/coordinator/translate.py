@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.batches import group_members
 from rollmesh.services.coordinator.core.decision_context import DeadLetter, DrawTasks, FinalizeGroup, Refusal
 from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
@@ -80,6 +81,7 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
         incarnation_min=lease.incarnation_min,
         lease_s=lease.lease_s,
         seed=lease.seed,
+        index=lease.index,
     )
     message.key.run = run
     message.key.task = lease.task.task_id
@@ -239,12 +241,7 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
         deadline_passed=effect.deadline_passed,
     )
     encode_into(group.task, request.task)
-    request.group.group = group.group
-    request.group.task = group.task.task_id
-    for sample in group.samples.values():
-        member = request.group.members.add(sample_id=sample.sample_id, end=sample.end_text, episode=sample.episode)
-        for reward in sample.meta.rewards:
-            encode_into(reward, member.rewards.add())
+    encode_into(group_members(group), request.group)
     return request
 
 

@@ -249,7 +249,7 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
     if not 0 <= sample.num_sampled_tokens <= sample.num_tokens:
         reject(f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens)
     _check_steps(sample, f"{field}.steps")
-    _check_summary(sample.summary, f"{field}.summary")
+    _check_summary(sample, f"{field}.summary")
     if len(sample.rewards) > REWARDS_MAX:
         reject(f"{field}.rewards", f"have at most {REWARDS_MAX} entries", len(sample.rewards))
     for index, reward in enumerate(sample.rewards):
@@ -269,20 +269,18 @@ def _check_steps(sample: types_pb2.SampleMeta, field: str) -> None:
         reject(field, f"have at most num_tokens = {sample.num_tokens} tokens", trainable)
 
 
-def _check_summary(summary: types_pb2.SampleSummary, field: str) -> None:
+def _check_summary(sample: types_pb2.SampleMeta, field: str) -> None:
+    summary = sample.summary
     check_text(f"{field}.role", summary.role, ID_CHARS_MAX)
-    check_text(f"{field}.text", summary.text, summaries.TEXT_CHARS_MAX)
-    if summary.finish not in types_pb2.FinishReason.values():
-        reject(f"{field}.finish", "be a known FinishReason", summary.finish)
-    if len(summary.turns) > summaries.TURNS_MAX:
-        reject(f"{field}.turns", f"have at most {summaries.TURNS_MAX} entries", len(summary.turns))
-    for index, turn in enumerate(summary.turns):
-        check_text(f"{field}.turns[{index}].observation", turn.observation, DIGEST_CHARS_MAX)
-        for name in ("segment", "num_tokens"):
-            if getattr(turn, name) < 0:
-                reject(f"{field}.turns[{index}].{name}", "be >= 0", getattr(turn, name))
-        if not math.isfinite(turn.mean_logprob):
-            reject(f"{field}.turns[{index}].mean_logprob", "be finite", turn.mean_logprob)
+    if found := summaries.why_invalid_summary(summary):
+        name, must, got = found
+        reject(f"{field}.{name}", must, got)
+    if summary.turns and summary.turns[-1].segment > sample.leaf:
+        reject(
+            f"{field}.turns[{len(summary.turns) - 1}].segment", f"be <= leaf = {sample.leaf}", summary.turns[-1].segment
+        )
+    if (num_tokens := sum(turn.num_tokens for turn in summary.turns)) > sample.num_tokens:
+        reject(f"{field}.turns", f"have at most num_tokens = {sample.num_tokens} tokens", num_tokens)
 
 
 def _check_reward(reward: types_pb2.Reward, field: str) -> None:

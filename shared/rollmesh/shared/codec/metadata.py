@@ -27,8 +27,9 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
     tokens: dict[tuple[int, int], int] = {}
     num_tokens = num_sampled = 0
     shared = _indices_before(episode, sample)
-    path = list(_path(episode, sample))
-    for index, segment in path:
+    path = []
+    for index, segment in _path(episode, sample):
+        path.append(index)
         num_tokens += len(segment.token_ids) // _TOKEN_BYTES
         if index not in shared and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
             num_sampled += len(segment.token_ids) // _TOKEN_BYTES
@@ -52,7 +53,7 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
         rewards=sample.rewards,
         trainable=sample.trainable,
         num_sampled_tokens=num_sampled,
-        summary=sample_summary(sample, reversed(path), text_chars=text_chars),
+        summary=sample_summary(episode, sample, reversed(path), text_chars=text_chars),
     )
 
 
@@ -66,16 +67,16 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> No
         raise _mismatch(
             meta.sample_id, f"the payload of episode {episode.key.episode!r} does not hold sample {meta.sample_id}"
         )
-    stamped = sample_meta(episode, sample)
+    stamped = sample_meta(episode, sample, text_chars=len(meta.summary.text))
     for name, reported, stored in (
         ("policy", meta.policy or DEFAULT_POLICY, stamped.policy),
         ("leaf", meta.leaf, stamped.leaf),
         ("trainable", meta.trainable, stamped.trainable),
         ("steps", _spans(meta), _spans(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
-        # The next ones are absent from workers of older protos. They inform; the bound does not depend on them.
+        # The next ones are absent from reports of older workers and in older ledgers. The bound does not depend on them.
         ("num_sampled_tokens", meta.num_sampled_tokens or stamped.num_sampled_tokens, stamped.num_sampled_tokens),
-        ("summary", _summary(meta) or _summary(stamped), _summary(stamped)),
+        ("summary", _summary(meta.summary) or _summary(stamped.summary), _summary(stamped.summary)),
     ):
         if reported != stored:
             raise _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")
@@ -113,12 +114,12 @@ def _spans(meta: types_pb2.SampleMeta) -> list[tuple[int, int, int]]:
     return sorted((span.step, span.incarnation, span.num_tokens) for span in meta.steps)
 
 
-def _summary(meta: types_pb2.SampleMeta) -> list[object]:
-    """Return what can be compared. A mean depends on the order of a sum."""
-    if not meta.HasField("summary"):
+def _summary(summary: types_pb2.SampleSummary) -> list[object]:
+    """Return the fields for a comparison; empty for a summary without content."""
+    if not summary.ByteSize():
         return []
-    turns = [(turn.segment, turn.num_tokens, turn.observation) for turn in meta.summary.turns]
-    return [meta.summary.role, int(meta.summary.finish), turns]
+    turns = [(turn.segment, turn.num_tokens, turn.mean_logprob, turn.observation) for turn in summary.turns]
+    return [summary.role, int(summary.finish), summary.greedy, summary.text, turns]
 
 
 def _mismatch(sample_id: str, what: str) -> MetadataMismatch:

@@ -13,26 +13,30 @@ TURNS_MAX = 512
 """Maximum number of turns in a summary."""
 TEXT_CHARS_MAX = 16_384
 """Maximum length of its text, characters."""
+_DIGEST_BYTES = 8
 
 
 def sample_summary(
-    sample: types_pb2.Sample, path: Iterable[tuple[int, types_pb2.Segment]], *, text_chars: int = 0
+    episode: types_pb2.Episode, sample: types_pb2.Sample, path: Iterable[int], *, text_chars: int = 0
 ) -> types_pb2.SampleSummary:
-    """Return the summary of a sample. `path` has its segments with their indices, from the root to the leaf. `text_chars` is the maximum
-    length of the text."""
+    """Return the summary of a sample of an episode. `path` has the indices of its segments, from the root to the leaf. `text_chars` is
+    the maximum length of the text."""
     turns: list[types_pb2.TurnSummary] = []
     said: list[str] = []
-    observed = hashlib.blake2b(digest_size=8)
+    greedy: set[bool] = set()
     logprobs: list[float] = []
-    num_tokens = 0
-    for index, segment in path:
+    observed, num_tokens, text = _digest(), 0, ""
+    for index in path:
+        segment = episode.segments[index]
         if segment.role != types_pb2.SEGMENT_ROLE_ACTION:
             observed.update(segment.token_ids)
             continue
-        said += [message.content for message in segment.messages]
-        if segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
+        text += "".join(message.content for message in segment.messages)
+        if segment.source == types_pb2.SEGMENT_SOURCE_POLICY and segment.token_ids:
             num_tokens += len(segment.token_ids) // 4
             logprobs += struct.unpack_from(f"<{len(segment.logprobs) // 4}f", segment.logprobs)
+            known = 0 <= segment.sampling < len(episode.sampling_params)
+            greedy.add(known and episode.sampling_params[segment.sampling].temperature == 0)
         if segment.finish == types_pb2.FINISH_REASON_UNSPECIFIED and index != sample.leaf:
             continue
         mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
@@ -44,10 +48,38 @@ def sample_summary(
                 observation=observed.hexdigest(),
             )
         )
-        observed, logprobs, num_tokens = hashlib.blake2b(digest_size=8), [], 0
+        said += [text] if text else []
+        observed, logprobs, num_tokens, text = _digest(), [], 0, ""
     return types_pb2.SampleSummary(
         role=sample.role,
         finish=sample.finish,
         turns=turns[:TURNS_MAX],
         text="\n\n".join(said)[-text_chars:] if text_chars else "",
+        greedy=greedy == {True},
     )
+
+
+def why_invalid_summary(summary: types_pb2.SampleSummary) -> tuple[str, str, object] | None:
+    """Return the first field that is out of range, what it must be, and what it is; None for a valid summary."""
+    if len(summary.text) > TEXT_CHARS_MAX:
+        return "text", f"have at most {TEXT_CHARS_MAX} characters", len(summary.text)
+    if summary.finish not in types_pb2.FinishReason.values():
+        return "finish", "be a known FinishReason", summary.finish
+    if len(summary.turns) > TURNS_MAX:
+        return "turns", f"have at most {TURNS_MAX} entries", len(summary.turns)
+    least = 0
+    for index, turn in enumerate(summary.turns):
+        if turn.segment < least:
+            return f"turns[{index}].segment", f"be >= {least}", turn.segment
+        least = turn.segment + 1
+        if turn.num_tokens < 0:
+            return f"turns[{index}].num_tokens", "be >= 0", turn.num_tokens
+        if not math.isfinite(turn.mean_logprob):
+            return f"turns[{index}].mean_logprob", "be finite", turn.mean_logprob
+        if len(turn.observation) != 2 * _DIGEST_BYTES or not set(turn.observation) <= set("0123456789abcdef"):
+            return f"turns[{index}].observation", "be 16 lower-case hex digits", turn.observation
+    return None
+
+
+def _digest() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)

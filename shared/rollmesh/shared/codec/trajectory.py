@@ -26,6 +26,7 @@ from rollmesh.shared.codec.arrays import (
     encode_mask,
 )
 from rollmesh.shared.codec.refusal import invalid
+from rollmesh.shared.codec.summaries import sample_summary, why_invalid_summary
 from rollmesh.shared.trajectory import (
     Episode,
     EpisodeKey,
@@ -75,7 +76,7 @@ def encode_episode(episode: Episode) -> types_pb2.Episode:
     checks.check_episode(episode)
     return types_pb2.Episode(
         key=encode_key(episode.key),
-        purpose=_wire(episode.purpose),
+        purpose=wire(episode.purpose),
         segments=[encode_segment(s) for s in episode.segments],
         sampling_params=[encode_sampling_params(p) for p in episode.sampling_params],
         samples=[encode_sample(s) for s in episode.samples],
@@ -120,11 +121,11 @@ def decode_key(message: types_pb2.EpisodeKey, field: str = "key") -> EpisodeKey:
 def encode_segment(segment: Segment) -> types_pb2.Segment:
     message = types_pb2.Segment(
         parent=segment.parent,
-        role=_wire(segment.role),
-        source=_wire(segment.source),
+        role=wire(segment.role),
+        source=wire(segment.source),
         token_ids=encode_ints(segment.token_ids),
         sampling=segment.sampling,
-        finish=_wire(segment.finish),
+        finish=wire(segment.finish),
         messages=[types_pb2.Message(role=m.role, content=m.content) for m in segment.messages],
     )
     if segment.logprobs is not None:
@@ -229,7 +230,7 @@ def encode_sample(sample: Sample) -> types_pb2.Sample:
         rewards=encode_rewards(sample.rewards),
         weight=sample.weight,
         trainable=sample.trainable,
-        finish=_wire(sample.finish),
+        finish=wire(sample.finish),
     )
 
 
@@ -255,7 +256,7 @@ def encode_rewards(rewards: Iterable[Reward]) -> list[types_pb2.Reward]:
             segment=r.segment,
             scorer=r.scorer,
             evidence=r.evidence,
-            outcome=_wire(r.outcome),
+            outcome=wire(r.outcome),
             answer=r.answer,
         )
         for r in rewards
@@ -276,17 +277,33 @@ def encode_summary(summary: SampleSummary) -> types_pb2.SampleSummary:
         )
         for t in summary.turns
     ]
-    return types_pb2.SampleSummary(role=summary.role, finish=_wire(summary.finish), turns=turns, text=summary.text)
+    return types_pb2.SampleSummary(
+        role=summary.role, finish=wire(summary.finish), turns=turns, text=summary.text, greedy=summary.greedy
+    )
 
 
 def decode_summary(message: types_pb2.SampleSummary, field: str = "summary") -> SampleSummary:
     """Raises `InvalidInput`."""
+    if found := why_invalid_summary(message):
+        name, must, got = found
+        invalid(f"{field}.{name}", f"must {must}, got {got!r}")
     turns = tuple(
         TurnSummary(segment=t.segment, num_tokens=t.num_tokens, mean_logprob=t.mean_logprob, observation=t.observation)
         for t in message.turns
     )
     finish = _known(FinishReason, message.finish, f"{field}.finish")
-    return SampleSummary(role=message.role, finish=finish, turns=turns, text=message.text)
+    return SampleSummary(role=message.role, finish=finish, turns=turns, text=message.text, greedy=message.greedy)
+
+
+def summary_of(episode: Episode, sample: Sample, *, text_chars: int = 0) -> SampleSummary:
+    """Return the summary of a sample, with at most `text_chars` characters of text, as a rollout worker reports it."""
+    message = types_pb2.Episode(
+        segments=[encode_segment(segment) for segment in episode.segments],
+        sampling_params=[encode_sampling_params(params) for params in episode.sampling_params],
+    )
+    return decode_summary(
+        sample_summary(message, encode_sample(sample), episode.path(sample.leaf), text_chars=text_chars)
+    )
 
 
 def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
@@ -302,7 +319,7 @@ def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
         )
         for m in group.members
     ]
-    return types_pb2.GroupContext(group=group.group, task=group.task, members=members)
+    return types_pb2.GroupContext(group=group.group, task=group.task, members=members, labels=group.labels)
 
 
 def decode_group_context(message: types_pb2.GroupContext, field: str = "group") -> GroupContext:
@@ -317,7 +334,7 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
         )
         for i, m in enumerate(message.members)
     )
-    group = GroupContext(group=message.group, task=message.task, members=members)
+    group = GroupContext(group=message.group, task=message.task, members=members, labels=dict(message.labels))
     checks.check_group_context(group, field)
     return group
 
@@ -325,7 +342,7 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
 # Enums ----------------------------------------------------------------------------------------------------------------
 
 
-def _wire(value: IntEnum) -> Any:
+def wire(value: IntEnum) -> Any:
     # The generated stubs have a separate type per enum. A test checks that the numbers are equal.
     return int(value)
 

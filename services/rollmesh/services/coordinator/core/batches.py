@@ -186,7 +186,7 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.BatchGrant:
     return i.BatchGrant(
         lease_id=batch.lease_id,
         samples=tuple(_leased_sample(g, s, batch) for g in groups for s in g.live_samples()),
-        groups=tuple(_members(g) for g in groups),
+        groups=tuple(group_members(g) for g in groups),
         lease_s=max(0.0, ctx.ephemeral.batch_deadlines[batch.lease_id] - ctx.now),
     )
 
@@ -203,7 +203,8 @@ def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) ->
     )
 
 
-def _members(group: GroupState) -> i.GroupMembers:
+def group_members(group: GroupState) -> i.GroupMembers:
+    """Return what estimators and trainers see of a group."""
     members = tuple(
         i.Member(
             sample_id=s.sample_id,
@@ -214,7 +215,7 @@ def _members(group: GroupState) -> i.GroupMembers:
         )
         for s in group.samples.values()
     )
-    return i.GroupMembers(group=group.group, task=group.task.task_id, members=members)
+    return i.GroupMembers(group=group.group, task=group.task.task_id, members=members, labels=group.task.labels)
 
 
 def get_batch(ctx: DecisionContext, request: i.GetBatch) -> None:

@@ -169,11 +169,12 @@ class SampleSummary(Record, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason = FinishReason.UNFINISHED
     turns: tuple[TurnSummary, ...] = ()
     text: str = ""
+    greedy: bool = False
 
 
 class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Metadata of a sample, as the rollout worker reported it to the coordinator. Payloads stay in the sample stream.
-    Every reader of a payload compares `policy`, `leaf`, `steps`, `num_tokens` and `trainable` with it
+    Every reader of a payload compares `policy`, `leaf`, `steps`, `num_tokens`, `trainable` and `summary` with it
     (METADATA_MISMATCH)."""
 
     sample_id: str = ""

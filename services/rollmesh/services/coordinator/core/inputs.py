@@ -68,6 +68,7 @@ class EpisodeLease:
     incarnation_min: int
     lease_s: float
     seed: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +254,7 @@ class GroupMembers:
     group: str
     task: str
     members: tuple[Member, ...]
+    labels: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

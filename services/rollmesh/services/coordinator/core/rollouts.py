@@ -67,15 +67,21 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
         incarnation_min=group.incarnation_min,
         lease_s=ctx.spec.episode_lease_s,
         seed=episode_seed(ctx.spec.seed, group, episode_id),
+        index=episode_index(episode_id),
     )
 
 
 def episode_seed(seed: int, group: GroupState, episode_id: str) -> int:
     """Return the key of an episode's random draws. It is the same for every attempt, and for every step of an
     evaluation (common random numbers)."""
-    index = episode_id.rsplit(".", 1)[1]
+    index = episode_index(episode_id)
     name = f"eval/{group.draw}/{index}" if group.purpose is Purpose.EVAL else f"{group.group}/{index}"
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def episode_index(episode_id: str) -> int:
+    """Return the number of an episode in its group, from 0."""
+    return int(episode_id.rsplit(".", 1)[1])
 
 
 def why_rejected(ctx: DecisionContext) -> str:
