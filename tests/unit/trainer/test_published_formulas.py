@@ -23,8 +23,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.shared.config import config_from_dict
 from rollmesh.trainer.config import LossTerm, Normalization
+from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights
+
+from .builders import group, member
 
 SEEDS = range(3)
 HORIZON = 12
@@ -181,6 +186,24 @@ def test_averages_of_trl_over_micro_batches() -> None:
     assert_same(b, ours(b, term), losses(b).sum() / b.mask.sum())
     grpo = torch.stack([sequence_mean(losses(half), half.mask) for half in halves]).mean()
     assert_same(b, ours(b, term, normalization=Normalization.SEQUENCE_MEAN), grpo)
+
+
+def test_dr_grpo_has_both_halves() -> None:
+    """Dr. GRPO (arXiv:2503.20783), TRL's `scale_rewards: none` with `loss_type: dr_grpo`: rewards minus the mean of their group, without a
+    deviation, and the sum over tokens divided by sequences x the longest completion. The recipe sets both, with 1024 tokens."""
+    learner = config_from_dict(MeshConfig, {"recipe": "dr_grpo", "learner": {"normalization_tokens": LONGEST}}).learner
+    assert config_from_dict(MeshConfig, {"recipe": "dr_grpo"}).learner.normalization_tokens == 1024
+    rewards = [1.0, 0.0, 0.0, 0.25, 0.0, 0.0]
+    found = make_estimator(learner.estimator).of_group(
+        group("g", *(member(f"s{n}", {"r": r}) for n, r in enumerate(rewards)))
+    )
+    b = padded(0)
+    advantages = torch.tensor([found[f"s{n}"] for n in range(6)], dtype=torch.float64)[:, None].expand(6, HORIZON)
+    centered = torch.tensor(rewards, dtype=torch.float64) - sum(rewards) / 6
+    losses = clipped(torch.exp(b.policy - b.mu), centered[:, None], 0.2, 0.28)
+    b = replace(b, advantages=advantages)
+    loss = ours(b, *learner.loss, normalization=learner.normalization, constant=learner.normalization_tokens)
+    assert_same(b, loss, (losses * b.mask).sum() / (6 * LONGEST))
 
 
 # Clipped surrogates ---------------------------------------------------------------------------------------------------

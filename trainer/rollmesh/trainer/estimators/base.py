@@ -43,6 +43,9 @@ ESTIMATORS = Registry(
         "vcpo": "rollmesh.trainer.estimators.vcpo:Vcpo",
         "w_reinforce": "rollmesh.trainer.estimators.w_reinforce:WReinforce",
         "unlikeliness": "rollmesh.trainer.estimators.unlikeliness:Unlikeliness",
+        "kl_reward": "rollmesh.trainer.estimators.kl_reward:KlReward",
+        "stable_reinforce": "rollmesh.trainer.estimators.stable_reinforce:StableReinforce",
+        "campo": "rollmesh.trainer.estimators.campo:Campo",
     },
 )
 
@@ -178,6 +181,21 @@ def turn_rewards(member: MemberOutcome, weights: Mapping[str, float]) -> NDArray
         if (turn := member.summary.turn_of(reward.segment)) is not None:
             sums[turn] += weight_of(reward.name, weights) * reward.value
     return sums
+
+
+def adjusted_sums(
+    batch: UpdateBatch, weights: Mapping[str, float], added: NDArray[np.float64]
+) -> list[tuple[list[MemberOutcome], NDArray[np.float64]]]:
+    """Return the members with usable rewards of each group, and their reward sums plus `added` [S] of the samples of the batch. A member
+    that is not leased gets the mean of those of its group, or 0 if none is leased."""
+    of_sample = {s.sample.sample_id: value for s, value in zip(batch.samples, added.tolist(), strict=True)}
+    found = []
+    for group in batch.groups:
+        members, sums = reward_sums(group, weights)
+        own = [of_sample[m.sample_id] for m in members if m.sample_id in of_sample]
+        mean = float(np.mean(own)) if own else 0.0
+        found.append((members, sums + np.array([of_sample.get(m.sample_id, mean) for m in members])))
+    return found
 
 
 def episode_weights(members: Sequence[MemberOutcome]) -> NDArray[np.float64]:
