@@ -8,7 +8,9 @@ turn is improved given later turns that are improved already, as in backward ind
     s_iu = exp(mean over the tokens of turn u of (log pi after its update - log pi before it))
 
 which is the advantage correction of heterogeneous-agent policy optimization (arXiv:2304.09870) with ratios of whole turns. A sample
-without turn u has s_iu = 1. Each turn costs one more forward pass over the batch. The ratio of the loss must be against `proximal`,
+without turn u has s_iu = 1. The correction is what an early turn sees of the improvement of later ones, and its limits bound it: with
+steps so large that an update makes a turn a best response, limits of 0.2 miss an optimum that full ratios reach
+(tests/unit/trainer/test_turn_order.py). Each turn costs one more forward pass over the batch. The ratio of the loss must be against `proximal`,
 as that of `decoupled_ppo` is. Turns are those of the column `turn`, counted from the begin of each sample.
 """
 
