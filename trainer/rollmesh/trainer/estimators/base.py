@@ -46,6 +46,8 @@ ESTIMATORS = Registry(
         "kl_reward": "rollmesh.trainer.estimators.kl_reward:KlReward",
         "stable_reinforce": "rollmesh.trainer.estimators.stable_reinforce:StableReinforce",
         "campo": "rollmesh.trainer.estimators.campo:Campo",
+        "trloo": "rollmesh.trainer.estimators.trloo:Trloo",
+        "hgpo": "rollmesh.trainer.estimators.hgpo:Hgpo",
     },
 )
 

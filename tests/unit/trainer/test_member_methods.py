@@ -1,0 +1,211 @@
+"""Estimators that read the summaries of a group's members, against values by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.shared.registry import Extension
+from rollmesh.shared.trajectory import (
+    GroupContext,
+    MemberOutcome,
+    Outcome,
+    Reward,
+    SampleSummary,
+    TrainingSample,
+    TurnSummary,
+)
+from rollmesh.trainer.batch import UpdateBatch
+from rollmesh.trainer.estimators import Estimator, make_estimator
+
+from .builders import action, batch_of, group, member, prompt, training_sample
+
+
+def estimator(name: str, weights: Mapping[str, float] | None = None, **options: Any) -> Estimator:
+    return make_estimator(Extension(name, options), weights)
+
+
+def of_turns(
+    sample_id: str, rewards: Sequence[float], *, seen: str = "", whole: float | None = None, episode: str = ""
+) -> MemberOutcome:
+    """Return a member with one turn per reward, whose observations are the letters of `seen`."""
+    seen = seen or "abcdefgh"[: len(rewards)]
+    turns = tuple(
+        TurnSummary(segment=2 * i + 1, num_tokens=2, mean_logprob=-1.0, observation=o) for i, o in enumerate(seen)
+    )
+    found = tuple(Reward(name="r", value=v, segment=2 * i + 1) for i, v in enumerate(rewards))
+    if whole is not None:
+        found += (Reward(name="whole", value=whole),)
+    return MemberOutcome(
+        sample_id=sample_id, rewards=found, end="ready", episode=episode, summary=SampleSummary(turns=turns)
+    )
+
+
+def leased(sample_id: str, of: str, num_turns: int = 1) -> TrainingSample:
+    """Return a sample with two tokens per turn."""
+    segments = [prompt([20])]
+    for turn in range(num_turns):
+        parent = len(segments) - 1
+        segments.append(action([21, 22], [-1.0, -1.0], parent=parent))
+        if turn < num_turns - 1:
+            segments.append(replace(prompt([23]), parent=parent + 1))
+    return training_sample(sample_id, segments, of=of)
+
+
+def batch(*groups: GroupContext) -> UpdateBatch:
+    """Return a batch of all members."""
+    return batch_of(
+        [leased(m.sample_id, g.group, max(1, len(m.summary.turns))) for g in groups for m in g.members], groups
+    )
+
+
+def per_turn(made: Estimator, of: UpdateBatch) -> list[list[float]]:
+    """Return the advantages of the turns of each sample."""
+    found = made(of).advantages.reshape(-1, 2)
+    assert (found[:, 0] == found[:, 1]).all(), "both tokens of a turn have its advantage"
+    num = (of.lengths // 2).tolist()
+    return [part[:, 0].tolist() for part in np.split(found, np.cumsum(num)[:-1])]
+
+
+# TRLOO ----------------------------------------------------------------------------------------------------------------
+
+
+def test_trloo_equals_the_hand_computed_value() -> None:
+    of = batch(group("g", *(of_turns(f"g{i}", [r]) for i, r in enumerate([1.0, 0.0, 0.0]))))
+    assert per_turn(estimator("trloo"), of) == [[1.0], [-0.5], [-0.5]]
+
+
+def test_returns_are_discounted_and_compared_at_the_same_turn() -> None:
+    # returns with 0.5: (1 + 0.5 * 1, 1), (0 + 0.5 * 0 + 0.25 * 4, 2, 4), (2)
+    members = [of_turns("g0", [1.0, 1.0]), of_turns("g1", [0.0, 0.0, 4.0]), of_turns("g2", [2.0])]
+    found = per_turn(estimator("trloo", discount=0.5), batch(group("g", *members)))
+    assert found == [[1.5 - 1.5, 1.0 - 2.0], [1.0 - 1.75, 2.0 - 1.0, 4.0], [2.0 - 1.25]]
+
+
+def test_the_advantage_of_a_turn_does_not_depend_on_rewards_before_it() -> None:
+    made = estimator("trloo")
+    found = [
+        per_turn(made, batch(group("g", of_turns("g0", [before, 1.0]), of_turns("g1", [0.0, 0.0]))))
+        for before in (0.0, 9.0)
+    ]
+    assert found[0][0][1] == found[1][0][1] == 1.0
+    assert found[0][0][0] != found[1][0][0]
+
+
+def test_a_reward_of_the_whole_sample_is_one_of_its_last_turn() -> None:
+    one, two = of_turns("g0", [0.0, 1.0], whole=2.0), of_turns("g1", [0.0, 0.0], whole=0.0)
+    assert per_turn(estimator("trloo", {"r": 1.0, "whole": 0.5}), batch(group("g", one, two))) == [[2, 2], [-2, -2]]
+    assert per_turn(estimator("trloo", {"whole": 0.5}), batch(group("g", one, two))) == [[1, 1], [-1, -1]]
+
+
+def test_a_group_whose_turns_agree_has_no_gradient_and_one_that_differs_late_has() -> None:
+    made = estimator("trloo")
+    same = group("g", *(of_turns(f"g{i}", [0.1, 0.1]) for i in range(3)))
+    assert set(made.of_group(same).values()) == {0.0}
+    late = group("g", of_turns("g0", [1.0, 0.0]), of_turns("g1", [0.0, 1.0]))
+    assert per_turn(made, batch(late)) == [[0.0, -1.0], [0.0, 1.0]]
+    assert made.of_group(late) == {"g0": -1.0, "g1": 1.0}
+
+
+def test_samples_of_an_episode_are_not_their_own_baseline() -> None:
+    members = [
+        of_turns("g0", [1.0], episode="e0"),
+        of_turns("g1", [0.0], episode="e0"),
+        of_turns("g2", [0.0], episode="e1"),
+        of_turns("g3", [1.0], episode="e2"),
+    ]
+    # the baselines are 0.5 for e0, mean(0.5, 1) for e1, and mean(0.5, 0) for e2
+    assert per_turn(estimator("trloo"), batch(group("g", *members))) == [[0.5], [-0.5], [-0.75], [0.75]]
+
+
+def test_a_failure_of_the_infrastructure_in_any_turn_excludes_the_member() -> None:
+    failed = of_turns("g0", [0.0, 0.0])
+    failed = replace(failed, rewards=(*failed.rewards[:1], replace(failed.rewards[1], outcome=Outcome.INFRA_FAILURE)))
+    nothing = replace(of_turns("g1", [0.0, 0.0]), rewards=())
+    of = batch(group("g", failed, nothing, of_turns("g2", [1.0, 0.0]), of_turns("g3", [0.0, 0.0])))
+    for name in ("trloo", "hgpo"):
+        found = estimator(name)(of)
+        assert found.dropped == {0: "UNSCORED", 1: "UNSCORED"}
+        assert set(estimator(name).of_group(of.groups[0])) == {"g2", "g3"}
+    assert per_turn(estimator("trloo"), of)[2:] == [[1.0, 0.0], [-1.0, 0.0]]
+
+
+@pytest.mark.parametrize(("name", "options", "half"), [("trloo", {}, 0.5), ("hgpo", {"scale_by_std": False}, 0.25)])
+def test_members_without_a_summary_are_one_turn_with_all_of_their_rewards(
+    name: str, options: dict[str, Any], half: float
+) -> None:
+    members = [member(f"g{i}", {"r": r}) for i, r in enumerate([1.0, 0.0])]
+    members[1] = replace(members[1], rewards=(*members[1].rewards, Reward(name="r", value=0.5, segment=3)))
+    of = batch_of([leased("g0", "g", 2), leased("g1", "g", 2)], [group("g", *members)])
+    assert per_turn(estimator(name, **options), of) == [[half, half], [-half, -half]]
+    assert estimator(name).of_group(group("g")) == {}
+
+
+# HGPO -----------------------------------------------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = {"scale_by_std": False, "discount": 1.0}
+
+
+def test_hgpo_equals_the_hand_computed_value() -> None:
+    # returns g0: 1, 1; g1: 0, 0; g2: 4, 4. The second turns all see x, and only those of g0 and g1 have seen a before
+    members = [
+        of_turns("g0", [0.0, 1.0], seen="ax"),
+        of_turns("g1", [0.0, 0.0], seen="ax"),
+        of_turns("g2", [0.0, 4.0], seen="bx"),
+    ]
+    of = batch(group("g", *members))
+    mean = 5 / 3
+    one = [1 - mean, 0 - mean, 4 - mean]
+    expected = [[0.5, (2 * one[0] + 3 * 0.5) / 5], [-0.5, (2 * one[1] - 3 * 0.5) / 5], [0.0, one[2]]]
+    found = per_turn(estimator("hgpo", **PLAIN), of)
+    assert [a for values in found for a in values] == pytest.approx([a for values in expected for a in values])
+    scaled = per_turn(estimator("hgpo", discount=1.0), of)
+    std = (sum(a * a for a in one) / 3) ** 0.5
+    assert scaled[0] == pytest.approx([1.0, (2 * one[0] / std + 3 * 1.0) / 5], rel=1e-5)
+
+
+def test_without_history_turns_with_equal_observations_are_compared() -> None:
+    members = [of_turns("g0", [1.0, 0.0], seen="ax"), of_turns("g1", [0.0, 2.0], seen="bx")]
+    found = per_turn(estimator("hgpo", history=0, **PLAIN), batch(group("g", *members)))
+    assert found == [[0.0, -1.0], [0.0, 1.0]]
+    with_history = per_turn(estimator("hgpo", history=2, **PLAIN), batch(group("g", *members)))
+    assert with_history == found, "another observation before: they share the level of the observation alone"
+
+
+def test_a_turn_that_is_alone_has_the_trajectory_term_or_nothing() -> None:
+    # rewards per member 1 and 3; no two turns are alike
+    of = batch(group("g", of_turns("g0", [1.0], seen="a"), of_turns("g1", [1.0, 2.0], seen="bc")))
+    assert per_turn(estimator("hgpo", **PLAIN), of) == [[0.0], [0.0, 0.0]]
+    assert per_turn(estimator("hgpo", trajectory_term=True, **PLAIN), of) == [[-1.0], [1.0, 1.0]]
+    shared = batch(group("g", of_turns("g0", [1.0], seen="a"), of_turns("g1", [0.0, 3.0], seen="ac")))
+    assert per_turn(estimator("hgpo", trajectory_term=True, **PLAIN), shared) == [[-1.0], [1.0, 1.0]]
+
+
+def test_levels_are_weighted_by_the_power() -> None:
+    members = [of_turns("g0", [0.0, 1.0], seen="ax"), of_turns("g1", [0.0, 0.0], seen="ax")]
+    members.append(of_turns("g2", [0.0, 2.0], seen="bx"))
+    of = batch(group("g", *members))
+    # the second turn of g0 has 0 at level 1 (mean 1), so that level 2 alone counts; g1 has -1 and -0.5
+    assert per_turn(estimator("hgpo", **PLAIN), of)[0][1] == 0.5
+    for power, expected in ((0.0, -0.75), (1.0, (-2 - 1.5) / 5), (2.0, (-4 - 4.5) / 13)):
+        assert per_turn(estimator("hgpo", power=power, **PLAIN), of)[1][1] == pytest.approx(expected)
+
+
+def test_members_that_are_not_leased_are_in_the_clusters() -> None:
+    context = group("g", of_turns("g0", [1.0]), of_turns("g1", [0.0]), of_turns("g2", [0.0]))
+    of = batch_of([leased("g0", "g")], [context])
+    assert per_turn(estimator("hgpo", **PLAIN), of) == [[pytest.approx(2 / 3)]]
+    assert per_turn(estimator("trloo"), of) == [[1.0]]
+
+
+def test_a_turn_that_samples_of_one_episode_share_is_one_turn() -> None:
+    """Two samples of an episode with the same first turn, and another episode that has seen the same."""
+    first = [of_turns("g0", [0.0, 1.0], seen="ax", episode="e0"), of_turns("g1", [0.0, 3.0], seen="ay", episode="e0")]
+    assert per_turn(estimator("hgpo", **PLAIN), batch(group("g", *first))) == [[0.0, 0.0], [0.0, 0.0]]
+    both = group("g", *first, of_turns("g2", [0.0, 4.0], seen="az", episode="e1"))
+    # mean of the first turn: ((1 + 3) / 2 + 4) / 2 = 3
+    assert per_turn(estimator("hgpo", **PLAIN), batch(both)) == [[-2.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
