@@ -127,7 +127,7 @@ class OtherPromptLogprob:
         return None if prompt is None else np.asarray(prompt, dtype=np.int32)
 
 
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
+class _PromptLine(msgspec.Struct, forbid_unknown_fields=True):
     """One line of a file of prompts."""
 
     task: str
@@ -146,7 +146,7 @@ def _read_prompts(file: Path) -> dict[str, str | tuple[int, ...]]:
         if not line.strip():
             continue
         try:
-            read = msgspec.json.decode(line, type=_Line)
+            read = msgspec.json.decode(line, type=_PromptLine)
             if bool(read.text) == bool(read.token_ids):
                 raise ValueError("exactly one of `text` and `token_ids` must be set")
         except ValueError as err:  # msgspec's errors are ValueErrors

@@ -48,6 +48,8 @@ ESTIMATORS = Registry(
         "campo": "rollmesh.trainer.estimators.campo:Campo",
         "trloo": "rollmesh.trainer.estimators.trloo:Trloo",
         "hgpo": "rollmesh.trainer.estimators.hgpo:Hgpo",
+        "verl_rank": "rollmesh.trainer.estimators.verl_rank:VerlRank",
+        "rep_exp": "rollmesh.trainer.estimators.rep_exp:RepExp",
     },
 )
 

@@ -32,6 +32,7 @@ LOSSES = Registry(
         "siren": "rollmesh.trainer.losses.siren:Siren",
         "drpo": "rollmesh.trainer.losses.drpo:Drpo",
         "progress": "rollmesh.trainer.losses.progress:Progress",
+        "lp_reg": "rollmesh.trainer.losses.lp_reg:LpReg",
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
     },
 )
