@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import (
     GroupContext,
@@ -21,6 +22,9 @@ from rollmesh.shared.trajectory import (
 )
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators import Estimator, make_estimator
+from rollmesh.trainer.estimators.base import UNDECIDED
+from rollmesh.trainer.estimators.copo import entropy_factor
+from rollmesh.trainer.estimators.v05 import V05Options, weight_of_prior
 
 from .builders import action, batch_of, group, member, prompt, training_sample
 
@@ -54,6 +58,21 @@ def leased(sample_id: str, of: str, num_turns: int = 1) -> TrainingSample:
         if turn < num_turns - 1:
             segments.append(replace(prompt([23]), parent=parent + 1))
     return training_sample(sample_id, segments, of=of)
+
+
+def answered(name: str, *members: tuple[str, float]) -> GroupContext:
+    """Return a group with one member per answer and reward."""
+    rewards = [(Reward(name="r", value=value, answer=answer),) for answer, value in members]
+    return group(
+        name, *(MemberOutcome(sample_id=f"{name}{i}", rewards=found, end="ready") for i, found in enumerate(rewards))
+    )
+
+
+def scalars(made: Estimator, of: UpdateBatch) -> list[float]:
+    """Return the advantage of each sample, which all of its tokens have."""
+    found = made(of).advantages
+    assert np.array_equal(found, of.per_token(of.first(found)))
+    return [float(a) for a in of.first(found)]
 
 
 def batch(*groups: GroupContext) -> UpdateBatch:
@@ -209,3 +228,121 @@ def test_a_turn_that_samples_of_one_episode_share_is_one_turn() -> None:
     both = group("g", *first, of_turns("g2", [0.0, 4.0], seen="az", episode="e1"))
     # mean of the first turn: ((1 + 3) / 2 + 4) / 2 = 3
     assert per_turn(estimator("hgpo", **PLAIN), batch(both)) == [[-2.0, 0.0], [0.0, 0.0], [1.0, 0.0]]
+
+
+# Unlikeliness ---------------------------------------------------------------------------------------------------------
+
+
+def with_logprob(found: MemberOutcome, mean: float) -> MemberOutcome:
+    turns = (
+        TurnSummary(segment=1, num_tokens=3, mean_logprob=mean),
+        TurnSummary(segment=3, num_tokens=1, mean_logprob=mean),
+    )
+    return replace(found, summary=SampleSummary(turns=turns))
+
+
+def test_members_that_are_not_leased_have_their_rank() -> None:
+    logprobs = [-1.0, -3.0, -2.0, -0.5]
+    members = [with_logprob(member(f"g{i}", {"r": float(i < 3)}), v) for i, v in enumerate(logprobs)]
+    context = group("g", *members)
+    # ranks 2, 0, 1, 3; rewards 1 - 0.25 * 2 / 4, 1, 1 - 0.25 / 4, 0
+    rewards = np.array([0.875, 1.0, 0.9375, 0.0])
+    expected = (rewards - rewards.mean()) / rewards.std()
+    made = estimator("unlikeliness")
+    assert scalars(made, batch_of([leased("g1", "g")], [context])) == pytest.approx([expected[1]], rel=1e-4)
+    found = made.of_group(context)
+    assert [found[f"g{i}"] for i in range(4)] == pytest.approx(expected.tolist(), rel=1e-4)
+    assert made.of_group(group("g", *members[:2])) != {"g0": UNDECIDED, "g1": UNDECIDED}
+
+
+def test_equal_logprobs_share_the_mean_of_their_ranks() -> None:
+    copies = group("g", *(with_logprob(member(f"g{i}", {"r": 1.0}), -1.0) for i in range(3)))
+    assert set(estimator("unlikeliness").of_group(copies).values()) == {0.0}
+    assert scalars(estimator("unlikeliness", std="none"), batch_of([leased("g0", "g")], [copies])) == [0.0]
+
+
+# V0.5 -----------------------------------------------------------------------------------------------------------------
+
+
+def predicted(name: str, prior: float, *rewards: float) -> GroupContext:
+    return group(name, *(member(f"{name}{i}", {"r": r, "prior": prior}) for i, r in enumerate(rewards)))
+
+
+def test_v05_equals_the_hand_computed_value() -> None:
+    made = estimator("v05", {"r": 1.0, "prior": 0.0})
+    # n = 4: s2 = 1 / 16. (1 - 0.5)^2 = 1 / 4, so that the prior has the weight 1 / 4; (0.25 - 0.4)^2 < s2: the baseline is the prior
+    of = batch(predicted("a", 0.5, 1.0, 1.0, 1.0, 1.0), predicted("b", 0.4, 1.0, 0.0, 0.0, 0.0))
+    assert scalars(made, of) == pytest.approx([0.125] * 4 + [0.6, -0.4, -0.4, -0.4])
+    assert made(of).metrics == pytest.approx({"prior_share": 1.0, "prior_weight_mean": 0.625, "conflict_share": 0.5})
+    assert made.of_group(of.groups[0]) == pytest.approx({f"a{i}": 0.125 for i in range(4)}), "agreement has a gradient"
+    assert estimator("v05").of_group(of.groups[0]) == made.of_group(of.groups[0]), "the prior is never optimized"
+
+
+def test_the_baseline_of_v05_is_better_than_the_mean_if_the_prior_is_right_and_ignores_it_if_it_is_wrong() -> None:
+    options = V05Options()
+    rng = np.random.default_rng(0)
+    for rate, prior, num in ((0.5, 0.5, 4), (0.2, 0.2, 4), (0.9, 0.1, 4), (0.9, 0.1, 64)):
+        means = rng.binomial(num, rate, 4000) / num
+        weights = np.array([weight_of_prior(m, prior, num, options) for m in means])
+        baselines = (1 - weights) * means + weights * prior
+        if prior == rate:
+            assert np.mean((baselines - rate) ** 2) < 0.5 * np.mean((means - rate) ** 2)
+        else:
+            assert weights.mean() < (0.2 if num == 4 else 0.01)
+            assert np.mean((baselines - rate) ** 2) < 2 * np.mean((means - rate) ** 2)
+
+
+def test_without_a_prior_the_baseline_of_v05_is_the_mean_of_the_episodes() -> None:
+    made = estimator("v05")
+    of = batch(
+        group("g", *(member(f"g{i}", {"r": r}, episode=e) for i, (r, e) in enumerate(((1, "x"), (0, "x"), (0, "y")))))
+    )
+    assert scalars(made, of) == [0.75, -0.25, -0.25]
+    only = batch(group("g", member("g0", {"prior": 0.5}), member("g1", {"prior": 0.5, "r": 1.0})))
+    found = made(only)
+    assert found.dropped == {0: "UNSCORED"}, "a prior is not a reward"
+    assert made.of_group(group("g", member("g0", {"r": 1.0}, outcome=Outcome.INFRA_FAILURE))) == {}
+    with pytest.raises(ConfigError, match="`low` must be < high = 0.0, got 1.0"):
+        estimator("v05", low=1.0, high=0.0)
+
+
+# COPO -----------------------------------------------------------------------------------------------------------------
+
+
+def test_copo_equals_the_hand_computed_value() -> None:
+    solved = answered("a", ("7", 1.0), ("7", 1.0))
+    agreed = answered("b", ("3", 0.0), ("3", 0.0))
+    mixed = answered("c", ("5", 1.0), ("4", 0.0))
+    made, of = estimator("copo", epsilon=1e-9), batch(solved, agreed, mixed)
+    # H = 0, 0 and 1 bit: w = sigmoid(-10) and sigmoid(10); global rewards 1, 0, 0.5 with z = sqrt(1.5), its negative, 0
+    small = 1 / (1 + np.exp(10))
+    z = 1.5**0.5 * (1 - small)
+    assert scalars(made, of) == pytest.approx([z, z, -z, -z, 1 - small, small - 1], rel=1e-5)
+    assert made(of).metrics == pytest.approx({"answer_entropy_mean": 1 / 3, "local_share_mean": (1 + small) / 3})
+    assert made.of_group(solved) == {"a0": UNDECIDED, "a1": UNDECIDED}
+
+
+def test_the_discount_lowers_the_global_reward_of_groups_with_many_answers() -> None:
+    mixed, solved = answered("a", ("1", 1.0), ("2", 1.0), ("3", 1.0), ("4", 1.0)), answered("b", *[("1", 1.0)] * 4)
+    assert entropy_factor(list(mixed.members)) == (1 - 1 / 4) / 2
+    found = scalars(estimator("copo", entropy_discount=True, threshold=50.0), batch(mixed, solved))
+    assert found == pytest.approx([-1.0] * 4 + [1.0] * 4, rel=1e-4)  # global rewards 1 - 0.375 * 2 = 0.25 and 1
+
+
+def test_members_without_an_answer_share_one_and_groups_without_any_are_local() -> None:
+    none = answered("a", ("", 1.0), ("", 0.0))
+    some = answered("b", ("", 0.0), ("", 0.0), ("2", 1.0), ("2", 1.0))
+    found = estimator("copo")(batch(none, some))
+    assert found.metrics["answer_entropy_mean"] == 1.0
+    assert scalars(estimator("copo"), batch(none)) == pytest.approx([1.0, -1.0], rel=1e-4)
+
+
+def test_copo_survives_failures_lone_groups_and_several_samples_per_episode() -> None:
+    failed = group("a", member("a0", {"r": 1.0}, outcome=Outcome.INFRA_FAILURE))
+    alone = answered("b", ("1", 1.0))
+    shared = answered("c", ("1", 1.0), ("1", 1.0), ("2", 0.0))
+    shared = replace(shared, members=tuple(replace(m, episode="xxy"[i]) for i, m in enumerate(shared.members)))
+    found = estimator("copo")(batch(failed, alone, shared))
+    assert found.dropped == {0: "UNSCORED"}
+    assert found.metrics["answer_entropy_mean"] == 0.5, "0 bits for the lone episode, 1 bit for the two of c"
+    assert scalars(estimator("copo"), batch(alone)) == [0.0]

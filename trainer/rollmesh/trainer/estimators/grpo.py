@@ -64,7 +64,10 @@ class Grpo(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage; not yet divided if the standard deviation is that of the batch, and `UNDECIDED` if the mean is."""
-        members, sums = self.reward_sums(group)
+        return self.of_rewards(*self.reward_sums(group))
+
+    def of_rewards(self, members: Sequence[MemberOutcome], sums: NDArray[np.float64]) -> dict[str, float]:
+        """Return what `of_group` does, for the members of a group and their reward sums."""
         if self.options.mean == "batch":
             return {m.sample_id: UNDECIDED for m in members}
         return self._scaled(members, sums, 0.0, None)

@@ -7,21 +7,24 @@ AndreHe02/rewarding-unlikely-release).
 Of two correct samples, the less likely one gets the larger reward; wrong samples keep 0. Log-probs are those of the sampling policy, per
 token, at the sampling temperature. The paper combines it with two epochs per batch, as the recipe does.
 
-Deviations: only leased samples are ranked, because the batch has no log-probs of the others, and G is their number. A member that is not
-leased gets the mean factor, so that it does not shift the baseline. A negative R is not changed. `of_group` has no log-probs: it
-returns the advantages of `grpo`, and `UNDECIDED` where all members of a group have the same positive reward.
+All members of a group are ranked, trained or not. Their log-probs are those of their summaries, over all tokens that the policy sampled.
+Without a summary, which workers of older versions do not report, a leased sample has the mean over its trained tokens, and another member
+is not ranked: G is the number of the others, and it gets the mean factor, so that it does not shift the baseline.
+
+Deviations: equal log-probs share the mean of their ranks, so that copies of one answer get one reward. A negative R is not changed. Where a
+member of the group has no summary, `of_group` returns the advantages of `grpo`, and `UNDECIDED` if all members have the same positive reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.settings import Settings, Share
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, spread
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
@@ -43,28 +46,33 @@ class Unlikeliness(Grpo):
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         means = batch.sums(batch["behavior"]) / batch.lengths
-        logprob = {s.sample.sample_id: float(means[number]) for number, s in enumerate(batch.samples)}
-        scored = []
-        for group in batch.groups:
-            members, sums = self.reward_sums(group)
-            factors = unlikeliness_factors([logprob.get(m.sample_id) for m in members], self.options.beta)
-            scored.append((members, np.where(sums > 0, sums * factors, sums)))
-        return spread(batch, self.of_sums(scored))
+        leased = {s.sample.sample_id: float(means[number]) for number, s in enumerate(batch.samples)}
+        return spread(batch, self.of_sums([self._scored(group, leased) for group in batch.groups]))
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> advantage of `grpo`, or `UNDECIDED` if all members have the same positive reward."""
+        """Return sample id -> advantage, as in `grpo`; from summaries alone (see the module)."""
         members, sums = self.reward_sums(group)
-        if len(sums) and sums[0] > 0 and (sums == sums[0]).all():
-            return {m.sample_id: UNDECIDED for m in members}
-        return super().of_group(group)
+        if not all(m.summary.num_tokens for m in members):
+            agree = len(sums) > 0 and sums[0] > 0 and bool((sums == sums[0]).all())
+            return {m.sample_id: UNDECIDED for m in members} if agree else super().of_group(group)
+        return self.of_rewards(*self._scored(group, {}))
+
+    def _scored(
+        self, group: GroupContext, leased: Mapping[str, float]
+    ) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
+        """Return the members with usable rewards, and their scaled rewards. `leased`: sample id -> mean log-prob."""
+        members, sums = self.reward_sums(group)
+        logprobs = [m.summary.mean_logprob if m.summary.num_tokens else leased.get(m.sample_id) for m in members]
+        return members, np.where(sums > 0, sums * unlikeliness_factors(logprobs, self.options.beta), sums)
 
 
 def unlikeliness_factors(logprobs: Sequence[float | None], beta: float) -> NDArray[np.float64]:
     """Return the factors [n] of rewards, given the mean log-probs of the members of a group; None for a member that is not ranked."""
-    ranked = [i for i, value in enumerate(logprobs) if value is not None]
-    num = len(ranked)
+    at = [i for i, value in enumerate(logprobs) if value is not None]
+    ranked = np.array([value for value in logprobs if value is not None], dtype=np.float64)
+    num = len(at)
     factors = np.full(len(logprobs), 1.0 - beta * (num - 1) / (2 * num) if num else 1.0)
-    order = sorted(ranked, key=lambda i: float(logprobs[i] or 0.0))
-    for rank, i in enumerate(order):
-        factors[i] = 1.0 - beta * rank / num
+    below = (ranked[None, :] < ranked[:, None]).sum(axis=1)
+    equal = (ranked[None, :] == ranked[:, None]).sum(axis=1)
+    factors[at] = 1.0 - beta * (below + (equal - 1) / 2) / max(1, num)
     return factors
