@@ -197,6 +197,7 @@ def _batch(
                     staleness=None if oldest is None else staleness(update=update, oldest_step=oldest),
                     sampling_params=episode.sampling_params,
                     episode=episode.key.episode,
+                    indices=episode.path(sample.leaf),
                 )
             )
             members.setdefault((group, task), []).append(_outcome(episode, sample, text_chars))

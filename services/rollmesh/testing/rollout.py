@@ -458,6 +458,7 @@ def lease(
     step_min: int = 0,
     lease_s: float = 30.0,
     labels: Mapping[str, str] | None = None,
+    index: int = 0,
 ) -> coordinator_pb2.EpisodeLease:
     """Return a lease of an episode whose task is a conversation of user messages. `labels` are those of the task."""
     key = types_pb2.EpisodeKey(run="r", task="t", group="g", episode=f"e-{lease_id}", attempt=attempt)
@@ -476,4 +477,5 @@ def lease(
         step_min=step_min,
         lease_s=lease_s,
         seed=seed,
+        index=index,
     )

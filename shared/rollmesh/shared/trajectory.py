@@ -371,3 +371,5 @@ class TrainingSample:
     """Its episode, as in `MemberOutcome`."""
     sampling_params: tuple[SamplingParams, ...] = ()
     """What `Segment.sampling` indexes into; a segment whose index is outside was sampled at temperature 1, untruncated."""
+    indices: tuple[int, ...] = ()
+    """Index in the episode of each segment, which `Reward.segment` refers to. Empty: 0, 1, 2, ..."""

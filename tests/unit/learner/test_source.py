@@ -125,7 +125,7 @@ def test_payloads_that_do_not_hold_what_was_leased_are_unreadable(caplog: pytest
     good, malformed, other_leaf, absent = (episode(name, given(-1), sampled(0, 3)) for name in "abcd")
     batch = assembler([leased(e) for e in (good, malformed, other_leaf, absent)])
     broken = payload(malformed)
-    broken.episode.segments[1].logprobs = b"\0\0\0"
+    broken.episode.segments[1].sampling = 7
     moved = payload(other_leaf)
     moved.episode.samples[0].leaf = 0
     empty = payload(absent)

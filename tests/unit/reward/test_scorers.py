@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollmesh.services.reward.item import TEXT_CHARS_MAX
+from rollmesh.services.reward.item import TEXT_CHARS_MAX, JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import Outcome, Reward
+from rollmesh.shared.trajectory import FinishReason, Outcome, Reward, Role, Source
 
 from .builders import item
 
@@ -104,3 +106,42 @@ async def test_length_budget_and_linear_values() -> None:
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SCORERS.make(Extension(name, options))
+
+
+def conversation(*turns: tuple[str, str]) -> ScoreItem:
+    """Return an item with these (text of the model, result of a tool); each turn has two segments. No result: the model was not answered."""
+    path = [JudgedSegment(index=4, role=Role.CONTEXT, source=Source.PROMPT, token_ids=np.zeros(1, np.int32))]
+    for said, result in turns:
+        for text, finish in (("", FinishReason.UNFINISHED), (said, FinishReason.STOP)):
+            path.append(_judged(path, Role.ACTION, Source.POLICY, text, finish))
+        if result:
+            path.append(_judged(path, Role.OBSERVATION, Source.TOOL, result))
+    return replace(item(), path=tuple(path), leaf=path[-1].index)
+
+
+def _judged(
+    path: list[JudgedSegment], role: Role, source: Source, text: str, finish: FinishReason = FinishReason.UNFINISHED
+) -> JudgedSegment:
+    ids = np.zeros(1, np.int32)
+    return JudgedSegment(index=path[-1].index + 1, role=role, source=source, token_ids=ids, text=text, finish=finish)
+
+
+async def test_turn_success_rewards_each_turn_whose_call_succeeded() -> None:
+    made = conversation(("call 1", "42"), ("call 2", "2 lines\nerror: division by zero"), ("done", ""))
+    assert [(turn.segment, turn.text) for turn in made.turns] == [(6, "call 1"), (9, "call 2"), (12, "done")]
+    assert [seen.text for seen in made.turns[0].observations] == ["42"]
+    options = {"success": 0.5, "failure": -1.0}
+    rewards = await SCORERS.make(Extension("turn_success", options)).score(made)
+    assert [(r.segment, r.value) for r in rewards] == [(6, 0.5), (9, -1.0)]
+    rewards = await SCORERS.make(Extension("turn_success", {"error_pattern": "42"})).score(made)
+    assert [(r.segment, r.value) for r in rewards] == [(6, 0.0), (9, 1.0)]
+
+
+async def test_turn_success_of_a_sample_without_a_call_does_not_apply() -> None:
+    reward = await SCORERS.make(Extension("turn_success", {})).score(conversation(("done", "")))
+    assert reward.outcome is Outcome.NOT_APPLICABLE
+
+
+def test_turn_success_rejects_a_pattern_that_does_not_compile() -> None:
+    with pytest.raises(ConfigError, match="error_pattern"):
+        SCORERS.make(Extension("turn_success", {"error_pattern": "("}))

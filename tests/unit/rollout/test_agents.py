@@ -630,3 +630,29 @@ async def test_stored_samples_are_scored_with_their_columns(tmp_path: Path) -> N
     config.write_text("reward: {scorers: [{name: 'judge.py:Asks', reward: correct}]}\n")
     with pytest.raises(ConfigError, match=r"the scorer of the reward `correct` \(Asks@1\) asks the policy"):
         score_file(tmp_path / "samples.jsonl", config, [])
+
+
+@pytest.mark.parametrize(
+    ("purpose", "index", "greedy"),
+    [(types_pb2.PURPOSE_TRAIN, 0, True), (types_pb2.PURPOSE_TRAIN, 1, False), (types_pb2.PURPOSE_EVAL, 0, False)],
+)
+async def test_greedy_first_makes_the_first_episode_of_a_training_group_an_untrained_baseline(
+    purpose: types_pb2.Purpose.ValueType, index: int, greedy: bool
+) -> None:
+    mesh = tool_mesh(config=RolloutConfig(greedy_first=True, sampling=SamplingConfig(temperature=0.5)))
+    report = await mesh.runner().run(lease(["1+2"], tools=["calculator"], purpose=purpose, index=index))
+    (meta,) = report.samples
+    assert (meta.trainable, meta.summary.greedy) == (not greedy, greedy)
+    assert [reward.value for reward in meta.rewards] == [1.0]
+    (episode,) = mesh.samples.episodes
+    assert {params.temperature for params in episode.sampling_params} == {0.0 if greedy else 0.5}
+
+
+async def test_an_agent_sees_the_number_of_its_episode_in_the_group() -> None:
+    class Baseline:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate(temperature=0.0 if env.index == 2 else None)
+
+    mesh = tool_mesh()
+    reports = [await mesh.runner(Baseline()).run(lease(["1"], index=index)) for index in (1, 2)]
+    assert [report.samples[0].summary.greedy for report in reports] == [False, True]

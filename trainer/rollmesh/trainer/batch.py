@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import FloatArray, GroupContext, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, MemberOutcome, TrainingSample
 from rollmesh.trainer.samples import TokenTable
 
 
@@ -43,6 +43,40 @@ class UpdateBatch:
     def lengths(self) -> NDArray[np.int64]:
         """Number of trained tokens per sample, [S]."""
         return self.table.lengths
+
+    @property
+    def members(self) -> tuple[MemberOutcome, ...]:
+        """The samples as members of their groups, [S]: with all rewards, turns and answers, as the members that are not trained."""
+        found = {(group.group, m.sample_id): m for group in self.groups for m in group.members}
+        return tuple(found[one.group, one.sample.sample_id] for one in self.samples)
+
+    @property
+    def contexts(self) -> tuple[GroupContext, ...]:
+        """The group of each sample, [S], e.g. for the labels of its task."""
+        found = {group.group: group for group in self.groups}
+        return tuple(found[sample.group] for sample in self.samples)
+
+    def per_turn(self, values: Sequence[NDArray[Any]]) -> FloatArray:
+        """Return [M]: the value of each token's turn. `values` has one array per sample with one value per turn, as `turn_rewards`.
+
+        A turn beyond the array has the last value, because a summary has at most 512 turns; 0 for an empty array.
+        """
+        return self._gathered(values, self["turn"])
+
+    def per_segment(self, values: Sequence[NDArray[Any]]) -> FloatArray:
+        """Return [M]: the value of each token's segment. `values` has one array per sample with one value per segment of its path."""
+        return self._gathered(values, self["segment"])
+
+    def _gathered(self, values: Sequence[NDArray[Any]], numbers: NDArray[np.int64]) -> FloatArray:
+        if len(values) != len(self.samples):
+            raise ValueError(f"`values` must have one array per sample, {len(self.samples)}, got {len(values)}")
+        rows = np.split(numbers, np.cumsum(self.lengths)[:-1])
+        parts = [
+            np.asarray(of_sample)[np.minimum(row, len(of_sample) - 1)] if len(of_sample) else np.zeros(len(row))
+            for of_sample, row in zip(values, rows, strict=True)
+        ]
+        gathered: FloatArray = np.concatenate([np.zeros(0), *parts]).astype(np.float32)
+        return gathered
 
     def per_token(self, values: NDArray[Any]) -> FloatArray:
         """Return [M]: the value of each token's sample, of `values` [S]."""

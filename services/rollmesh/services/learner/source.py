@@ -83,6 +83,7 @@ def _training_sample(leased: run_pb2.LeasedSample, episode: Episode) -> Training
         episode=episode.key.episode,
         staleness=None if leased.staleness < 0 else leased.staleness,
         sampling_params=episode.sampling_params,
+        indices=episode.path(sample.leaf),
     )
 
 

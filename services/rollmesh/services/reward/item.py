@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -80,6 +80,18 @@ class JudgedSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedTurn:
+    """One turn of the model, as in `TurnSummary`: the segments of one action, and what the model observed after it."""
+
+    segment: int
+    """Index of its last segment in the episode, for `Reward.segment`."""
+    text: str
+    """Text of the model."""
+    observations: tuple[JudgedSegment, ...] = ()
+    """The segments between it and the next turn, such as the result of a tool. Empty after the last turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
     """One sample to score."""
 
@@ -99,6 +111,25 @@ class ScoreItem:
     """The reason for which the last action of the sample ended."""
     path: tuple[JudgedSegment, ...] = ()
     """The segments of the sample, from the root to its leaf. Empty for a written answer without tokens."""
+
+    @property
+    def turns(self) -> tuple[JudgedTurn, ...]:
+        """The turns of the model on the path, in their order."""
+        turns: list[JudgedTurn] = []
+        text, observed = "", list[JudgedSegment]()
+        for segment in self.path:
+            if segment.role is not Role.ACTION:
+                observed.append(segment)
+                continue
+            if turns and observed:
+                turns[-1] = replace(turns[-1], observations=tuple(observed))
+            text, observed = text + segment.text, []
+            if segment.finish is not FinishReason.UNFINISHED or segment.index == self.leaf:
+                turns.append(JudgedTurn(segment=segment.index, text=text))
+                text = ""
+        if turns and observed:
+            turns[-1] = replace(turns[-1], observations=tuple(observed))
+        return tuple(turns)
 
     @property
     def answer_ids(self) -> IntArray:

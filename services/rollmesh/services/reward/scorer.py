@@ -103,6 +103,7 @@ SCORERS = Registry(
         "math": "rollmesh.services.reward.scorers.math:MathScorer",
         "format": "rollmesh.services.reward.scorers.format:FormatScorer",
         "length": "rollmesh.services.reward.scorers.length:LengthScorer",
+        "turn_success": "rollmesh.services.reward.scorers.turn_success:TurnSuccessScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
     },
 )

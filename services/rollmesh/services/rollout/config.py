@@ -187,6 +187,9 @@ class RolloutConfig(Settings):
     `hidden`, `routed_experts`, as far as the engine supports them. List each output that the loss needs."""
     num_top: Annotated[int, msgspec.Meta(ge=1, le=NUM_TOP_MAX)] = NUM_TOP
     """Number of tokens in the output `top_k`."""
+    greedy_first: bool = False
+    """Whether the first episode of each training group is sampled at temperature 0 and is not trained: it is scored, and its reward may be
+    a baseline. A temperature that the agent gives to `env.generate` overrides it."""
     summary_text_chars: Annotated[int, msgspec.Meta(ge=0, le=16_384)] = 0
     """Maximum length of the text of a sample that the other members of its group see in an estimator, characters. The ledger stores it,
     so set it only if the estimator compares texts. 0: no text."""

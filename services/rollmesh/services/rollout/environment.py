@@ -66,6 +66,8 @@ class EnvironmentState:
     sampling: SamplingConfig
     limits: LimitsConfig
     recorder: Recorder
+    index: int = 0
+    """Number of the episode in its group, from 0."""
     at: Hook = noop
     num_turns: int = 0
     num_tokens: int = 0
@@ -251,6 +253,11 @@ class Environment:
     @property
     def task(self) -> Task:
         return self._state.task
+
+    @property
+    def index(self) -> int:
+        """Number of the episode in its group, from 0. A retry has the same number. An agent may treat episode 0 in another way."""
+        return self._state.index
 
     @property
     def format(self) -> ChatFormat:

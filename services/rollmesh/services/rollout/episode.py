@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from rollmesh.services.rollout.agent import Agent, LimitReached
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EnvironmentState
@@ -99,6 +101,8 @@ class EpisodeRunner:
         sampling = config.sampling
         if lease.purpose is Purpose.EVAL and config.eval_sampling is not None:
             sampling = config.eval_sampling
+        if self._is_baseline(lease):
+            sampling = msgspec.structs.replace(sampling, temperature=0.0)
         return EnvironmentState(
             key=lease.key,
             task=lease.task,
@@ -110,8 +114,12 @@ class EpisodeRunner:
             sampling=sampling,
             limits=config.limits,
             recorder=Recorder(lease.seed),
+            index=lease.index,
             at=parts.at,
         )
+
+    def _is_baseline(self, lease: Lease) -> bool:
+        return self._parts.config.greedy_first and lease.purpose is Purpose.TRAIN and lease.index == 0
 
     async def _init(self, state: EnvironmentState) -> Environment:
         env = Environment(state)
@@ -175,7 +183,11 @@ class EpisodeRunner:
             Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in recorder.leaves()
         ]
         samples = [
-            replace(sample, finish=finish_of(recorder.segments[sample.leaf], cut=bool(state.limit)))
+            replace(
+                sample,
+                finish=finish_of(recorder.segments[sample.leaf], cut=bool(state.limit)),
+                trainable=sample.trainable and not self._is_baseline(lease),
+            )
             for sample in numbered_samples(lease.key.episode, marked)
         ]
         if not samples:

@@ -25,6 +25,8 @@ class Lease:
     target: Target
     seed: int
     term_s: float
+    index: int
+    """Number of the episode in its group, from 0."""
 
 
 def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
@@ -50,6 +52,7 @@ def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
         target=target,
         seed=message.seed,
         term_s=message.lease_s,
+        index=message.index,
     )
 
 

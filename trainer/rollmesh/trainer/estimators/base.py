@@ -26,6 +26,7 @@ from rollmesh.shared.trajectory import (
     GroupContext,
     MemberOutcome,
     Outcome,
+    TrainingSample,
 )
 
 if TYPE_CHECKING:  # it imports torch
@@ -45,6 +46,7 @@ ESTIMATORS = Registry(
         "mssr": "rollmesh.trainer.estimators.mssr:Mssr",
         "ace": "rollmesh.trainer.estimators.ace:Ace",
         "vcpo": "rollmesh.trainer.estimators.vcpo:Vcpo",
+        "remax": "rollmesh.trainer.estimators.remax:Remax",
         "w_reinforce": "rollmesh.trainer.estimators.w_reinforce:WReinforce",
         "unlikeliness": "rollmesh.trainer.estimators.unlikeliness:Unlikeliness",
         "kl_reward": "rollmesh.trainer.estimators.kl_reward:KlReward",
@@ -178,7 +180,8 @@ def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list
 def turn_rewards(member: MemberOutcome, weights: Mapping[str, float]) -> NDArray[np.float64]:
     """Return [T]: the weighted sum of the rewards of each turn of a member, without those of the whole sample.
 
-    Rewards that are not OK count 0; `usable_rewards` says whether a member is usable at all.
+    Rewards that are not OK count 0; `usable_rewards` says whether a member is usable at all. A reward belongs to the turn of
+    `SampleSummary.turn_of`.
     """
     sums = np.zeros(len(member.summary.turns))
     for reward in member.rewards:
@@ -202,6 +205,16 @@ def adjusted_sums(
         mean = float(np.mean(own)) if own else 0.0
         found.append((members, sums + np.array([of_sample.get(m.sample_id, mean) for m in members])))
     return found
+
+
+def segment_rewards(sample: TrainingSample, weights: Mapping[str, float]) -> NDArray[np.float64]:
+    """Return [n]: the weighted sum of the rewards of each segment on the path of a sample. Rewards that are not OK count 0."""
+    sums = np.zeros(len(sample.segments))
+    places = {index: n for n, index in enumerate(sample.indices or range(len(sample.segments)))}
+    for reward in sample.sample.rewards:
+        if reward.outcome is Outcome.OK and isfinite(reward.value) and reward.segment in places:
+            sums[places[reward.segment]] += weight_of(reward.name, weights) * reward.value
+    return sums
 
 
 def episode_weights(members: Sequence[MemberOutcome]) -> NDArray[np.float64]:

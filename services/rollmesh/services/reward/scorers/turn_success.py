@@ -1,0 +1,56 @@
+"""Reward each turn with a tool call by whether the call succeeded, for methods with rewards of turns.
+
+A turn has a call if the model observed the result of a tool after it. The call failed if the result matches `error_pattern`, as the
+built-in agent and tools write errors: a line that begins with `error:`. One reward per such turn, for the last segment of the turn. A
+sample without a call gets none (NOT_APPLICABLE). The reward is not one of the whole sample, so a run needs another scorer for that.
+A model may earn it by calls without use; give it a small weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from rollmesh.services.reward.item import TEXT_CHARS_MAX, ScoreItem
+from rollmesh.services.reward.scorers.extract import compile_pattern, not_applicable
+from rollmesh.shared.settings import NonEmptyStr, Settings
+from rollmesh.shared.trajectory import Reward, Source
+
+
+class TurnSuccessOptions(Settings):
+    """Settings of the scorer of tool calls."""
+
+    success: float = 1.0
+    """Reward of a turn whose call succeeded."""
+    failure: float = 0.0
+    """Reward of a turn whose call failed or could not be parsed."""
+    error_pattern: NonEmptyStr = r"(?m)^error: "
+    """Regular expression that the result of a failed call contains; `.` matches newlines."""
+
+    def check_fields(self) -> None:
+        compile_pattern("error_pattern", self.error_pattern)
+
+
+class TurnSuccessScorer:
+    """See the module."""
+
+    Options: ClassVar[type[msgspec.Struct]] = TurnSuccessOptions
+    version: ClassVar[str] = "1"
+
+    def __init__(self, *, options: TurnSuccessOptions) -> None:
+        self._options = options
+        self._is_error: re.Pattern[str] = compile_pattern("error_pattern", options.error_pattern)
+
+    async def score(self, item: ScoreItem) -> Reward | Sequence[Reward]:
+        rewards = []
+        for turn in item.turns:
+            results = [segment.text for segment in turn.observations if segment.source is Source.TOOL]
+            if results:
+                failed = self._is_error.search("\n".join(results)[-TEXT_CHARS_MAX:]) is not None
+                value = self._options.failure if failed else self._options.success
+                evidence = "the call failed" if failed else "the call succeeded"
+                rewards.append(Reward(name="", value=value, segment=turn.segment, evidence=evidence))
+        return rewards or not_applicable("the model called no tool")
