@@ -135,7 +135,7 @@ def test_payloads_that_do_not_hold_what_was_leased_are_unreadable(caplog: pytest
     fetched = decode_batch(batch.finish())
     assert [s.sample.sample_id for s in fetched.samples] == ["a"]
     assert fetched.unreadable == {"b": "UNREADABLE", "c": "METADATA_MISMATCH", "d": "METADATA_MISMATCH"}
-    assert "logprobs" in next(text for text in caplog.messages if "id=b " in text)
+    assert "sampling" in next(text for text in caplog.messages if "id=b " in text)
 
 
 def test_samples_that_are_not_leased_are_passed_over() -> None:
