@@ -42,8 +42,15 @@ OWN = {
     "mssr": "estimator/rho",
     "vcpo": "estimator/sequence_ess",
     "seeupo": "loss",
+    "stable_reinforce": "estimator/outliers",
+    "campo": "estimator/loop_share_mean",
+    "grpo_kl_reward": "estimator/kl_mean",
+    "gmpo": "clipped_share",
+    "kl_cov": "chosen_share",
+    "drpo": "divergence_share",
 }
-"""A metric of each recipe. They have memory, one rollout per group, gradients of samples, and ordered passes."""
+"""A metric of each recipe. They have memory, one rollout per group, gradients of samples, ordered passes, tokens of the samples, a
+reference in the estimator, and steps of whole groups."""
 
 
 @pytest.fixture(scope="module")

@@ -178,6 +178,35 @@ def test_a_limit_of_the_log_ratio_inside_the_clip_is_rejected(term: str) -> None
         loss_of(term, log_ratio_max=0.2)
 
 
+def test_the_penalty_at_large_covariances_equals_the_hand_computed_value() -> None:
+    """A = 1, -1, 0 and log pi = 0, ln 1/4, ln 1/2 with the means 0 and ln 1/2: cov = ln 2, ln 2 and 0, of which a third of 3 is one token.
+
+    With mu = pi / 2 everywhere, the first has the loss -2 + 0.5 ln 2 and the others 2 and 0."""
+    pi = logs(1.0, 0.25, 0.5).requires_grad_()
+    made = inputs(pi, pi.detach() - math.log(2), [1, -1, 0], [0, 0, 1], current=logs(1.0, 0.2500001, 0.5))
+    term = loss_of("covariance", share=0.34, coefficient=0.5)
+    prepared = term.prepare(made.columns)
+    assert prepared["covariance_chosen"].tolist() == [1, 0, 0]
+    assert prepared["covariance_value"].tolist() == pytest.approx([math.log(2), math.log(2), 0], abs=1e-6)
+    loss, _ = term(LossInputs(pi, {**made.columns, **prepared}))
+    assert loss.item() == pytest.approx((-2 + 0.5 * math.log(2) + 2) / 3)
+    assert gradient_of(loss, pi) == pytest.approx([(-2 + 0.5) / 3, 2 / 3, 0])
+
+
+def test_the_draw_of_clip_cov_has_the_share_and_repeats() -> None:
+    """About half of 400 tokens are in the band; 40 of these are drawn, the same ones again for the same batch."""
+    rng = torch.Generator().manual_seed(0)
+    pi, advantages = (torch.randn(400, generator=rng, dtype=torch.float64) for _ in range(2))
+    columns = {"current": pi, "behavior": pi, "advantages": advantages}
+    term = loss_of("covariance", kind="clip", share=0.1, cov_min=0.0, cov_max=100.0)
+    chosen, again = (term.prepare(columns)["covariance_chosen"] for _ in range(2))
+    assert int(chosen.sum()) == 40
+    assert torch.equal(chosen, again)
+    assert (term.prepare(columns)["covariance_value"][chosen == 1] > 0).all()
+    with pytest.raises(ConfigError, match=r"`cov_min` must be < cov_max = 5.0, got 6.0"):
+        loss_of("covariance", cov_min=6.0)
+
+
 # Penalties ------------------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +278,8 @@ DIFFERENTIABLE = [
     LossTerm("kl", {"kind": "k2", "to": "proximal"}),
     LossTerm("kl", {"kind": "k3", "corrected": True}),
     LossTerm("entropy"),
+    LossTerm("covariance", {"kind": "kl", "share": 0.3}),
+    LossTerm("covariance", {"kind": "clip", "share": 0.5, "cov_min": 0.0, "clip_low": 0.3, "clip_high": 0.3}),
 ]
 WITH_CONSTANTS = [
     LossTerm("policy_gradient", {"level": "geometric"}),

@@ -6,7 +6,7 @@ with these files:
 - TRL: huggingface/trl f2cd577 (2026-07-24), trl/trainer/grpo_trainer.py, `GRPOTrainer._compute_loss`,
   `GRPOTrainer._generate_and_score_completions` (sampler correction), `GRPOTrainer.get_off_policy_mask`
 - verl: volcengine/verl b178a3c (2026-01-29), verl/trainer/ppo/core_algos.py, `agg_loss`, `compute_policy_loss_vanilla`, `_gspo`, `_geo_mean`,
-  `_cispo`, `_reinforce`, `_bypass_mode`, `kl_penalty`; verl/trainer/ppo/rollout_corr_helper.py; verl/trainer/ppo/ray_trainer.py,
+  `_cispo`, `_kl_cov`, `_clip_cov`, `_reinforce`, `_bypass_mode`, `kl_penalty`; verl/trainer/ppo/rollout_corr_helper.py; verl/trainer/ppo/ray_trainer.py,
   `apply_kl_penalty`
 - AReaL: inclusionAI/AReaL 4aef98d (2026-05-21), areal/utils/functional/functional.py, `ppo_actor_loss_fn`, `apply_rejection_sampling`
 - KernelGYM: hkust-nlp/KernelGYM 3a84417 (2026-02-07), drkernel/verl_patch/trainer/code/ppo/mismatch_helper.py
@@ -106,11 +106,14 @@ def ours(
         "behavior": batch.mu[chosen],
         "proximal": batch.proximal[chosen],
         "reference": batch.reference[chosen],
+        "current": batch.policy[chosen].detach(),
         "advantages": batch.advantages[chosen],
         "token_weight": token_weights(lengths, [1.0] * len(lengths), normalization, constant).double(),
         "sample": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
     }
-    return LossSum(terms)(LossInputs(batch.policy[chosen], columns))[0]
+    loss = LossSum(terms)
+    columns |= loss.prepare(columns)
+    return loss(LossInputs(batch.policy[chosen], columns))[0]
 
 
 def assert_same(batch: Padded, found: Tensor, expected: Tensor) -> None:
@@ -296,6 +299,43 @@ def test_gmpo_of_verl(seed: int, to: str) -> None:
 
     term = LossTerm("gmpo", {"clip_low": 0.3, "clip_high": 0.4, "to": to})
     compare(padded(seed), formula, term, normalization=Normalization.SEQUENCE_MEAN)
+
+
+def covariance(b: Padded) -> Tensor:
+    """The product of the deviations of advantage and log-prob from their means over all tokens, [B, T]; -inf at padding."""
+    means = [(v * b.mask).sum() / b.mask.sum() for v in (b.advantages, b.policy.detach())]
+    value = (b.advantages - means[0]) * (b.policy.detach() - means[1])
+    return value.masked_fill(b.mask == 0, -torch.inf)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kl_cov_of_verl(seed: int) -> None:
+    """`compute_policy_loss_kl_cov`: no clip, and the penalty |log r| at the share of the tokens with the largest covariance."""
+
+    def formula(b: Padded) -> Tensor:
+        value = covariance(b)
+        least = value[b.mask.bool()].sort(descending=True).values[int(0.2 * float(b.mask.sum())) - 1]
+        log_ratio = b.policy - b.mu
+        return token_mean(-b.advantages * log_ratio.exp() + 0.7 * (value >= least) * log_ratio.abs(), b.mask)
+
+    compare(padded(seed), formula, LossTerm("covariance", {"kind": "kl", "share": 0.2, "coefficient": 0.7}))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clip_cov_of_verl(seed: int) -> None:
+    """`compute_policy_loss_clip_cov`: tokens in a band of covariance that the clip spares have no loss. All in the band are drawn here."""
+
+    def formula(b: Padded) -> Tensor:
+        ratio = torch.exp(b.policy - b.mu)
+        losses = clipped(ratio, b.advantages, 0.2, 0.28)
+        spared = losses.detach() <= -(b.advantages * ratio).detach()
+        value = covariance(b)
+        drawn = (value > 0.1) & (value < 1.0) & spared
+        assert drawn.any()
+        return token_mean(losses * ~drawn, b.mask)
+
+    options = {"kind": "clip", "share": 1.0, "cov_min": 0.1, "cov_max": 1.0}
+    compare(padded(seed), formula, LossTerm("covariance", options))
 
 
 # Policy gradient ------------------------------------------------------------------------------------------------------
@@ -551,7 +591,8 @@ def verl_kl(kind: str, log_ratio: Tensor) -> Tensor:
 @pytest.mark.parametrize("to", ["reference", "proximal", "behavior"])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_penalties_of_verl(kind: str, to: str, straight_through: bool) -> None:
-    """`kl_penalty` of the kinds k1 (`kl`), k2 (`mse`) and k3 (`low_var_kl`, limited to 10); with a plus sign the gradient is that of k2."""
+    """`kl_penalty` of the kinds k1 (`kl`), k2 (`mse`) and k3 (`low_var_kl`, limited to 10). With a plus sign the gradient is that of k2; in
+    the version above, the function describes this formula but raises for these names."""
 
     def formula(b: Padded) -> Tensor:
         other = {"reference": b.reference, "proximal": b.proximal, "behavior": b.mu}[to]

@@ -27,6 +27,7 @@ LOSSES = Registry(
         "policy_gradient": "rollmesh.trainer.losses.policy_gradient:PolicyGradient",
         "gspo": "rollmesh.trainer.losses.gspo:Gspo",
         "gmpo": "rollmesh.trainer.losses.gmpo:Gmpo",
+        "covariance": "rollmesh.trainer.losses.covariance:Covariance",
         "kl": "rollmesh.trainer.losses.kl:KlPenalty",
         "rover": "rollmesh.trainer.losses.rover:Rover",
         "siren": "rollmesh.trainer.losses.siren:Siren",
