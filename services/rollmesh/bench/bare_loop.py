@@ -187,25 +187,28 @@ def _batch(
     for episode in episodes:
         for sample in episode.samples:
             group, task = episode.key.group, episode.key.task
-            oldest = episode.oldest_step(sample)
-            samples.append(
-                TrainingSample(
-                    sample=sample,
-                    segments=episode.path_segments(sample),
-                    group=group,
-                    task=task,
-                    staleness=None if oldest is None else staleness(update=update, oldest_step=oldest),
-                    sampling_params=episode.sampling_params,
-                    episode=episode.key.episode,
-                    indices=episode.path(sample.leaf),
-                )
-            )
+            samples.append(training_sample(episode, sample, update))
             members.setdefault((group, task), []).append(_outcome(episode, sample, text_chars))
     groups = [
         GroupContext(group=group, task=task, members=tuple(them), labels=labels[group])
         for (group, task), them in members.items()
     ]
     return samples, groups
+
+
+def training_sample(episode: Episode, sample: Sample, update: int) -> TrainingSample:
+    """Return a sample of an episode as a trainer gets it for an update."""
+    oldest = episode.oldest_step(sample)
+    return TrainingSample(
+        sample=sample,
+        segments=episode.path_segments(sample),
+        group=episode.key.group,
+        task=episode.key.task,
+        staleness=None if oldest is None else staleness(update=update, oldest_step=oldest),
+        sampling_params=episode.sampling_params,
+        episode=episode.key.episode,
+        indices=episode.path(sample.leaf),
+    )
 
 
 def _outcome(episode: Episode, sample: Sample, text_chars: int) -> MemberOutcome:

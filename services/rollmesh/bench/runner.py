@@ -30,12 +30,15 @@ BENCHES = (
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
 BY_NAME = ("vllm",)
-"""Modules that run by name only, because they need another environment."""
+"""Modules that run by name only, because they need another environment. `methods` is a command with its own options."""
+METHODS = "methods"
 
 
 def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None) -> None:
     """Run the benches in `names`, or `BENCHES` if it is empty. Raises InvalidInput for an unknown one."""
-    known = (*BENCHES, *BY_NAME)
+    if METHODS in names:
+        raise InvalidInput(f"NAME must be `{METHODS}` alone or other benches; got {', '.join(names)}")
+    known = (*BENCHES, *BY_NAME, METHODS)
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput(f"NAME must be one of {', '.join(known)}; got {unknown[0]!r}")
     results = [_run(name, quick) for name in names or BENCHES]

@@ -32,7 +32,7 @@ SAMPLE_COLORS = {
     "trained": GOOD, "filtered": "#b8c4ce", "cancelled": "#d5dce2", "stale": "#c9a227", "failed": BAD,
     "live": "#6c8ea4", "exported": "#8f7aa6",
 }  # fmt: skip
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
     "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 12,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "grid.linewidth": 0.8,
@@ -46,7 +46,7 @@ _ROWS_MIN = 5
 
 def draw(series: Series, summary: Summary) -> Figure:
     """Return the figure. The caller must close it."""
-    with plt.rc_context(cast(Any, _STYLE)):
+    with plt.rc_context(cast(Any, STYLE)):
         figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.22))
         evals, updates = series.evals_by_step, series.updates
         _course(axes[0, 0], evals, updates, by="updates")

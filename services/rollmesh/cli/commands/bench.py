@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollmesh.cli.app import app, report_errors, set_up_compute
+from rollmesh.cli.app import FAILED, app, report_errors, set_up_compute
+
+if TYPE_CHECKING:
+    from rollmesh.bench.methods import MethodsOptions, MethodsOutcome
 
 
 @app.command()
@@ -19,10 +22,122 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to this file.")
     ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="With `methods`: recipes by name or file, separated by commas. Default: all built-in ones.",
+            show_default=False,
+        ),
+    ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="With `methods`: tasks, separated by commas. Default: those on which a recipe expects a difference, or calc.",
+            show_default=False,
+        ),
+    ] = "",
+    lags: Annotated[
+        str,
+        typer.Option(
+            help="With `methods`: ages of the generating weights in updates, separated by commas. Default: 0, and 0,4,16 where a recipe "
+            "expects something of stale data.",
+            show_default=False,
+        ),
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="With `methods`: seeds, separated by commas.")] = "0,1,2",
+    cpu_s: Annotated[
+        float, typer.Option("--cpu-s", help="With `methods`: budget of this call, in CPU seconds.")
+    ] = 3600.0,
+    processes: Annotated[int, typer.Option(help="With `methods`: arms that run at once, with one thread each.")] = 1,
+    out: Annotated[Path, typer.Option(help="With `methods`: folder of records, initial models and the report.")] = Path(
+        "bench-methods"
+    ),
+    report: Annotated[
+        bool, typer.Option("--report", help="With `methods`: write the report from the records and run nothing.")
+    ] = False,
+    any_commit: Annotated[
+        bool,
+        typer.Option("--any-commit", help="With `methods`: accept records of other commits with the same settings."),
+    ] = False,
 ) -> None:
-    """Measure engine and mesh against baselines of the same run. docs/benchmarks.md explains the results."""
+    """Measure engine and mesh against baselines of the same run. docs/benchmarks.md explains the results.
+
+    `rollmesh bench methods` trains tiny models with recipes and compares each with its baseline. It writes a record when a run ends, and
+    resumes.
+    """
     with report_errors():
         set_up_compute()
-        from rollmesh.bench.runner import run_benches
+        if names != ["methods"]:
+            from rollmesh.bench.runner import run_benches
 
-        run_benches(names or [], quick=quick, json_file=json_file)
+            run_benches(names or [], quick=quick, json_file=json_file)
+            return
+        from rollmesh.bench.methods import MethodsOptions
+
+        chosen = MethodsOptions(
+            methods=_split(methods),
+            tasks=_split(tasks),
+            lags=_numbers("--lags", lags),
+            seeds=_numbers("--seeds", seeds),
+            cpu_s=cpu_s,
+            processes=processes,
+            out=out,
+            any_commit=any_commit,
+            quick=quick,
+        )
+        _methods(chosen, json_file, run=not report)
+
+
+def _methods(options: MethodsOptions, json_file: Path | None, *, run: bool) -> None:
+    import asyncio
+
+    import msgspec
+
+    from rollmesh.bench.methods import read_outcome, run_methods
+
+    if run:
+        outcome = asyncio.run(run_methods(options, lambda line: typer.echo(line, err=True)))
+    else:
+        outcome = read_outcome(options)
+    text = _write_report(options, outcome)
+    typer.echo(text)
+    if json_file is not None:
+        rows: dict[str, Any] = {"rows": outcome.rows, "missing": outcome.missing, "crashed": outcome.crashed}
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+    if outcome.crashed:
+        raise typer.Exit(FAILED)
+
+
+def _write_report(options: MethodsOptions, outcome: MethodsOutcome) -> str:
+    """Write `report/` with the curves of each task, and return its text."""
+    from rollmesh.bench.methods_report import markdown
+    from rollmesh.cli.figure import close, to_svg
+    from rollmesh.cli.methods_figure import draw_task
+
+    folder = options.out / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    good = [arm for arm, record in outcome.records.items() if not record.error]
+    pictures = {}
+    for task in sorted({arm.task for arm in good}):
+        methods = sorted({arm.method for arm in good if arm.task == task})
+        figure = draw_task(task, outcome.records, methods)
+        (folder / f"{task}.svg").write_text(to_svg(figure))
+        close(figure)
+        pictures[task] = f"{task}.svg"
+    text = markdown(outcome.rows, outcome.records, len(outcome.missing), pictures)
+    (folder / "methods.md").write_text(text)
+    return text
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Raise InvalidInput for a part that is not an integer."""
+    from rollmesh.shared.errors import InvalidInput
+
+    try:
+        return tuple(int(part) for part in _split(text))
+    except ValueError as err:
+        raise InvalidInput(f"{option} must be integers separated by commas, got {text!r}") from err

@@ -1,0 +1,67 @@
+"""The curves of `rollmesh bench methods`: one figure per task, with a column per lag and a row per measure.
+
+A line is the mean over the seeds of a method. The band is from the smallest to the largest seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, cast
+
+from matplotlib import colormaps
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from rollmesh.bench.methods_records import ArmRecord, MethodArm
+from rollmesh.cli.figure import STYLE
+
+ROWS = ("success", "entropy", "length", "ess")
+"""Measures that are drawn. `ess` is by update, the others by evaluation."""
+Curve = list[tuple[int, float]]
+
+
+def draw_task(task: str, records: Mapping[MethodArm, ArmRecord], methods: Sequence[str]) -> Figure:
+    """Return the figure of a task, which has at least one record that did not fail. The caller must close it."""
+    found = [record for arm, record in records.items() if arm.task == task and not record.error]
+    lags = sorted({record.arm.lag for record in found})
+    colors = dict(zip(methods, colormaps["tab20"].colors * (1 + len(methods) // 20), strict=False))  # type: ignore[attr-defined]
+    with plt.rc_context(cast(Any, STYLE)):
+        figure, axes = plt.subplots(
+            len(ROWS),
+            len(lags),
+            figsize=(1.5 + 4.2 * len(lags), 2.6 * len(ROWS)),
+            squeeze=False,
+            sharex=True,
+            sharey="row",
+            layout=ConstrainedLayoutEngine(),
+        )
+        for row, measure in enumerate(ROWS):
+            for column, lag in enumerate(lags):
+                ax = axes[row, column]
+                for method in methods:
+                    arms = [record for record in found if record.arm.method == method and record.arm.lag == lag]
+                    _line(ax, method, [curve(record, measure) for record in arms], colors[method])
+                ax.set_title(f"{measure}, lag {lag}")
+        axes[-1, 0].set_xlabel("update")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right upper")
+    return figure
+
+
+def curve(record: ArmRecord, measure: str) -> Curve:
+    """Return (update, value) of a measure."""
+    if measure == "ess":
+        return [(point.update, point.metrics["ess"]) for point in record.updates if "ess" in point.metrics]
+    return [(point.update, getattr(point, measure)) for point in record.evals]
+
+
+def _line(ax: Axes, method: str, curves: Sequence[Curve], color: Any) -> None:
+    by_update: dict[int, list[float]] = {}
+    for update, value in (point for one in curves for point in one):
+        by_update.setdefault(update, []).append(value)
+    xs = sorted(by_update)
+    ax.plot(xs, [fmean(by_update[x]) for x in xs], color=color, linewidth=1.8, label=method)
+    ax.fill_between(xs, [min(by_update[x]) for x in xs], [max(by_update[x]) for x in xs], color=color, alpha=0.15)
