@@ -280,11 +280,12 @@ def test_a_method_that_fails_is_recorded_with_its_cause(models: Path, tmp_path: 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Return a folder with the records of `grpo` and `dr_grpo` on calc with two seeds, the second one failed."""
+    """Return a folder with a recipe and its records and those of `grpo` on calc with two seeds, of which one failed."""
+    mine = user_recipe(tmp_path, "{expected: [{task: calc}]}")
     for seed in (0, 1):
-        for method, success in (("grpo", (0.2, 0.4)), ("dr_grpo", (0.2, 0.7))):
+        for method, success in (("grpo", (0.2, 0.4)), (mine, (0.2, 0.7))):
             of = arm(method, seed=seed)
-            error = "ValueError: no\n  in line 3" if seed and method == "dr_grpo" else ""
+            error = "ValueError: no\n  in line 3" if seed and method == mine else ""
             settings = settings_digest(of, Size())
             append_record(
                 tmp_path / "records.jsonl",
@@ -294,23 +295,26 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_a_resumed_call_skips_arms_with_a_record(out: Path) -> None:
-    outcome = read_outcome(MethodsOptions(methods=("dr_grpo",), tasks=("calc",), seeds=(0, 1, 2), out=out))
-    assert outcome.missing == [arm(name, seed=2) for name in ("grpo", "dr_grpo")]
+    outcome = read_outcome(MethodsOptions(methods=(str(out / "mine.yaml"),), tasks=("calc",), seeds=(0, 1, 2), out=out))
+    assert outcome.missing == [arm(name, seed=2) for name in ("grpo", str(out / "mine.yaml"))]
     assert len(outcome.records) == 4
-    quick = read_outcome(MethodsOptions(methods=("dr_grpo",), tasks=("calc",), seeds=(0,), out=out, quick=True))
+    quick = read_outcome(
+        MethodsOptions(methods=(str(out / "mine.yaml"),), tasks=("calc",), seeds=(0,), out=out, quick=True)
+    )
     assert len(quick.missing) == 2, "a record of another size is not the record of this arm"
 
 
 def test_the_report_has_verdicts_means_curves_and_failures(out: Path) -> None:
-    options = ["--methods", "dr_grpo", "--tasks", "calc", "--out", str(out), "--json", str(out / "rows.json")]
+    mine = str(out / "mine.yaml")
+    options = ["--methods", mine, "--tasks", "calc", "--out", str(out), "--json", str(out / "rows.json")]
     result = CliRunner().invoke(app, ["bench", "methods", "--report", *options])
     assert result.exit_code == 0, result.output
     text = (out / "report" / "methods.md").read_text()
     assert "4 arms" in text
     assert "2 arms have no record" in text
-    assert "| dr_grpo | grpo | calc | 0 | success | 0.450 | 0.300 | +0.150 | 1 |  | no expectation |" in text
+    assert f"| {mine} | grpo | calc | 0 | success | 0.450 | 0.300 | +0.150 | 1 | up | not shown |" in text
     assert "| calc | 0 | grpo | 2 | 0.300 |" in text
-    assert "- dr_grpo on calc at lag 0, seed 1: ValueError: no\n" in text
+    assert f"- {mine} on calc at lag 0, seed 1: ValueError: no\n" in text
     assert "![Curves of calc](calc.svg)" in text
     assert (out / "report" / "calc.svg").read_text().startswith("<svg")
     (row,) = json.loads((out / "rows.json").read_text())["rows"]
