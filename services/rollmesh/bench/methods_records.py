@@ -28,7 +28,7 @@ EVAL_SAMPLES = 4
 LAST = 3
 """Number of evaluations whose mean is the measure of an arm."""
 MEASURES: tuple[Measure, ...] = get_args(Measure)
-OF_UPDATES = ("ess",)
+OF_UPDATES: tuple[Measure, ...] = ("ess",)
 """Measures that are means over updates, not over evaluations."""
 
 

@@ -96,7 +96,7 @@ TASKS: Mapping[MethodTask, TaskOfMethods] = {
     "sparse": TaskOfMethods(
         summary="Expressions with three operators, of which the model solves few at first: most groups have no success.",
         data=_source(3, 3),
-        model=_model(levels=3, target_success=0.1),
+        model=_model(levels=3, target_success=0.3),
         reward={"scorers": [EXACT]},
     ),
 }

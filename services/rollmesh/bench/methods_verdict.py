@@ -57,7 +57,8 @@ def compare(
     rows = []
     for task, lag in cases:
         expected = [one for one in about.expected if one.task == task and lag >= one.lag_min]
-        for one in _widest(expected) or [None]:
+        wanted: list[Expectation | None] = [*_widest(expected)]
+        for one in wanted or [None]:
             measure: Measure = one.measure if one is not None else "success"
             pairs = _pairs(method, about.baseline, task, lag, measure, records)
             if pairs:

@@ -6,6 +6,7 @@ A line is the mean over the seeds of a method. The band is from the smallest to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
@@ -63,5 +64,5 @@ def _line(ax: Axes, method: str, curves: Sequence[Curve], color: Any) -> None:
     for update, value in (point for one in curves for point in one):
         by_update.setdefault(update, []).append(value)
     xs = sorted(by_update)
-    ax.plot(xs, [fmean(by_update[x]) for x in xs], color=color, linewidth=1.8, label=method)
+    ax.plot(xs, [fmean(by_update[x]) for x in xs], color=color, linewidth=1.8, label=Path(method).stem)
     ax.fill_between(xs, [min(by_update[x]) for x in xs], [max(by_update[x]) for x in xs], color=color, alpha=0.15)
