@@ -50,6 +50,10 @@ class Source(IntEnum):
     HUMAN = 10
 
 
+SAMPLED_SOURCES = frozenset({Source.POLICY, Source.PEER})
+"""Sources whose tokens were drawn from a distribution, so that they have log-probs."""
+
+
 class FinishReason(IntEnum):
     """Why generation of a segment ended. Numbers equal `rollmesh.v1.FinishReason`."""
 

@@ -436,6 +436,41 @@ async def test_appended_tokens_are_read_by_scorers_and_do_not_count_as_sampled()
     assert (sampled.source, sampled.num_trainable) == (Source.POLICY, 4)
 
 
+async def test_a_given_solution_is_a_trained_sample_without_log_probs() -> None:
+    class Gives:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            env.sample()
+            env.context(task.messages)
+            env.append(env.encode("<answer>3</answer>", end=True), role=Role.ACTION, source=Source.DATASET, train=True)
+            env.sample(weight=0.25)
+
+    mesh = tool_mesh(lambda text: "<answer>4</answer><|end|>")
+    report = await mesh.runner(Gives()).run(lease(messages=["1+2"]))
+    assert report.outcome == COMPLETED, report.failure
+    episode = mesh.samples.episodes[report.payload.sequence - 1]
+    given = episode.segments[-1]
+    assert (given.role, given.source, given.finish) == (Role.ACTION, Source.DATASET, FinishReason.STOP)
+    assert given.num_trainable == given.num_tokens > 0
+    assert (given.logprobs, given.version) == (None, None)
+    assert [(s.weight, s.finish) for s in episode.samples] == [(1.0, FinishReason.STOP), (0.25, FinishReason.STOP)]
+    assert [message.content for message in judged(mesh)[1]] == ["1+2", "<answer>3</answer>"]
+    own, external = report.samples
+    assert [span.num_tokens for span in own.steps] == [own.num_sampled_tokens]
+    assert (list(external.steps), external.num_sampled_tokens) == ([], 0)
+    assert episode.oldest_step(episode.samples[1]) is None
+
+
+async def test_tokens_of_the_policy_cannot_be_given() -> None:
+    class Forges:
+        async def run(self, task: Task, env: Environment) -> None:
+            env.append(env.encode("x"), role=Role.ACTION, source=Source.POLICY, train=True)
+
+    report = await tool_mesh().runner(Forges()).run(lease())
+    assert report.outcome == INFRA_FAILURE
+    assert "`source` must be one of tokens that were not sampled, such as DATASET, got POLICY" in report.failure.message
+
+
 async def test_a_new_context_leaves_the_old_one_as_a_sample_of_its_own() -> None:
     class Summarises:
         async def run(self, task: Task, env: Environment) -> None:

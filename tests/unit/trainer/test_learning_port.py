@@ -201,7 +201,7 @@ def test_a_feature_of_the_configuration_is_a_column() -> None:
     samples, groups = random_batch()
     seen: list[LossInputs] = []
     spied = made.plugins.loss.terms["ppo_clip"]
-    made.plugins.loss._terms[0] = ("ppo_clip", 1.0, _Spy(spied, seen))
+    made.plugins.loss._terms[0].loss = _Spy(spied, seen)
     made.update(1, samples, groups)
     assert seen[0]["mine"].shape == (len(seen[0].logprobs), 2)
 

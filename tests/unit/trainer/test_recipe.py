@@ -44,7 +44,7 @@ def test_a_built_in_recipe_resolves_and_its_test_exists(name: str) -> None:
 def test_the_default_recipe_is_what_the_structs_hold() -> None:
     found = configured()
     options = found.learner.loss[0].options
-    assert options == msgspec.to_builtins(LossSum(found.learner.loss)._terms[0][2].options)  # type: ignore[attr-defined]
+    assert options == msgspec.to_builtins(LossSum(found.learner.loss)._terms[0].loss.options)  # type: ignore[attr-defined]
     plain = msgspec.structs.replace(found.learner, loss=(LossTerm("ppo_clip"),))
     assert msgspec.structs.replace(found, learner=plain, recipe_applied=False) == MeshConfig()
     assert found.recipe == DEFAULT_RECIPE

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import FloatArray, GroupContext, MemberOutcome, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, MemberOutcome, Source, TrainingSample
 from rollmesh.trainer.samples import TokenTable
 
 
@@ -88,6 +88,12 @@ class UpdateBatch:
         sums = np.zeros(len(self.samples))
         np.add.at(sums, self["sample"], values)
         return sums
+
+    @property
+    def external(self) -> NDArray[np.bool_]:
+        """True for each sample without a trained token that the policy sampled, such as a given solution, [S]."""
+        external: NDArray[np.bool_] = self.sums(self["source"] == Source.POLICY) == 0
+        return external
 
     def first(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return [S]: the value at each sample's first trained token, of `values` [M]."""

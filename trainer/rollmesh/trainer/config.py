@@ -69,6 +69,10 @@ class LossTerm(Extension):
 
     weight: float = 1.0
     """Factor of the term."""
+    where: Literal["policy", "external", "all"] | None = None
+    """Tokens of the term by their source: those that the `policy` sampled, `external` ones, such as those of a given solution, or `all`.
+    Absent: the choice of the term, which is `all` unless its documentation says otherwise. A term that reads behavior log-probs never
+    gets a token without one. `learner.normalization` averages over the tokens of the term."""
 
 
 class FeatureChoice(Extension):

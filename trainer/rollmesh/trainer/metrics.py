@@ -3,7 +3,7 @@
 Drift from the sampling policy (k3 estimate of KL) predicts divergence better than the version count, as measured. A mean over all
 tokens hides it, so metrics are also grouped by lag. All numbers use natural logarithms.
 
-`kl`, `ess` and so on are over all trained tokens; `lag/<n>/...` are over tokens of staleness n. `entropy` is that of the distribution
+`kl`, `ess` and so on are over all trained tokens that were sampled, of which `tokens/external_share` is the complement; `lag/<n>/...` are over tokens of staleness n. `entropy` is that of the distribution
 at the sampling temperature. `clipped_share` counts the tokens without gradient: tokens beyond a clip bound, and tokens whose ratio is
 limited to stay finite. `packed` is 1 if sequences share rows (see `self_test`).
 The policy's log-probs are taken when a token is trained on. With several optimizer steps per update, later ones include the effect of
@@ -75,8 +75,9 @@ def length_metrics(leased: Sequence[TrainingSample], used: Sequence[TrainingSamp
 
 
 def mean_stats(stats: Mapping[str, FloatArray]) -> dict[str, float]:
-    """Return the means of a loss's per-token statistics as `<name>_share`."""
-    return {f"{name}_share": float(values.mean()) for name, values in stats.items() if values.size}
+    """Return the means of a loss's per-token statistics as `<name>_share`. They are NaN at tokens outside the token set of the term."""
+    found = {name: values[~np.isnan(values)] for name, values in stats.items()}
+    return {f"{name}_share": float(values.mean()) for name, values in found.items() if values.size}
 
 
 def _mean_length(samples: Sequence[TrainingSample]) -> float:

@@ -27,6 +27,7 @@ from rollmesh.trainer.features import (
     merged_requests,
 )
 from rollmesh.trainer.losses import LossSum
+from rollmesh.trainer.losses.terms import needs_sampled
 from rollmesh.trainer.samples import Rewrite
 from rollmesh.trainer.update_rules import UPDATE_RULES, UpdateRule
 
@@ -43,7 +44,7 @@ class Plugins:
     ) -> None:
         """Construct the parts. Raises ConfigError for a name or an option, and ValueError for requests that contradict each other."""
         self.estimator: Estimator = make_estimator(config.estimator, reward_weights, base_dir)
-        self.loss = LossSum(config.loss, base_dir)
+        self.loss = LossSum(config.loss, base_dir, config.normalization)
         self.rule: UpdateRule = UPDATE_RULES.make(config.update_rule, base_dir)
         self.parts: dict[str, Any] = {
             f"estimator {config.estimator.short_name}": self.estimator,
@@ -75,6 +76,11 @@ class Plugins:
             dict.fromkeys(name for made in self.parts.values() for name in getattr(made, "rewards", ()))
         )
         """Names of the rewards that some part reads."""
+        self.loss.sampled_only(self.outputs)
+        self.takes_external = self.loss.takes_external and not any(
+            needs_sampled(made, self.outputs) for made in (self.estimator, self.rule)
+        )
+        """Whether tokens that were not sampled can be trained on."""
         self._needed_by = {name: part for part, name in reversed(needs)}
         self._check_times(needs)
         self._check_groups(config.update_rule.short_name)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import (
+    SAMPLED_SOURCES,
     FinishReason,
     IntArray,
     MaskArray,
@@ -70,7 +71,7 @@ class DropReason(StrEnum):
     MALFORMED = "MALFORMED"
     """An array does not have one entry per token, or a mask has values other than 0 and 1."""
     NO_LOGPROBS = "NO_LOGPROBS"
-    """A trained token has no finite behavior log-prob."""
+    """A trained token has no finite behavior log-prob, and it was sampled, or no part of the run can use it without one."""
     NO_OUTPUT = "NO_OUTPUT"
     """A trained token lacks an engine output that the loss needs, e.g. because another run sampled it."""
     NO_OTHER_PROMPT = "NO_OTHER_PROMPT"
@@ -78,7 +79,7 @@ class DropReason(StrEnum):
     NOT_FINITE_ADVANTAGE = "NOT_FINITE_ADVANTAGE"
     """The estimator returned an advantage or a weight that is not finite, or a result of the wrong shape."""
     LEFT_OUT = "LEFT_OUT"
-    """The estimator masked all of its tokens, or no step of the update rule contains it."""
+    """The estimator masked all of its tokens, no loss term has them in its token set, or no step of the update rule contains it."""
     NON_FINITE = "NON_FINITE"
     """The optimizer step of its minibatch had a non-finite loss or gradient and was not taken."""
 
@@ -88,14 +89,15 @@ class TokenTable:
     """Trained tokens of S samples, one after the other. `lengths` [S] counts them per sample; M is its sum.
 
     `columns` are arrays [M], or [M, k] for a column with k values per token:
-    - behavior: log-prob under the distribution that the token was sampled from, natural log;
+    - behavior: log-prob under the distribution that the token was sampled from, natural log; NaN for an external token, which was not
+      sampled;
     - temperature: temperature at which the trainer computes the log-prob, see `trainer_temperature`;
     - truncated: 1 if it was sampled with top-p or top-k, whose renormalization the trainer's log-probs do not reproduce;
     - lag: staleness of the token itself, NO_LAG if the policy did not sample it;
     - sample, episode, group: numbers of its sample, episode and group in the update, from 0;
     - turn: number of finished actions before it on its path; segment: its segment on the path; both from 0;
     - source: number of its `Source`; position: its position on the path, from 0;
-    - every array of the segments that the loss or the estimator needs, under its own name.
+    - every array of the segments that the loss or the estimator needs, under its own name; external tokens have NaN, or 0 for integers.
 
     The update adds `reward`, the weighted sum of the rewards of the sample, `advantages` and the requested features.
     `others` has, for each feature of other sequences, those of each sample, with the same targets as `sequences`.
@@ -138,10 +140,12 @@ def drop_reason(
     context_max: int | None,
     vocab_size: int,
     outputs: Sequence[str] = (),
+    external: bool = False,
     rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
 ) -> DropReason | None:
     """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs, and `rewrites`
-    make the other sequences."""
+    make the other sequences. `external`: the update can train on tokens that were not sampled, which have neither log-probs nor these
+    arrays."""
     if not all(_is_well_formed(s) for s in sample.segments):
         return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
@@ -156,9 +160,9 @@ def drop_reason(
     first = next(s for s in sample.segments if s.num_tokens)
     if first.loss_mask is not None and first.loss_mask[0]:
         return DropReason.NOTHING_BEFORE
-    if not all(_has_logprobs(s) for s in trained):
+    if any(not _has_logprobs(s) and (s.source in SAMPLED_SOURCES or not external) for s in trained):
         return DropReason.NO_LOGPROBS
-    if any(name not in s.arrays for s in trained for name in outputs):
+    if any(name not in s.arrays for s in trained if _has_logprobs(s) for name in outputs):
         return DropReason.NO_OUTPUT
     for rewrite in rewrites.values():
         others = rewrite(sample)
@@ -185,13 +189,14 @@ def build_table(
     episodes: dict[str, int] = {}
     groups: dict[str, int] = {}
     parts: list[dict[str, Any]] = []
+    absent = {name: _absent(samples, name) for name in outputs}
     for number, sample in enumerate(samples):
         index = {
             "sample": number,
             "episode": episodes.setdefault(sample.episode or sample.sample.sample_id, len(episodes)),
             "group": groups.setdefault(sample.group, len(groups)),
         }
-        for part in _parts(sample, update, outputs):
+        for part in _parts(sample, update, absent):
             parts.append(part | index)
     count = [len(part["behavior"]) for part in parts]
     columns = {
@@ -242,18 +247,26 @@ def _has_logprobs(segment: Segment) -> bool:
     return bool(np.isfinite(segment.logprobs[segment.loss_mask == 1]).all())
 
 
-def _parts(sample: TrainingSample, update: int, outputs: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each segment's trained tokens, as arrays or as one value for all of them."""
+def _absent(samples: Sequence[TrainingSample], name: str) -> NDArray[Any]:
+    """Return the row [k], or the value [], of tokens without an array, with the type that the array has elsewhere in the batch."""
+    found = (s.arrays[name] for sample in samples for s in sample.segments if name in s.arrays)
+    like = next(found, np.zeros(1, np.float32))
+    return np.full(like.shape[1:], np.nan if like.dtype.kind == "f" else 0, like.dtype)
+
+
+def _parts(sample: TrainingSample, update: int, absent: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each segment's trained tokens, as arrays or as one value for all of them. `absent` has the value of each output
+    for segments without it."""
     start = 0
     turns = turn_numbers(sample.segments)
     for index, segment in enumerate(sample.segments):
         if segment.num_trainable:
-            assert segment.logprobs is not None
             chosen = np.flatnonzero(segment.loss_mask == 1)
+            logprobs = segment.logprobs if _has_logprobs(segment) else None
             known = 0 <= segment.sampling < len(sample.sampling_params)
             params = sample.sampling_params[segment.sampling] if known else None
             yield {
-                "behavior": segment.logprobs[chosen],
+                "behavior": np.full(len(chosen), np.nan, np.float32) if logprobs is None else logprobs[chosen],
                 "temperature": trainer_temperature(params),
                 "truncated": params is not None and params.temperature > 0 and (params.top_p < 1 or params.top_k > 0),
                 "lag": _lag(segment, update),
@@ -261,7 +274,12 @@ def _parts(sample: TrainingSample, update: int, outputs: Sequence[str]) -> Itera
                 "segment": index,
                 "source": int(segment.source),
                 "position": start + chosen,
-                "outputs": {name: segment.arrays[name][chosen] for name in outputs},
+                "outputs": {
+                    name: segment.arrays[name][chosen]
+                    if name in segment.arrays
+                    else np.broadcast_to(row, (len(chosen), *row.shape))
+                    for name, row in absent.items()
+                },
             }
         start += segment.num_tokens
 

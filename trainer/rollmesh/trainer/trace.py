@@ -45,8 +45,13 @@ class UpdateTrace:
         behavior, lag, truncated = (
             np.concatenate([s.table.columns[name] for s in self.steps]) for name in ("behavior", "lag", "truncated")
         )
-        stats = {name: np.concatenate([s.stats[name] for s in self.steps]) for name in self.steps[0].stats}
+        names = dict.fromkeys(name for s in self.steps for name in s.stats)
+        stats = {
+            name: np.concatenate([s.stats.get(name, np.full_like(s.policy, np.nan)) for s in self.steps])
+            for name in names
+        }
         entropy = stats.pop("entropy", None)
+        sampled = np.isfinite(behavior)
         return {
             "steps_taken": float(len(self.steps)),
             "loss": float(np.mean([s.loss for s in self.steps])),
@@ -55,7 +60,8 @@ class UpdateTrace:
             "tokens/trained": float(len(policy)),
             "tokens/fill": float(np.mean([s.fill for s in self.steps])),
             "tokens/truncated_share": float(truncated.mean()),
-            **drift_metrics(policy, behavior, lag),
+            "tokens/external_share": float(1 - sampled.mean()),
+            **drift_metrics(policy[sampled], behavior[sampled], lag[sampled]),
             **mean_stats(stats),
             **({} if entropy is None else {"entropy": float(entropy.mean())}),
         }
@@ -63,7 +69,7 @@ class UpdateTrace:
     def groups(self, names: Sequence[str]) -> Iterator[TrainedGroup]:
         """Yield what the steps measured on each group with used tokens. `names` are the groups by the numbers of the column `group`.
 
-        A token counts with its advantage and its ratio in its first step. A group whose means are not finite is omitted.
+        A sampled token counts with its advantage and its ratio in its first step; external tokens have no ratio. A group whose means are not finite is omitted.
         """
         if not self.steps:
             return
@@ -73,6 +79,7 @@ class UpdateTrace:
         )
         policy = np.concatenate([s.policy for s in self.steps])
         _, first = np.unique(sample * (position.max(initial=0) + 1) + position, return_index=True)
+        first = first[np.isfinite(behavior[first])]
         loss = -np.exp(limited_log_ratio(policy, behavior)) * advantages
         values = np.stack([np.abs(advantages), loss])[:, first]
         for number, name in enumerate(names):

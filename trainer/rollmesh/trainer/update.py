@@ -138,6 +138,7 @@ class BatchTrainer:
                 vocab_size=vocabulary,
                 outputs=self.plugins.outputs,
                 rewrites=self.plugins.rewrites,
+                external=self.plugins.takes_external,
             )
             for s in samples
         ]
@@ -205,6 +206,10 @@ class BatchTrainer:
         for number, reason in estimate.dropped.items():
             reasons[numbers[number]] = str(reason)
         lr = lr_at(self.config.optimizer, k)
+        trained = self.plugins.loss.tokens(
+            {name: torch.as_tensor(table.columns[name]) for name in ("behavior", "source")}
+        )
+        usable = None if bool(trained.all()) else trained.numpy()
         taken: set[int] = set()
         failed: set[int] = set()
         for step in self.plugins.rule.steps(batch, np.random.default_rng([self.seed, k])):
@@ -212,7 +217,7 @@ class BatchTrainer:
                 batch = replace(batch, repeat=batch.repeat + 1)
                 estimate = self._estimate(batch)
             chosen = [n for n in step.samples if n not in estimate.dropped]
-            part = _weighted(table, estimate, step).select(chosen, _both(step.tokens, estimate.token_mask))
+            part = _weighted(table, estimate, step).select(chosen, _all_of(step.tokens, estimate.token_mask, usable))
             if not len(part.lengths):
                 continue
             set_lr(self.optimizer, lr * step.lr_factor)
@@ -283,12 +288,13 @@ class BatchTrainer:
         loss, token_stats = self.plugins.loss(
             LossInputs(inputs.logprobs, {**inputs.columns, **features}, inputs.hidden)
         )
-        loss.backward()  # type: ignore[no-untyped-call]
+        if loss.requires_grad:  # not if the micro-batch has no token of any term
+            loss.backward()  # type: ignore[no-untyped-call]
         places = batch.target_index.cpu().numpy()
         policy[places] = inputs.logprobs.detach().cpu().numpy()
         extra = {"entropy": forward.entropy(inputs.logits)} if self.config.report_entropy else {}
         for name, values in {**token_stats, **extra}.items():
-            stats.setdefault(name, np.zeros_like(policy))[places] = values.detach().cpu().numpy()
+            stats.setdefault(name, np.full_like(policy, np.nan))[places] = values.detach().cpu().numpy()
         return float(loss.detach())
 
     def _metrics(
@@ -359,5 +365,6 @@ def _weighted(table: TokenTable, estimate: Estimate, step: OptimizerStep) -> Tok
     return table
 
 
-def _both(one: NDArray[np.bool_] | None, other: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
-    return other if one is None else one if other is None else one & other
+def _all_of(*masks: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
+    given = [mask for mask in masks if mask is not None]
+    return np.logical_and.reduce(given) if given else None

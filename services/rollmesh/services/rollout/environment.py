@@ -37,6 +37,7 @@ from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import (
     ROOT,
+    SAMPLED_SOURCES,
     EpisodeKey,
     FinishReason,
     IntArray,
@@ -210,16 +211,31 @@ class Environment:
         self._head, self._tokens, self._num_tokens = ROOT, [], 0
         self._give(Role.CONTEXT, source, token_ids, messages)
 
-    def append(self, token_ids: IntArray, *, role: Role = Role.CONTEXT, source: Source = Source.HINT) -> None:
+    def append(
+        self,
+        token_ids: IntArray,
+        *,
+        role: Role = Role.CONTEXT,
+        source: Source = Source.HINT,
+        train: bool = False,
+    ) -> None:
         """Append tokens [n] unchanged: a hint, or with `Role.ACTION` the beginning of an answer, which scorers read as part of it.
 
-        The tokens were not sampled, so they are not trained on and do not count as tokens of the policy.
+        The tokens were not sampled, so they do not count as tokens of the policy, and `source` is not POLICY or PEER. With `train`, loss
+        terms that do not read behavior log-probs train on them, such as on a solution from a data set. An action whose last token ends the
+        turn is a finished turn.
         """
         state = self._state
+        if source in SAMPLED_SOURCES:
+            raise ValueError(
+                f"`source` must be one of tokens that were not sampled, such as DATASET, got {source.name}"
+            )
         given = np.asarray(token_ids, dtype=np.int32)
         speaker = {Role.ACTION: state.format.assistant_role, Role.OBSERVATION: state.format.tool_role}.get(role, "user")
         message = Message(role=speaker, content=state.format.without_end(state.tokenizer.decode(given)))
-        self._give(role, source, given, [message])
+        ends = [state.tokenizer.token_id(word) for word in state.format.turn_ends] if role is Role.ACTION else []
+        finish = FinishReason.STOP if given.size and int(given[-1]) in ends else FinishReason.UNFINISHED
+        self._give(role, source, given, [message], train=train, finish=finish)
 
     async def fork(self) -> Environment:
         """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists lost values.
@@ -274,9 +290,11 @@ class Environment:
         """The text view of this branch."""
         return self._state.recorder.messages(self._head)
 
-    def encode(self, text: str) -> IntArray:
-        """Return the tokens of a text, [n] int32. Special tokens in it are encoded as plain text."""
-        return self._state.tokenizer.encode_text(text)
+    def encode(self, text: str, *, end: bool = False) -> IntArray:
+        """Return the tokens of a text, [n] int32. Special tokens in it are encoded as plain text. `end` adds the end of a turn."""
+        tokenizer = self._state.tokenizer
+        tokens = tokenizer.encode_text(text)
+        return np.concatenate([tokens, tokenizer.encode_markup(self.format.turn_end)]) if end else tokens
 
     @property
     def token_ids(self) -> IntArray:
@@ -355,9 +373,20 @@ class Environment:
             arrays={name: np.concatenate([s.arrays[name] for s in segments]) for name in segments[0].arrays},
         )
 
-    def _give(self, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message]) -> None:
+    def _give(
+        self,
+        role: Role,
+        source: Source,
+        token_ids: IntArray,
+        messages: Sequence[Message],
+        *,
+        train: bool = False,
+        finish: FinishReason = FinishReason.UNFINISHED,
+    ) -> None:
         self._state.check()
-        self._head = self._state.recorder.add_given(self._head, role, source, token_ids, messages)
+        self._head = self._state.recorder.add_given(
+            self._head, role, source, token_ids, messages, train=train, finish=finish
+        )
         self._grow(token_ids)
         self._check_segments()
 

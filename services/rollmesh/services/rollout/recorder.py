@@ -17,6 +17,7 @@ import numpy as np
 
 from rollmesh.shared.trajectory import (
     ROOT,
+    FinishReason,
     IntArray,
     Message,
     Role,
@@ -53,11 +54,27 @@ class Recorder:
         self._tree_nodes: list[_TreeNode] = []
 
     def add_given(
-        self, parent: int, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message] = ()
+        self,
+        parent: int,
+        role: Role,
+        source: Source,
+        token_ids: IntArray,
+        messages: Sequence[Message] = (),
+        *,
+        train: bool = False,
+        finish: FinishReason = FinishReason.UNFINISHED,
     ) -> int:
-        """Record tokens that were not sampled here; return their segment."""
+        """Record tokens that were not sampled here; return their segment. `train` gives them loss, without log-probs."""
         key = self._tree_node(parent).next_key()
-        segment = Segment(parent=parent, role=role, source=source, token_ids=token_ids, messages=tuple(messages))
+        segment = Segment(
+            parent=parent,
+            role=role,
+            source=source,
+            token_ids=token_ids,
+            loss_mask=np.ones(token_ids.shape, dtype=np.uint8) if train else None,
+            finish=finish,
+            messages=tuple(messages),
+        )
         return self._append(segment, key)
 
     def draw_key(self, parent: int) -> int:

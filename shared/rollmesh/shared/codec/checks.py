@@ -17,6 +17,7 @@ from rollmesh.shared.codec.arrays import DTYPES
 from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.trajectory import (
     ROOT,
+    SAMPLED_SOURCES,
     WHOLE_SAMPLE,
     Episode,
     EpisodeKey,
@@ -29,9 +30,6 @@ from rollmesh.shared.trajectory import (
     Source,
 )
 from rollmesh.shared.versions import PolicyVersion
-
-SAMPLED_SOURCES = frozenset({Source.POLICY, Source.PEER})
-"""Sources whose tokens were drawn from a distribution, so that they have log-probs."""
 
 TEMPERATURE_MAX = 10.0
 

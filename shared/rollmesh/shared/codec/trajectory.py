@@ -28,6 +28,7 @@ from rollmesh.shared.codec.arrays import (
 from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.codec.summaries import sample_summary, why_invalid_summary
 from rollmesh.shared.trajectory import (
+    SAMPLED_SOURCES,
     Episode,
     EpisodeKey,
     FinishReason,
@@ -147,7 +148,7 @@ def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segmen
     if message.media:  # rejected, not dropped, because the sender relies on it
         invalid(f"{field}.media", "not supported by this version; leave it empty")
     source = _known(Source, message.source, f"{field}.source")
-    has_logprobs = bool(message.logprobs) or (source in checks.SAMPLED_SOURCES and not message.token_ids)
+    has_logprobs = bool(message.logprobs) or (source in SAMPLED_SOURCES and not message.token_ids)
     has_version = message.HasField("version")
     if not has_version and message.kv_step_oldest:
         invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")

@@ -37,6 +37,7 @@ ESTIMATORS = Registry(
     {
         "grpo": "rollmesh.trainer.estimators.grpo:Grpo",
         "gdpo": "rollmesh.trainer.estimators.gdpo:Gdpo",
+        "red": "rollmesh.trainer.estimators.red:Red",
         "mc_grpo": "rollmesh.trainer.estimators.mc_grpo:McGrpo",
         "trloo": "rollmesh.trainer.estimators.trloo:Trloo",
         "hgpo": "rollmesh.trainer.estimators.hgpo:Hgpo",
@@ -106,7 +107,8 @@ class Estimator(Protocol):
     Optional attributes: `needs`, names of further columns of the batch (see `features`), `features`, requests of further ones, and
     `state()` with `load_state(state)` for an estimator with memory. Such a state is in the checkpoint, so a resumed run continues
     bit for bit. `group_size` is a `GroupSize` that `run.group_size` must satisfy, and `rewards` are names of rewards that it reads,
-    which some scorer must give.
+    which some scorer must give. `needs_behavior = False` states that it does not read behavior log-probs. Without it, samples with tokens
+    that were not sampled, such as those of a given solution, are dropped, because their log-probs in the column `behavior` are NaN.
     """
 
     def of_group(self, group: GroupContext) -> dict[str, float]:

@@ -49,7 +49,9 @@ class Campo(Grpo):
     def __call__(self, batch: UpdateBatch) -> Estimate:
         options: CampoOptions = self.options
         shares = np.array([loop_of(sample, options) for sample in batch.samples])
-        found = spread(batch, self.of_sums(adjusted_sums(batch, self.weights, -options.loop_weight * shares)))
+        found = spread(
+            batch, self.of_sums(adjusted_sums(batch, self.weights, -options.loop_weight * shares), self.given(batch))
+        )
         metrics = {"loops": float((shares > 0).mean()), "loop_share_mean": float(shares.mean())}
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
 

@@ -6,13 +6,14 @@ Lite PPO (Liu et al. 2025, arXiv:2508.08221):             A_i = (R_i - mean_grou
 
 with R_i = sum_n w_n r_n^(i) and population standard deviations: over the scored samples of each episode, then over episodes, so that an
 episode with many samples does not set the baseline. For one sample per episode these are the papers' formulas. "Batch" is all scored
-members of the groups of the update, trained or not. A lone member has advantage 0 if the mean is that of the group.
+members of the groups of the update, trained or not. A lone member has advantage 0 if the mean is that of the group. With `baseline:
+policy`, a given solution has an advantage, but its reward is in no mean or standard deviation, as in LUFFY (arXiv:2504.14945) and RL-PLUS.
 Deviation from all: members with an infrastructure failure are not in the mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -45,6 +46,8 @@ class GrpoOptions(Settings):
     std: Scope = "group"
     """Members by whose standard deviation is divided. `none` keeps small differences small. With `batch`, a group whose rewards are almost
     equal does not get large advantages."""
+    baseline: Literal["all", "policy"] = "all"
+    """Members in mean and standard deviation: `all`, or those that the `policy` sampled, without given solutions. Finalizers count all."""
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation, so that a group whose members agree gets 0, not a division by zero."""
 
@@ -53,6 +56,7 @@ class Grpo(GroupEstimator):
     """Center reward sums, and scale them by their standard deviation, over the group or the batch."""
 
     Options: ClassVar[type[Settings]] = GrpoOptions
+    needs_behavior: ClassVar[bool] = False
 
     @property
     def group_size(self) -> GroupSize:
@@ -60,7 +64,7 @@ class Grpo(GroupEstimator):
         return GroupSize(least=2 if self.options.mean == "group" else 1)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
-        return spread(batch, self.of_sums([self.reward_sums(group) for group in batch.groups]))
+        return spread(batch, self.of_sums([self.reward_sums(group) for group in batch.groups], self.given(batch)))
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage; not yet divided if the standard deviation is that of the batch, and `UNDECIDED` if the mean is."""
@@ -72,19 +76,30 @@ class Grpo(GroupEstimator):
             return {m.sample_id: UNDECIDED for m in members}
         return self._scaled(members, sums, 0.0, None)
 
-    def of_sums(self, scored: Sequence[tuple[list[MemberOutcome], NDArray[np.float64]]]) -> dict[str, float]:
-        """Return sample id -> advantage, for the members of each group and their reward sums."""
+    def given(self, batch: UpdateBatch) -> frozenset[str]:
+        """Return the ids of the samples that are in no baseline."""
+        return given_ids(batch) if self.options.baseline == "policy" else frozenset()
+
+    def of_sums(
+        self, scored: Sequence[tuple[list[MemberOutcome], NDArray[np.float64]]], given: Collection[str] = ()
+    ) -> dict[str, float]:
+        """Return sample id -> advantage, for the members of each group and their reward sums. Those `given` are in no baseline."""
         pooled = np.concatenate([np.empty(0), *(sums for _, sums in scored)])
-        weights = episode_weights([m for members, _ in scored for m in members])
+        weights = baseline_weights([m for members, _ in scored for m in members], given)
         mean, std = float(weights @ pooled), deviation(pooled, weights)
-        return {i: a for members, sums in scored for i, a in self._scaled(members, sums, mean, std).items()}
+        return {i: a for members, sums in scored for i, a in self._scaled(members, sums, mean, std, given).items()}
 
     def _scaled(
-        self, members: Sequence[MemberOutcome], sums: NDArray[np.float64], mean: float, std: float | None
+        self,
+        members: Sequence[MemberOutcome],
+        sums: NDArray[np.float64],
+        mean: float,
+        std: float | None,
+        given: Collection[str] = (),
     ) -> dict[str, float]:
         """Return the advantages of one group. `mean` and `std` are those of the batch."""
         options: GrpoOptions = self.options
-        weights = episode_weights(members)
+        weights = baseline_weights(members, given)
         values = sums - mean if options.mean == "batch" else sums
         if options.mean == "group":
             values = centered(sums, weights, None)
@@ -92,3 +107,17 @@ class Grpo(GroupEstimator):
         if scale is not None:
             values = values / (scale + options.epsilon)
         return {m.sample_id: a for m, a in zip(members, values.tolist(), strict=True)}
+
+
+def given_ids(batch: UpdateBatch) -> frozenset[str]:
+    """Return the ids of the samples that the policy did not sample."""
+    return frozenset(batch.samples[n].sample.sample_id for n in np.flatnonzero(batch.external).tolist())
+
+
+def baseline_weights(members: Sequence[MemberOutcome], given: Collection[str]) -> NDArray[np.float64]:
+    """Return weights [n] of members in a mean, with sum 1 and 0 for those `given`. All count if all are given."""
+    counted = [m for m in members if m.sample_id not in given]
+    if not counted or len(counted) == len(members):
+        return episode_weights(members)
+    own = iter(episode_weights(counted).tolist())
+    return np.array([0.0 if m.sample_id in given else next(own) for m in members])

@@ -49,7 +49,9 @@ class KlReward(Grpo):
         log_ratio = batch["proximal"].astype(np.float64) - batch["reference"]
         divergence = divergence_estimate(np.clip(log_ratio, -20.0, 20.0), options.kind)
         sums = batch.sums(divergence)
-        found = spread(batch, self.of_sums(adjusted_sums(batch, self.weights, -options.coefficient * sums)))
+        found = spread(
+            batch, self.of_sums(adjusted_sums(batch, self.weights, -options.coefficient * sums), self.given(batch))
+        )
         metrics = {"kl_mean": float(divergence.mean()), "penalty_mean": float(options.coefficient * sums.mean())}
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
 

@@ -94,7 +94,7 @@ class RepExp(Grpo):
             bonus = self._bonus(members, sums, states, [numbers.get((group.group, m.sample_id)) for m in members])
             scored.append((members, sums + self.options.beta * bonus))
             given += bonus.tolist()
-        found = spread(batch, self.of_sums(scored))
+        found = spread(batch, self.of_sums(scored, self.given(batch)))
         metrics = {"bonus_mean": float(np.mean(given)) if given else 0.0, "bonus_max": max(given, default=0.0)}
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
 

@@ -76,6 +76,7 @@ class RiskPo(GroupEstimator):
     """Mixed value at risk of bundles, with tracked quantiles as memory."""
 
     Options: ClassVar[type[Settings]] = RiskPoOptions
+    needs_behavior: ClassVar[bool] = False
 
     def __init__(self, *, weights: Mapping[str, float], options: RiskPoOptions) -> None:
         super().__init__(weights=weights, options=options)

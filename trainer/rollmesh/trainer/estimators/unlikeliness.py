@@ -43,11 +43,12 @@ class Unlikeliness(Grpo):
     """Rank the samples of a group by their likelihood, and scale their rewards."""
 
     Options: ClassVar[type[Settings]] = UnlikelinessOptions
+    needs_behavior: ClassVar[bool] = True
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         means = batch.sums(batch["behavior"]) / batch.lengths
         leased = {s.sample.sample_id: float(means[number]) for number, s in enumerate(batch.samples)}
-        return spread(batch, self.of_sums([self._scored(group, leased) for group in batch.groups]))
+        return spread(batch, self.of_sums([self._scored(group, leased) for group in batch.groups], self.given(batch)))
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage, as in `grpo`; from summaries alone (see the module)."""

@@ -35,6 +35,8 @@ LOSSES = Registry(
         "progress": "rollmesh.trainer.losses.progress:Progress",
         "lp_reg": "rollmesh.trainer.losses.lp_reg:LpReg",
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
+        "imitation": "rollmesh.trainer.losses.imitation:Imitation",
+        "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
     },
 )
 
@@ -81,8 +83,11 @@ class PolicyLoss(Protocol):
     """A term with its options. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
 
     Optional attributes: `features`, requests of further columns (see `features.py`); `whole_groups = True`, if the samples of a group must
-    be in one optimizer step; `state()` with `load_state(state)`, for memory that the checkpoint holds; `make_module(hidden_size)`, which returns a torch module that the optimizer trains with the policy and the
-    checkpoint holds, but that is never published.
+    be in one optimizer step; `state()` with `load_state(state)`, for memory that the checkpoint holds; `make_module(hidden_size)`, which
+    returns a torch module that the optimizer trains with the policy and the checkpoint holds, but that is never published; `where`
+    (`policy`, `external` or `all`), its token set unless the configuration names one. `needs_behavior = False` states that it does not
+    read behavior log-probs. Only then it gets tokens that were not sampled, such as those of a given solution, whose log-prob in the column
+    `behavior` is NaN.
     """
 
     @property

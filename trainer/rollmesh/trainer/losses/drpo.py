@@ -49,6 +49,7 @@ class Drpo(CoupledLoss):
     name = "drpo"
     whole_groups = True
     needs: tuple[str, ...] = ("current", "proximal")
+    needs_behavior: ClassVar[bool] = False
     Options: ClassVar[type[Settings]] = DrpoOptions
 
     def __init__(self, *, options: DrpoOptions) -> None:

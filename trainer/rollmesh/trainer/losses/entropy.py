@@ -21,6 +21,7 @@ class EntropyBonus:
     """The bonus. It has no options."""
 
     needs: tuple[str, ...] = ()
+    needs_behavior: ClassVar[bool] = False
     features: ClassVar = {"entropy_bonus": FeatureRequest(Entropy(), "current", grad=True)}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:

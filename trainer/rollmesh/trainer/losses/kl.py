@@ -52,6 +52,10 @@ class KlPenalty:
     def needs(self) -> tuple[str, ...]:
         return () if self.options.to == "behavior" else (self.options.to,)
 
+    @property
+    def needs_behavior(self) -> bool:
+        return self.options.to == "behavior" or self.options.corrected
+
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         """Return the scalar loss, and per token `kl`."""
         log_ratio = (inputs.logprobs - inputs[self.options.to]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)

@@ -33,6 +33,7 @@ class Progress:
 
     Options: ClassVar[type[Settings]] = ProgressOptions
     needs: tuple[str, ...] = ()
+    needs_behavior: ClassVar[bool] = False
 
     def __init__(self, *, options: ProgressOptions) -> None:
         self.options = options

@@ -37,6 +37,7 @@ class Rover:
 
     Options: ClassVar[type[Settings]] = RoverOptions
     needs: tuple[str, ...] = ("proximal",)
+    needs_behavior: ClassVar[bool] = False
     features: ClassVar = {
         "rover_start": FeatureRequest(MeanLogprob(), "start"),
         "rover_current": FeatureRequest(MeanLogprob(), "current"),

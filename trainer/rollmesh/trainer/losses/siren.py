@@ -40,6 +40,7 @@ class Siren:
 
     Options: ClassVar[type[Settings]] = SirenOptions
     needs: tuple[str, ...] = ()
+    needs_behavior: ClassVar[bool] = False
 
     def __init__(self, *, options: SirenOptions) -> None:
         self.options = options

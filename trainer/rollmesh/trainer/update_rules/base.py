@@ -43,8 +43,8 @@ class OptimizerStep:
 class UpdateRule(Protocol):
     """A plan of optimizer steps. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
 
-    Optional attributes: `needs`, `features`, and `state()` with `load_state(state)`, as for estimators; `keeps_groups`, True if every step
-    has all samples of its groups, which a loss term with `whole_groups` requires.
+    Optional attributes: `needs`, `features`, `needs_behavior`, and `state()` with `load_state(state)`, as for estimators; `keeps_groups`,
+    True if every step has all samples of its groups, which a loss term with `whole_groups` requires.
     """
 
     def steps(self, batch: UpdateBatch, rng: np.random.Generator) -> Iterator[OptimizerStep]:

@@ -38,6 +38,7 @@ class EssMinibatches(Minibatches):
 
     Options: ClassVar[type[Settings]] = EssMinibatchesOptions
     needs = ("proximal",)
+    needs_behavior: ClassVar[bool] = True
 
     def __init__(self, *, options: EssMinibatchesOptions) -> None:
         super().__init__(options=options)

@@ -27,6 +27,7 @@ class Minibatches:
     """Random minibatches, for one or several epochs."""
 
     Options: ClassVar[type[Settings]] = MinibatchesOptions
+    needs_behavior: ClassVar[bool] = False
 
     def __init__(self, *, options: MinibatchesOptions) -> None:
         self.options = options

@@ -48,6 +48,7 @@ class TurnByTurn:
 
     Options: ClassVar[type[Settings]] = TurnByTurnOptions
     needs = ("proximal",)
+    needs_behavior: ClassVar[bool] = False
 
     def __init__(self, *, options: TurnByTurnOptions) -> None:
         self.options = options
