@@ -243,7 +243,7 @@ class Recording:
 
 def recording(made: BatchTrainer) -> Recording:
     term = Recording()
-    made.plugins.loss._terms[0] = ("recording", 1.0, term)
+    made.plugins.loss._terms[0].loss = term
     return term
 
 
