@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
@@ -21,12 +22,16 @@ from rollmesh.shared.trajectory import (
     TurnSummary,
 )
 from rollmesh.trainer.batch import UpdateBatch
-from rollmesh.trainer.estimators import Estimator, make_estimator
+from rollmesh.trainer.config import LossTerm, UpdateConfig
+from rollmesh.trainer.estimators import Estimate, Estimator, make_estimator
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.trainer.estimators.copo import entropy_factor
 from rollmesh.trainer.estimators.v05 import V05Options, weight_of_prior
+from rollmesh.trainer.plugins import Plugins
+from rollmesh.trainer.update import checked_estimate
 
 from .builders import action, batch_of, group, member, prompt, training_sample
+from .gradient_check import check_gradient, loss_of_logits, plugins_of, ragged
 
 
 def estimator(name: str, weights: Mapping[str, float] | None = None, **options: Any) -> Estimator:
@@ -346,3 +351,95 @@ def test_copo_survives_failures_lone_groups_and_several_samples_per_episode() ->
     assert found.dropped == {0: "UNSCORED"}
     assert found.metrics["answer_entropy_mean"] == 0.5, "0 bits for the lone episode, 1 bit for the two of c"
     assert scalars(estimator("copo"), batch(alone)) == [0.0]
+
+
+# DSDR -----------------------------------------------------------------------------------------------------------------
+
+
+def written(name: str, *members: tuple[str, float], episodes: str = "") -> GroupContext:
+    """Return a group with one member per text and reward."""
+    made = [member(f"{name}{i}", {"r": r}, episode=episodes[i : i + 1]) for i, (_, r) in enumerate(members)]
+    return group(
+        name,
+        *(replace(m, summary=SampleSummary(text=text)) for m, (text, _) in zip(made, members, strict=True)),
+    )
+
+
+def diversity(of: UpdateBatch) -> list[float]:
+    return [float(s) for s in of.first(estimator("dsdr")(of).columns["diversity_share"])]
+
+
+ONE, OTHER = "x = 2 + 3", "y = 2 * 4"
+"""Two texts of five words, of which two are the same, each with a formula that the other one lacks."""
+
+
+def test_dsdr_equals_the_hand_computed_value() -> None:
+    of = batch(written("g", (ONE, 1.0), (ONE, 1.0), (OTHER, 1.0), (OTHER, 0.0)))
+    # the cosine of both is 2 / 5. d = (1 - 0.7) / 2 = 0.15 for the copies, 0.6 / 2 + 1 / 2 = 0.8 for the other one
+    rewards = np.array([1.015, 1.015, 1.05, 0.0])
+    expected = (rewards - rewards.mean()) / rewards.std()
+    assert scalars(estimator("dsdr"), of) == pytest.approx(expected.tolist(), rel=1e-4)
+    assert list(estimator("dsdr").of_group(of.groups[0]).values()) == pytest.approx(expected.tolist(), rel=1e-4)
+    exps = np.exp(np.array([0.15, 0.15, 0.8]) / 0.2)
+    assert diversity(of) == pytest.approx([*(exps / exps.sum()).tolist(), 0.0])
+    assert estimator("dsdr")(of).metrics == pytest.approx({"diversity_mean": 1.1 / 3, "correct": 3.0})
+
+
+def test_copies_get_a_smaller_bonus_than_different_solutions() -> None:
+    made = estimator("dsdr", std="none", mean="none")
+    copies, different = written("a", (ONE, 1.0), (ONE, 1.0)), written("b", (ONE, 1.0), (OTHER, 1.0))
+    assert made.of_group(copies) == {"a0": 1.0, "a1": 1.0}
+    assert made.of_group(different) == {"b0": 1.05, "b1": 1.05}
+    assert set(estimator("dsdr").of_group(copies).values()) == {0.0}, "a solved group of copies may be filtered"
+    assert diversity(batch(copies)) == [0.5, 0.5]
+
+
+def test_without_texts_dsdr_is_grpo_and_the_entropy_is_distributed_equally() -> None:
+    of = batch(written("g", ("", 1.0), ("", 1.0), ("", 0.0)), written("h", (ONE, 0.0), (OTHER, 0.0)))
+    assert scalars(estimator("dsdr"), of) == scalars(estimator("grpo"), of)
+    assert diversity(of) == [0.5, 0.5, 0.0, 0.0, 0.0]
+    lone = batch(written("g", (ONE, 1.0), ("", 1.0), (OTHER, 0.0)))
+    assert scalars(estimator("dsdr"), lone) == scalars(estimator("grpo"), lone), "nothing to compare with"
+
+
+def test_samples_of_one_episode_are_not_compared_and_share_its_weight() -> None:
+    of = batch(written("g", (ONE, 1.0), (OTHER, 1.0), (ONE, 1.0), episodes="xxy"))
+    # g0 equals g2; g1 differs from g2 by d = 0.8; g2: the mean cosine with x is 0.7, and the formula is known
+    exps = np.exp(np.array([0.0, 0.8, 0.15]) / 0.2) * [0.5, 0.5, 1.0]
+    assert diversity(of) == pytest.approx((exps / exps.sum()).tolist())
+
+
+def test_the_entropy_term_of_dsdr_equals_the_hand_computed_value() -> None:
+    """Samples of 2, 1 and 1 tokens, of which the last one is another group and wrong. Entropies ln 2, 0, ln 2, ln 2."""
+    of = ragged(lengths=(2, 1, 1), vocabulary=2)
+    of = of.with_columns(
+        diversity_share=torch.tensor([0.25, 0.25, 0.75, 0.0], dtype=torch.float64), group=torch.tensor([0, 0, 0, 1])
+    )
+    logits = torch.zeros(4, 2, dtype=torch.float64)
+    logits[1, 0] = 100.0
+    loss = loss_of_logits(plugins_of(LossTerm("dsdr_entropy")), of, logits)
+    assert loss.item() == pytest.approx(-(0.25 / 2 + 0.75) * np.log(2) / 2)
+
+
+def test_the_gradient_of_the_entropy_term_equals_finite_differences_and_is_zero_for_wrong_samples() -> None:
+    of = ragged()
+    share = torch.tensor([0.0, 1.0, 0.0, 0.3, 0.0, 0.7], dtype=torch.float64)[of.columns["sample"]]
+    gradient = check_gradient(plugins_of(LossTerm("dsdr_entropy")), of.with_columns(diversity_share=share))
+    assert gradient.abs().max() > 1e-3
+    assert (gradient[share == 0] == 0).all()
+
+
+def test_columns_of_an_estimator_are_checked() -> None:
+    of = batch(written("g", (ONE, 1.0), (OTHER, 0.0)))
+    found = estimator("dsdr")(of)
+    assert checked_estimate(found, of, ("diversity_share",)).columns["diversity_share"].shape == (4,)
+    missing = checked_estimate(replace(found, columns={}), of, ("diversity_share",))
+    assert missing.dropped == {0: "NOT_FINITE_ADVANTAGE", 1: "NOT_FINITE_ADVANTAGE"}
+    bad = np.array([0.0, 0.0, np.nan, 0.0], np.float32)
+    assert set(
+        checked_estimate(replace(found, columns={"diversity_share": bad}), of, ("diversity_share",)).dropped
+    ) == {1}
+    assert checked_estimate(Estimate(advantages=found.advantages, columns={"more": bad}), of).columns == {}
+    with pytest.raises(ValueError, match="`rollout.outputs` must contain diversity_share.*choose an estimator"):
+        plugins_of(LossTerm("dsdr_entropy")).check_outputs(())
+    Plugins(UpdateConfig(estimator=Extension("dsdr"), loss=(LossTerm("dsdr_entropy"),))).check_outputs(())

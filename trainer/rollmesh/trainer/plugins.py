@@ -28,7 +28,7 @@ from rollmesh.trainer.features import (
 )
 from rollmesh.trainer.losses import LossSum
 from rollmesh.trainer.losses.terms import needs_sampled
-from rollmesh.trainer.samples import Rewrite
+from rollmesh.trainer.samples import COLUMNS, Rewrite
 from rollmesh.trainer.update_rules import UPDATE_RULES, UpdateRule
 
 
@@ -70,7 +70,10 @@ class Plugins:
         }
         """What makes the sequences of the features of other sequences, see `samples.TokenTable.others`."""
         self.needs_gradients = GRADIENT_SQUARE in wanted
-        self.outputs = tuple(dict.fromkeys(n for _, n in needs if n not in self.requests and n != GRADIENT_SQUARE))
+        self.columns: tuple[str, ...] = tuple(getattr(self.estimator, "columns", ()))
+        """Columns that the estimator returns with the advantages."""
+        computed = {*self.requests, *self.columns, GRADIENT_SQUARE}
+        self.outputs = tuple(dict.fromkeys(n for _, n in needs if n not in computed))
         """Outputs of the engine that some part needs."""
         self.rewards = tuple(
             dict.fromkeys(name for made in self.parts.values() for name in getattr(made, "rewards", ()))
@@ -82,6 +85,10 @@ class Plugins:
         )
         """Whether tokens that were not sampled can be trained on."""
         self._needed_by = {name: part for part, name in reversed(needs)}
+        if taken := sorted({*self.columns} & {*COLUMNS, *self.requests, "advantages", "reward"}):
+            raise ValueError(
+                f"the estimator {config.estimator.short_name} returns the column `{taken[0]}`, which exists; rename it"
+            )
         self._check_times(needs)
         self._check_groups(config.update_rule.short_name)
 
@@ -104,7 +111,7 @@ class Plugins:
             found = ", ".join(dict.fromkeys(map(output_of, outputs)))
             raise ValueError(
                 f"`rollout.outputs` must contain {wanted}, which {part} needs, got [{found}]; add it, if the engine can return it, "
-                "or give a feature this name in `learner.features`"
+                "give a feature this name in `learner.features`, or choose an estimator that returns it"
             )
 
     def check_rewards(self, known: Collection[str]) -> None:

@@ -236,7 +236,8 @@ class BatchTrainer:
             columns["gradient_square"] = gradient_squares(
                 self.model, batch.table, self.config.packing, self.forward_choice.mode
             )
-        estimate = checked_estimate(self.plugins.estimator(batch), batch)
+        estimate = checked_estimate(self.plugins.estimator(batch), batch, self.plugins.columns)
+        columns.update(estimate.columns)
         columns["advantages"] = estimate.advantages
         return estimate
 
@@ -326,29 +327,34 @@ def _reward_sums(batch: UpdateBatch, weights: Mapping[str, float]) -> FloatArray
     return np.array([found.get((s.group, s.sample.sample_id), 0.0) for s in batch.samples], dtype=np.float32)
 
 
-def checked_estimate(estimate: Estimate, batch: UpdateBatch) -> Estimate:
+def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str] = ()) -> Estimate:
     """Return the estimate without the samples whose numbers cannot be used: not finite, or, for all samples, of the wrong shape.
 
-    One wrong value must not stop a run, so these samples are dropped as NOT_FINITE_ADVANTAGE and counted in the metric `malformed`.
+    `names` are those of the columns that it must have. One wrong value must not stop a run, so these samples are dropped as NOT_FINITE_ADVANTAGE and counted in the metric `malformed`.
     """
     num_tokens, num_samples = int(batch.lengths.sum()), len(batch.samples)
     advantages = np.asarray(estimate.advantages, dtype=np.float32)
     weights = np.ones(num_samples) if estimate.sample_weights is None else np.asarray(estimate.sample_weights)
     mask = np.ones(num_tokens, bool) if estimate.token_mask is None else np.asarray(estimate.token_mask)
-    shapes = (advantages.shape, weights.shape, mask.shape)
-    if shapes != ((num_tokens,), (num_samples,), (num_tokens,)):
+    columns = {name: np.asarray(estimate.columns.get(name, ()), dtype=np.float32) for name in names}
+    shapes = (advantages.shape, weights.shape, mask.shape, *(values.shape for values in columns.values()))
+    if shapes != ((num_tokens,), (num_samples,), *((num_tokens,) for _ in (mask, *columns))):
+        columns = {name: np.zeros(num_tokens, np.float32) for name in names}
         advantages, weights, mask = np.zeros(num_tokens, np.float32), np.ones(num_samples), np.ones(num_tokens, bool)
         bad = set(range(num_samples))
     else:
-        bad = set(np.unique(batch["sample"][~np.isfinite(advantages)]).tolist())
+        finite = np.logical_and.reduce([np.isfinite(values) for values in (advantages, *columns.values())])
+        bad = set(np.unique(batch["sample"][~finite]).tolist())
         bad |= set(np.flatnonzero(~np.isfinite(weights)).tolist())
         advantages = np.nan_to_num(advantages, nan=0.0, posinf=0.0, neginf=0.0)
+        columns = {n: np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0) for n, values in columns.items()}
     bad -= set(estimate.dropped)
     return Estimate(
         advantages=advantages,
         sample_weights=weights.astype(np.float32) if estimate.sample_weights is not None else None,
         dropped={**estimate.dropped, **dict.fromkeys(bad, DropReason.NOT_FINITE_ADVANTAGE)},
         token_mask=mask.astype(bool) if estimate.token_mask is not None else None,
+        columns=columns,
         metrics={**estimate.metrics, **({"malformed": float(len(bad))} if bad else {})},
     )
 

@@ -42,6 +42,7 @@ ESTIMATORS = Registry(
         "trloo": "rollmesh.trainer.estimators.trloo:Trloo",
         "hgpo": "rollmesh.trainer.estimators.hgpo:Hgpo",
         "v05": "rollmesh.trainer.estimators.v05:V05",
+        "dsdr": "rollmesh.trainer.estimators.dsdr:Dsdr",
         "copo": "rollmesh.trainer.estimators.copo:Copo",
         "risk_po": "rollmesh.trainer.estimators.risk_po:RiskPo",
         "mssr": "rollmesh.trainer.estimators.mssr:Mssr",
@@ -78,6 +79,8 @@ class Estimate:
     """[M], False keeps a token out of the loss; None means all True."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to report as `estimator/NAME`."""
+    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+    """Name -> [M] further columns for loss terms and update rules, as the estimator's attribute `columns` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,8 @@ class Estimator(Protocol):
     bit for bit. `group_size` is a `GroupSize` that `run.group_size` must satisfy, and `rewards` are names of rewards that it reads,
     which some scorer must give. `needs_behavior = False` states that it does not read behavior log-probs. Without it, samples with tokens
     that were not sampled, such as those of a given solution, are dropped, because their log-probs in the column `behavior` are NaN.
+    bit for bit. `columns`, names of the columns that each of its estimates returns. `group_size` is a `GroupSize` that `run.group_size` must satisfy, and `rewards` are names of rewards that it reads,
+    which some scorer must give.
     """
 
     def of_group(self, group: GroupContext) -> dict[str, float]:

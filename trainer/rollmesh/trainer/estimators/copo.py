@@ -57,6 +57,7 @@ class Copo(GroupEstimator):
     """Blend the advantage within the group with the z-score of the group in the batch."""
 
     Options: ClassVar[type[Settings]] = CopoOptions
+    needs_behavior: ClassVar[bool] = False
     group_size = GroupSize(least=2)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ PerTurn = NDArray[np.float64]
 
 class TurnEstimator(GroupEstimator):
     """Base of turn-level estimators that are functions of one group. A subclass defines `of_turns`."""
+
+    needs_behavior: ClassVar[bool] = False
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         found: dict[str, PerTurn] = {}

@@ -59,6 +59,7 @@ class V05(GroupEstimator):
     """Shrink the mean of the group towards the prior."""
 
     Options: ClassVar[type[Settings]] = V05Options
+    needs_behavior: ClassVar[bool] = False
 
     @property
     def rewards(self) -> tuple[str, ...]:
