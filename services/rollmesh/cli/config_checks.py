@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollmesh.cli.config import TrainConfig, read_train_config
-from rollmesh.cli.model_checks import check_made_model, check_model
+from rollmesh.cli.model_checks import check_made_model, check_model, check_reference
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import build_pools, build_selector
@@ -25,12 +25,14 @@ from rollmesh.services.learner.engine import TRAINERS, find_engine
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.reward.engine import ConfiguredScorer
+from rollmesh.services.reward.finalizer import FINALIZERS
+from rollmesh.services.reward.oracles import ORACLES
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
-from rollmesh.shared.config import all_in_one
-from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
+from rollmesh.shared.config import all_in_one, underlay_places
+from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key
 from rollmesh.shared.outputs import array_names, output_of
 from rollmesh.shared.registry import Extension
 from rollmesh.trainer.estimators import make_estimator
@@ -47,10 +49,23 @@ def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = T
     config, mistakes = read_train_config(path, overrides)
     found: list[MeshError] = list(mistakes)
     if config is not None:
-        found += find_mistakes(config, path.parent, known=mistakes, learner=learner)
+        found += _placed(find_mistakes(config, path.parent, known=mistakes, learner=learner), path, overrides)
     if config is None or found:
         raise all_in_one(found)
     return config
+
+
+def _placed(mistakes: Sequence[MeshError], path: Path, overrides: Sequence[str]) -> list[MeshError]:
+    """Return the mistakes with file and line of those values that the recipe gives, because the user's file does not show them."""
+    if not mistakes:
+        return []
+    place = underlay_places(TrainConfig, path, overrides)
+    return [
+        ConfigError(f"{where}: {mistake.message}", violations=mistake.violations, key=mistake.metadata["key"])
+        if (where := place(mistake.metadata.get("key", "")))
+        else mistake
+        for mistake in mistakes
+    ]
 
 
 def check(config: TrainConfig, base_dir: Path) -> None:
@@ -115,8 +130,9 @@ class _Check:
             yield
         except InvalidInput as err:
             if key and "key" not in err.metadata:
-                err = ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key)
-            self.mistakes.append(err)
+                err = at_key(err, key)
+            if str(err) not in map(str, self.mistakes):  # several checks construct the same part
+                self.mistakes.append(err)
 
     def all(self) -> None:
         config, base_dir = self._config, self._base_dir
@@ -168,21 +184,44 @@ class _Check:
 
     def _method(self) -> None:
         """Check the trainer, and what the parts of an update need of the run."""
-        config, plugins = self._config, None
+        config, learner, trains_model = self._config, self._config.learner, False
         with self._collected("learner.engine"):
-            find_engine(config.learner.engine, self._base_dir)
-            if TRAINERS.find(config.learner.engine.name, self._base_dir).trains_model:
-                with self._collected("learner"):
-                    plugins = make_plugins(config, self._base_dir)
+            find_engine(learner.engine, self._base_dir)
+            trains_model = TRAINERS.find(learner.engine.name, self._base_dir).trains_model
+        plugins = self._plugins() if trains_model else None
         if plugins is None:
             return
         with self._needed("rollout.outputs"):
             plugins.check_outputs(array_names(config.rollout.outputs))
+        if plugins.under("reference") and learner.reference.kind == "path":
+            with self._collected():
+                check_reference(config, self._base_dir)
         with self._needed("run.group_size"):
             plugins.check_group_size(config.run.group_size)
         if self._reward_names is not None:
             with self._needed("reward.scorers"):
                 plugins.check_rewards(self._reward_names)
+
+    def _plugins(self) -> Plugins | None:
+        """Return the parts of an update; None after a mistake in one of them."""
+        from rollmesh.trainer.features import FEATURES
+        from rollmesh.trainer.losses import LOSSES
+        from rollmesh.trainer.update_rules import UPDATE_RULES
+
+        learner, before = self._config.learner, len(self.mistakes)
+        for index, term in enumerate(learner.loss):
+            with self._collected(f"learner.loss[{index}]"):
+                LOSSES.options(term, self._base_dir)
+        with self._collected("learner.update_rule"):
+            UPDATE_RULES.options(learner.update_rule, self._base_dir)
+        for name, choice in learner.features.items():
+            with self._collected(f"learner.features.{name}"):
+                FEATURES.options(choice, self._base_dir)
+        if len(self.mistakes) > before:
+            return None  # the constructors would report the same mistakes, one at a time
+        with self._collected("learner"):
+            return make_plugins(self._config, self._base_dir)
+        return None
 
     @contextmanager
     def _needed(self, key: str) -> Iterator[None]:
@@ -215,8 +254,13 @@ class _Check:
                 names += configured.reward_names
                 if missing := [name for name in configured.columns if name not in known]:
                     self.mistakes.append(_missing_column(index, missing, known))
+        with self._collected("reward.finalizer"):
+            FINALIZERS.options(config.reward.finalizer, self._base_dir)
+        for scheme, oracle in config.reward.oracles.items():
+            with self._collected(f"reward.oracles.{scheme}"):
+                ORACLES.options(oracle, self._base_dir)
         if len(self.mistakes) > before:
-            return  # the checks below need the scorers
+            return  # the checks below need these parts
         self._reward_names = names
         with (
             self._collected() if has_tasks else suppress(InvalidInput)
@@ -311,8 +355,7 @@ def _scorer(scorer: ScorerConfig, index: int, base_dir: Path) -> ConfiguredScore
     try:
         configured = build_scorer(scorer, base_dir)
     except ConfigError as err:
-        key = f"reward.scorers[{index}]"
-        raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
+        raise at_key(err, f"reward.scorers[{index}]") from err
     close = getattr(configured.scorer, "close", None)
     if close is not None:
         asyncio.run(close())
@@ -324,8 +367,7 @@ def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
     try:
         return INFERENCE_ENGINES.options(with_model(inference.engine, base_dir, lambda: Path("-")), base_dir)
     except ConfigError as err:
-        key = "inference.engine"
-        raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
+        raise at_key(err, "inference.engine") from err
 
 
 def make_plugins(config: MeshConfig, base_dir: Path) -> Plugins:

@@ -79,6 +79,24 @@ def model_folder(config: TrainConfig, base_dir: Path) -> Path:
     return find_model(config.model, base_dir)
 
 
+def check_reference(config: TrainConfig, base_dir: Path) -> None:
+    """Check the folder of a reference model, and compare it with the model in a folder. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    from rollmesh.trainer.reference import check_same_family
+
+    key = "learner.reference.path"
+    folder = find_model(config.learner.reference.path, base_dir, key)
+    if not config.model:
+        return  # the trainer compares it with the model of `made_model`
+    policy = model_folder(config, base_dir)
+    try:
+        reference = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as err:
+        raise ConfigError(f"`{key}`: transformers cannot read the model in {folder}: {err}", key=key) from err
+    check_same_family(reference, AutoConfig.from_pretrained(policy))
+
+
 def _check_served(config: TrainConfig, base_dir: Path, folder: Path, engine: Any) -> None:
     """Check what the engine can serve."""
     check = getattr(INFERENCE_ENGINES.find(config.inference.engine.name, base_dir), "check_model", None)

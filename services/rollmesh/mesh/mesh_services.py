@@ -24,6 +24,7 @@ from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.services.reward.policy import PromptEncoder
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.model_folder import find_model
 from rollmesh.shared.outputs import array_names
 from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
@@ -253,14 +254,19 @@ def learner_config(layout: RunLayout) -> LearnerConfig:
 
 
 def located_learner(config: MeshConfig, base_dir: Path) -> LearnerConfig:
-    """Return the learner's config with absolute files of a user, and with the rewards and outputs of the run."""
-    learner = config.learner
+    """Return the learner's config with absolute files of a user, and with the rewards and outputs of the run. Raises ConfigError if the
+    reference model does not exist."""
+    learner, reference = config.learner, config.learner.reference
+    if reference.kind == "path":
+        folder = find_model(reference.path, base_dir, "learner.reference.path")
+        reference = msgspec.structs.replace(reference, path=str(folder))
     return msgspec.structs.replace(
         learner,
         estimator=learner.estimator.located(base_dir),
         loss=tuple(term.located(base_dir) for term in learner.loss),
         update_rule=learner.update_rule.located(base_dir),
         features={name: choice.located(base_dir) for name, choice in learner.features.items()},
+        reference=reference,
         reward_weights=config.reward.weights,
         outputs=array_names(config.rollout.outputs),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +59,18 @@ def read_config(
     tree = _long_form(msgspec.inspect.type_info(type_), tree, fill=False)
     origins = _apply_overrides(tree, overrides)
     return _convert_all(type_, tree, _Places(file, lines, origins))
+
+
+def underlay_places(type_: type, path: Path, overrides: Sequence[str] = ()) -> Callable[[str], str]:
+    """Return a function from a dotted key to `FILE:LINE` in the layer that `underlay` names, or "" if another layer gives its value.
+
+    The arguments are those of a `read_config` that returned a configuration.
+    """
+    tree, lines = read_tree(path)
+    tree = _long_form(msgspec.inspect.type_info(type_), tree, fill=False)
+    places = _Places(path, lines, _apply_overrides(tree, overrides))
+    _with_underlay(type_, tree, places)
+    return lambda key: places.below(f".{key}")
 
 
 def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
@@ -239,6 +251,11 @@ class _Places:
     def lay_under(self, file: Path, lines: dict[str, int]) -> None:
         """Values of `file` are used where no other place gives one."""
         self._below = (file, lines)
+
+    def below(self, path: str) -> str:
+        """Return the place in the lower file, if no other place gives the value."""
+        where = self.of(path)
+        return where if self._below is not None and where.rpartition(":")[0] == str(self._below[0]) else ""
 
     def of(self, path: str) -> str:
         for candidate, override in self._overrides.items():

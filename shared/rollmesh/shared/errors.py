@@ -20,6 +20,9 @@ This module imports no networking, so that pure code can raise its errors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rollmesh.shared.error_base import (
     BY_CODE,
     BY_REASON,
@@ -57,7 +60,7 @@ __all__ = [
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
     "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
-    "WrongVersion", "error_for",
+    "WrongVersion", "at_key", "error_for", "located_at",
 ]
 # fmt: on
 
@@ -69,6 +72,24 @@ class ConfigError(InvalidInput):
     """The configuration is invalid. The message contains the key, the expected and the found value, and where it was read."""
 
     reason = "INVALID_CONFIG"
+
+
+def at_key(error: InvalidInput, key: str) -> ConfigError:
+    """Return the error with the key of the configuration at which it occurred, for an error that does not name one.
+
+    The key of an option is that of its extension with `.options.NAME`.
+    """
+    option = f".options.{error.violations[0].field}" if len(error.violations) == 1 else ""
+    return ConfigError(f"`{key}`: {error.message}", violations=error.violations, key=key + option)
+
+
+@contextmanager
+def located_at(key: str) -> Iterator[None]:
+    """Add the key to an InvalidInput that is raised in the block."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise at_key(error, key) from error
 
 
 class InvalidSpec(InvalidInput):

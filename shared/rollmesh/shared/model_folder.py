@@ -16,27 +16,27 @@ from rollmesh.shared.errors import ConfigError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def find_model(model: str, base_dir: Path) -> Path:
+def find_model(model: str, base_dir: Path, key: str = "model") -> Path:
     """The folder that `model` names: a path relative to `base_dir`, or an id of the Hugging Face Hub that is in the local cache.
 
-    Raises ConfigError with the remedy.
+    Raises ConfigError with the remedy. `key` is the setting that names the model.
     """
     if not model:
-        raise ConfigError("`model` is empty; name a folder with a model in transformers format", key="model")
+        raise ConfigError(f"`{key}` is empty; name a folder with a model in transformers format", key=key)
     folder = (base_dir / model).resolve()
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or not _HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"`model`: {folder} does not contain a config.json; name a folder with a model in transformers format",
-            key="model",
+            f"`{key}`: {folder} does not contain a config.json; name a folder with a model in transformers format",
+            key=key,
         )
     snapshot = _cached_snapshot(model)
     if snapshot is None:
         raise ConfigError(
-            f"`model`: there is no folder {folder}, and {model} is not in the cache {_hub_cache()}; rollmesh does not download "
+            f"`{key}`: there is no folder {folder}, and {model} is not in the cache {_hub_cache()}; rollmesh does not download "
             f"models: run `hf download {model}`, or copy the model into a folder and name that folder",
-            key="model",
+            key=key,
         )
     return snapshot
 

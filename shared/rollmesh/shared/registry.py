@@ -89,13 +89,16 @@ class Registry:
     def options(self, chosen: Extension | str, base_dir: str | Path | None = None) -> msgspec.Struct:
         """Return the options as the `Options` of the class, with defaults. Raise ConfigError that names the wrong key."""
         chosen = _as_extension(chosen)
-        type_: type[msgspec.Struct] = getattr(self.find(chosen.name, base_dir), "Options", _NoOptions)
-        try:
-            return config_from_dict(type_, chosen.options)
-        except ConfigError as error:
+        type_: type[msgspec.Struct] | None = getattr(self.find(chosen.name, base_dir), "Options", None)
+        if type_ is None and chosen.options:
             raise ConfigError(
-                f"options of {self.kind} `{chosen.name}`: {error.message}", violations=error.violations
-            ) from error
+                f"{self.kind} `{chosen.name}` has no options, got {', '.join(chosen.options)}; remove them"
+            )
+        try:
+            return config_from_dict(type_ or _NoOptions, chosen.options)
+        except ConfigError as error:
+            what = error.message.replace("configuration: ", "")  # the options are not read from a file
+            raise ConfigError(f"options of {self.kind} `{chosen.name}`: {what}", violations=error.violations) from error
 
     def with_defaults(self, chosen: E, base_dir: str | Path | None = None) -> E:
         """Return `chosen` with all options written out. Raise ConfigError as `options`."""

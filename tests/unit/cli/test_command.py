@@ -225,6 +225,18 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("rollout.outputs=[logits]", r"`rollout.outputs` must be among \[entropy, hidden, kept_mass, mean_logprob, top_k\], which the engine can return; got \[logits\]; built-in engines with logits: none; set"),
         ("rollout.pin=response", r"`rollout.pin` response needs an engine with several sets of weights, and this one has one; set inference.engine.options.versions_max to 2"),
         ("learner.loss=[high_entropy]", r"`rollout.outputs` must contain entropy, which the loss needs, got \[\]"),
+        ("learner.estimator=grpoo", r"error: `learner.estimator`: there is no estimator `grpoo`; known: grpo, .*did you mean `grpo`\?"),
+        ("learner.loss=[ppo_clip, gspoo]", r"error: `learner.loss\[1\]`: there is no loss term `gspoo`; known: .*did you mean `gspo`\?"),
+        ("learner.update_rule=minibatch", r"error: `learner.update_rule`: there is no update rule `minibatch`; .*did you mean `minibatches`\?"),
+        ("learner.features={h: {name: entropyy}}", r"error: `learner.features.h`: there is no feature `entropyy`; .*did you mean `entropy`\?"),
+        ("learner.estimator={name: grpo, options: {beta: 0.25}}", r"error: `learner.estimator`: options of estimator `grpo`: `beta`: unknown key; known keys: mean, std, epsilon"),
+        ("learner.loss=[{name: ppo_clip, options: {weight_max: 2}}]", r"error: `learner.loss\[0\]`: options of loss term `ppo_clip`: `weight_max`: unknown key; known keys: clip_low"),
+        ("learner.update_rule={name: minibatches, options: {order: reverse}}", r"error: `learner.update_rule`: options of update rule `minibatches`: `order`: unknown key"),
+        ("learner.features={h: {name: entropy, options: {top_p: 0.5}}}", r"error: `learner.features.h`: feature `entropy` has no options, got top_p; remove them"),
+        ("learner.loss=[drpo]", r"error: `learner`: the loss term drpo compares .*but the update rule minibatches may cut them; set `learner.update_rule`"),
+        ("run.group_size=1", r"error: `run.group_size` must be >= 2 for the estimator grpo, got 1"),
+        ("learner.estimator=mc_grpo", r"error: `run.group_size` must be odd and >= 3 for the estimator mc_grpo, got 16"),
+        ("reward.finalizer=keep_al", r"error: `reward.finalizer`: there is no finalizer `keep_al`; .*did you mean `keep_all`\?"),
         ("inference.engine.options.slots=1", r"`inference.engine`: .*unknown key; did you mean `slots_max`\?"),
         ("recipe=grpoo", r"`recipe`: there is no recipe `grpoo`; known: .*dr_grpo, .*did you mean `grpo`\?"),
         ("learner.optimizer.lrr=1", r"`learner.optimizer.lrr`: unknown key; did you mean `lr`\?"),
@@ -243,6 +255,95 @@ def test_recipe_that_needs_an_output_of_another_engine_is_rejected_with_a_remedy
     assert re.search(
         r"`rollout.outputs` must be among \[\], which the engine can return; got \[entropy\]; built-in engines with entropy: torch, .*; set `inference.engine`",
         refused("check", str(DEMO_CONFIG), "recipe=grpo_high_entropy", engine),
+    )
+
+
+PART = """
+class Part:
+    needs = {needs}
+    rewards = {rewards}
+
+    def __call__(self, inputs):
+        return inputs.logprobs.sum(), {{}}
+"""
+
+
+def test_a_part_of_a_user_that_needs_what_the_run_does_not_have(tmp_path: Path, model: Path) -> None:
+    path = config_file(
+        tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\nreward: {{scorers: [exact], weights: {{exact: 1.0}}}}\n"
+    )
+    for number, (needs, rewards, expected) in enumerate((
+        (["margin"], [], r"`rollout.outputs` must contain margin, which the loss needs, got \[\]; add it, if the engine can return it, or give a feature this name in `learner.features`"),
+        (["top_k_logprobs"], [], r"`rollout.outputs` must contain top_k, which the loss needs"),
+        ([], ["brief"], r"`reward.scorers`: no scorer gives a reward called `brief`, which the loss term Part reads; known: exact; add a scorer with `reward: brief`"),
+    )):  # fmt: skip
+        (tmp_path / f"part{number}.py").write_text(PART.format(needs=needs, rewards=rewards))
+        chosen = [f"learner.loss=[part{number}.py:Part]", "run.success_reward=exact"]
+        assert re.search(expected, refused("check", str(path), *chosen))
+
+
+def test_a_reference_model_that_does_not_fit_is_told_before_the_run(tmp_path: Path, model: Path) -> None:
+    path = config_file(
+        tmp_path, f"model: {model}\nrun: {{eval_every: 0, success_reward: exact}}\nreward: {{scorers: [exact]}}\n"
+    )
+    other = tmp_path / "other"
+    arguments = ("check", str(path), "recipe=grpo_kl", "learner.reference={kind: path, path: other}")
+    assert re.search(
+        rf"`learner.reference.path`: {other} does not contain a config.json; name a folder", refused(*arguments)
+    )
+    shutil.copytree(model, other)
+    assert command(*arguments).exit_code == 0, "a path is relative to the configuration"
+    config = json.loads((other / "config.json").read_text())
+    for change, expected in (
+        ({"vocab_size": 64}, r"`learner.reference`: the vocabulary of the reference has 64 tokens, that of the policy \d+; choose"),
+        ({"model_type": "llama"}, "`learner.reference`: the architecture of the reference is llama, that of the policy .*; choose"),
+        ({"model_type": "no_such_type"}, r"`learner.reference.path`: transformers cannot read the model in .*no_such_type"),
+    ):  # fmt: skip
+        (other / "config.json").write_text(json.dumps(config | change))
+        assert re.search(expected, command(*arguments).stderr.replace("\n", " "))
+
+
+def test_a_mistake_in_a_recipe_is_told_with_its_file(tmp_path: Path, model: Path) -> None:
+    """The user's file does not show the wrong value, so the message names the recipe and the line."""
+    (tmp_path / "method.yaml").write_text(
+        "about: {summary: A method}\n"
+        "run: {group_size: 1}\n"
+        "reward:\n"
+        "  scorers: [{name: exakt, reward: correct}]\n"
+        "  finalizer: keep_al\n"
+        "data:\n"
+        "  selector: {name: thompson, options: {targets: 0.5}}\n"
+        "rollout:\n"
+        "  agent: agent.py:Agent\n"
+        "  samplings: {temperature: 0.7}\n"
+        "learner:\n"
+        "  estimator:\n"
+        "    name: grpo\n"
+        "    options:\n"
+        "      epsilonn: 1\n"
+        "  loss:\n"
+        "    - {name: ppo_clip, options: {weight_max: 2.0}}\n"
+    )
+    path = config_file(tmp_path, f"recipe: method.yaml\nmodel: {model}\nrun: {{eval_every: 0}}\n")
+    done = command("check", str(path))
+    assert done.exit_code == 2
+    for expected in (
+        r"method.yaml:10: `rollout.samplings`: unknown key; did you mean `sampling`\?",
+        r"method.yaml:4: `reward.scorers\[0\]`: there is no scorer `exakt`",
+        r"method.yaml:5: `reward.finalizer`: there is no finalizer `keep_al`",
+        r"method.yaml:7: `data.selector`: options of selector `thompson`: .*`targets`: unknown key; did you mean `target`\?",
+        r"method.yaml:9: `rollout.agent`: .*there is no file .*agent.py",
+        r"method.yaml:15: `learner.estimator`: options of estimator `grpo`: `epsilonn`: unknown key; did you mean `epsilon`\?",
+        r"method.yaml:17: `learner.loss\[0\]`: options of loss term `ppo_clip`: `weight_max`: unknown key",
+    ):
+        assert re.search(expected, done.stderr), (expected, done.stderr)
+    assert done.stderr.startswith("error: 7 mistakes:"), done.stderr
+    done = command(
+        "check", str(path), "learner.estimator.options={}", "learner.loss=[{name: ppo_clip, options: {x: 1}}]"
+    )
+    assert "method.yaml:15" not in done.stderr
+    assert re.search(r"\d\. `learner.loss\[0\]`: options of loss term `ppo_clip`: `x`: unknown key", done.stderr), (
+        "the override gives this value, not the recipe"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.errors import ConfigError
@@ -13,7 +14,7 @@ from rollmesh.shared.ledger_head import EMPTY
 from rollmesh.shared.objects import load_object
 from rollmesh.shared.registry import Extension
 from rollmesh.trainer.checkpoint import save_checkpoint
-from rollmesh.trainer.checkpoint_files import CheckpointPosition
+from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
 from rollmesh.trainer.config import (
     FeatureChoice,
     LossTerm,
@@ -193,6 +194,12 @@ def test_a_reference_that_cannot_be_used_is_an_error_of_the_configuration(tmp_pa
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(ConfigError, match="vocabulary of the reference has 64 tokens, that of the policy"):
         trainer(estimator=part("Seeing"), reference=ReferenceConfig(kind="path", path=str(tmp_path / "small")))
+    shape = GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
+    )
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "neox")  # type: ignore[no-untyped-call]
+    with pytest.raises(ConfigError, match="architecture of the reference is gpt_neox, that of the policy "):
+        trainer(estimator=part("Seeing"), reference=ReferenceConfig(kind="path", path=str(tmp_path / "neox")))
 
 
 def test_a_feature_of_the_configuration_is_a_column() -> None:
@@ -431,6 +438,35 @@ def test_a_checkpoint_holds_memory_modules_and_the_average(tmp_path: Path) -> No
     assert made.reference is not None
     assert again.reference is not None
     assert same(published_state(made.reference.model), published_state(again.reference.model))
+
+
+def test_a_checkpoint_of_another_recipe_is_rejected_with_the_parts_that_differ(tmp_path: Path) -> None:
+    shaped: dict[str, Any] = {"estimator": part("Shaped"), "loss": (LossTerm("ppo_clip"), term("Head", 0.1))}
+    made = trainer(**shaped)
+    made.update(1, *random_batch(seed=1))
+    log = TrainedLog()
+    log.append(1, [], incarnation=0, outcome="APPLIED")
+    place = CheckpointPosition(
+        update=1, policy="main", incarnation=0, digest=log.digest, seed=7, head=EMPTY, config_digest=""
+    )
+    saved = save_checkpoint(tmp_path, made, None, log, place)
+    average: dict[str, Any] = {
+        "features": {"old": FeatureChoice("mean_logprob", under="reference")},
+        "reference": ReferenceConfig(kind="average"),
+    }
+    for settings, needed in (
+        ({}, "no part"),
+        ({"loss": (LossTerm("siren"),)}, "loss term siren"),
+        (shaped | average, "estimator Shaped, the module of Head, the moving average"),
+    ):
+        other = trainer(**settings)
+        message = (
+            r"does not fit the configured model, optimizer or recipe: it has the memory of estimator Shaped, the module of Head, and the "
+            f"configured recipe needs that of {needed}; resume with the recipe with which it was written"
+        )
+        with pytest.raises(CheckpointError, match=message):
+            saved.restore(other)
+        assert other.step == 0
 
 
 def _empty_head() -> Any:

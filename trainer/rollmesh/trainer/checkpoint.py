@@ -80,12 +80,16 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} was trained with seed {self.meta.seed}, not {trainer.seed}")
         try:
             load_weights(trainer.model, self.path / WEIGHTS_NAME)
+            if (
+                plugins := self.path / PLUGINS_NAME
+            ).exists():  # before the optimizer, whose error would not name the part
+                trainer.load_memory(torch.load(plugins, map_location=trainer.model.device, weights_only=True))
             state = torch.load(self.path / OPTIMIZER_NAME, map_location=trainer.model.device, weights_only=True)
             changed = _load_moments(trainer.optimizer, state)
-            if (plugins := self.path / PLUGINS_NAME).exists():
-                trainer.load_memory(torch.load(plugins, map_location=trainer.model.device, weights_only=True))
         except (ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{self.path} does not fit the configured model or optimizer: {error}") from error
+            raise CheckpointError(
+                f"{self.path} does not fit the configured model, optimizer or recipe: {error}"
+            ) from error
         trainer.step = self.meta.update
         return changed
 

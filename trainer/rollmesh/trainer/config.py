@@ -96,7 +96,8 @@ class ReferenceConfig(Settings):
     kind: Literal["initial", "path", "average"] = "initial"
     """`initial` has the weights with which the run began, `path` those of a folder, and `average` a moving average of the policy's."""
     path: str = ""
-    """Folder of the model in transformers format, for `path`."""
+    """Folder of the model in transformers format, for `path`, relative to the config file. It has the architecture and the vocabulary of
+    the policy; its size may differ."""
     decay: Annotated[float, Meta(ge=0, lt=1)] = 0.99
     """Share of the old average that an update keeps, for `average`."""
 

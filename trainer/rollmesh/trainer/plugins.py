@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollmesh.shared.errors import located_at
 from rollmesh.shared.outputs import output_of
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimator, make_estimator
@@ -43,19 +44,21 @@ class Plugins:
         base_dir: str | Path | None = None,
     ) -> None:
         """Construct the parts. Raises ConfigError for a name or an option, and ValueError for requests that contradict each other."""
-        self.estimator: Estimator = make_estimator(config.estimator, reward_weights, base_dir)
+        with located_at("learner.estimator"):
+            self.estimator: Estimator = make_estimator(config.estimator, reward_weights, base_dir)
         self.loss = LossSum(config.loss, base_dir, config.normalization)
-        self.rule: UpdateRule = UPDATE_RULES.make(config.update_rule, base_dir)
+        with located_at("learner.update_rule"):
+            self.rule: UpdateRule = UPDATE_RULES.make(config.update_rule, base_dir)
         self.parts: dict[str, Any] = {
             f"estimator {config.estimator.short_name}": self.estimator,
             f"update rule {config.update_rule.short_name}": self.rule,
             **{f"loss term {name}": term for name, term in self.loss.terms.items()},
         }
         """Estimator, update rule and loss terms by kind and name."""
-        chosen = {
-            name: FeatureRequest(FEATURES.make(choice, base_dir), choice.under, choice.grad)
-            for name, choice in config.features.items()
-        }
+        chosen: dict[str, FeatureRequest] = {}
+        for name, choice in config.features.items():
+            with located_at(f"learner.features.{name}"):
+                chosen[name] = FeatureRequest(FEATURES.make(choice, base_dir), choice.under, choice.grad)
         named = merged_requests(
             ("learner.features", chosen), *((part, getattr(made, "features", {})) for part, made in self.parts.items())
         )
@@ -166,7 +169,6 @@ class Plugins:
         return {part: made.state() for part, made in self.parts.items() if hasattr(made, "state")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the memory. A part that the checkpoint does not know keeps its initial state."""
-        for part, made in self.parts.items():
-            if hasattr(made, "load_state") and part in state:
-                made.load_state(state[part])
+        """Restore the memory of `state()` of the same parts."""
+        for part, memory in state.items():
+            self.parts[part].load_state(memory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import ReferenceConfig
-from rollmesh.trainer.model_config import vocab_size
 from rollmesh.trainer.model_files import load_model
 
 
@@ -59,12 +59,30 @@ def open_reference(
             model = copy.deepcopy(policy) if initial is None else initial()
     except (ValueError, OSError) as err:
         raise ConfigError(
-            f"`learner.reference`: the reference model ({config.kind}) cannot be loaded: {err}", key="learner.reference"
-        ) from err
-    if vocab_size(model) != vocab_size(policy):
-        raise ConfigError(
-            f"`learner.reference`: the vocabulary of the reference has {vocab_size(model)} tokens, that of the policy "
-            f"{vocab_size(policy)}; choose a model with the same tokenizer",
+            f"`learner.reference`: the reference model ({config.kind}) cannot be loaded: {err}; name a folder with a model in "
+            "transformers format, or choose another kind",
             key="learner.reference",
-        )
+        ) from err
+    check_same_family(model.config, policy.config)
     return Reference(model, None)
+
+
+def check_same_family(reference: Any, policy: Any) -> None:
+    """Raise ConfigError if the configurations of two models differ in architecture or vocabulary. The sizes may differ.
+
+    The architecture decides which forward computes the log-probs of the policy, and the reference runs through the same one.
+    """
+    mine, theirs = reference.get_text_config(decoder=True), policy.get_text_config(decoder=True)
+    key = "learner.reference"
+    if mine.model_type != theirs.model_type:
+        raise ConfigError(
+            f"`{key}`: the architecture of the reference is {mine.model_type}, that of the policy {theirs.model_type}; choose a model of "
+            "the same architecture",
+            key=key,
+        )
+    if mine.vocab_size != theirs.vocab_size:
+        raise ConfigError(
+            f"`{key}`: the vocabulary of the reference has {mine.vocab_size} tokens, that of the policy {theirs.vocab_size}; choose a model "
+            "with the same tokenizer",
+            key=key,
+        )

@@ -176,7 +176,13 @@ class BatchTrainer:
         }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Restore `memory`. Raises ValueError, KeyError or RuntimeError if it does not fit."""
+        """Restore `memory`. Raises ValueError, KeyError or RuntimeError if it does not fit, e.g. because it is that of another recipe."""
+        found, expected = _owners(memory), _owners(self.memory())
+        if found != expected:
+            raise ValueError(
+                f"it has the memory of {', '.join(found) or 'no part'}, and the configured recipe needs that of "
+                f"{', '.join(expected) or 'no part'}; resume with the recipe with which it was written, or begin a new run from its model"
+            )
         self.plugins.load_state(memory["plugins"])
         self.modules.load_state_dict(memory["modules"])
         if self.reference is not None and memory["reference"] is not None:
@@ -316,6 +322,13 @@ class BatchTrainer:
             **length_metrics(samples, used),
             **trace.summary(),
         }
+
+
+def _owners(memory: Mapping[str, Any]) -> list[str]:
+    """Return the parts whose memory `BatchTrainer.memory` returned, sorted."""
+    modules = {f"the module of {key.partition('.')[0]}" for key in memory["modules"]}
+    average = {"the moving average"} if memory["reference"] is not None else set()
+    return sorted({*memory["plugins"], *modules, *average})
 
 
 def _reward_sums(batch: UpdateBatch, weights: Mapping[str, float]) -> FloatArray:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollmesh.shared.errors import ConfigError, LossFailed
+from rollmesh.shared.errors import ConfigError, LossFailed, located_at
 from rollmesh.shared.trajectory import Source
 from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.trainer.config import LossTerm, Normalization
@@ -68,7 +68,10 @@ class LossSum:
         """Construct the terms. A user's file is relative to `base_dir`. Raises ConfigError for a name, an option or a token set."""
         self._normalization = normalization
         self._prefixed = len(terms) > 1
-        self._terms = [self._made(term, base_dir) for term in terms]
+        self._terms: list[_Term] = []
+        for index, term in enumerate(terms):
+            with located_at(f"learner.loss[{index}]"):
+                self._terms.append(self._made(term, base_dir))
 
     def _made(self, term: LossTerm, base_dir: str | Path | None) -> _Term:
         loss: PolicyLoss = LOSSES.make(term, base_dir)
