@@ -27,7 +27,7 @@ import msgspec
 
 from rollmesh.bench.methods_arm import ArmWork, Made, Size, settings_digest
 from rollmesh.bench.methods_records import ArmRecord, MethodArm, append_record, chosen_records, read_records
-from rollmesh.bench.methods_verdict import Comparison, compare
+from rollmesh.bench.methods_verdict import MethodComparison, compare
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.process_launch import bound_to_parent
 from rollmesh.shared.registry import unknown_name
@@ -81,7 +81,7 @@ class MethodsOutcome:
 
     records: dict[MethodArm, ArmRecord] = field(default_factory=dict)
     missing: list[MethodArm] = field(default_factory=list)
-    rows: list[Comparison] = field(default_factory=list)
+    rows: list[MethodComparison] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
     """Causes of arms without a record, whose process ended or exceeded `ARM_S_MAX`. They are run again by the next call."""
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from rollmesh.bench.methods_records import EVAL_SAMPLES, LAST, ArmRecord, MethodArm
 from rollmesh.bench.methods_tasks import TASKS
-from rollmesh.bench.methods_verdict import ERRORS, Comparison
+from rollmesh.bench.methods_verdict import ERRORS, MethodComparison
 
 HEAD = (
     "method",
@@ -27,7 +27,7 @@ MEANS = ("task", "lag", "method", "seeds", "success", "pass_at_k", "length", "en
 
 
 def markdown(
-    rows: Sequence[Comparison],
+    rows: Sequence[MethodComparison],
     records: Mapping[MethodArm, ArmRecord],
     missing: int,
     pictures: Mapping[str, str],
@@ -61,7 +61,7 @@ def markdown(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _comparison_cells(row: Comparison) -> list[str]:
+def _comparison_cells(row: MethodComparison) -> list[str]:
     error = "" if row.error is None else f" ± {row.error:.3f}"
     return [
         row.method, row.baseline, row.task, str(row.lag), row.measure, f"{row.value:.3f}", f"{row.baseline_value:.3f}",

@@ -26,7 +26,7 @@ ERRORS = 2.0
 Finding = Literal["agrees", "contradicts", "not shown", "no expectation"]
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
     """A measure of a method and of its baseline on one task at one lag."""
 
     method: str
@@ -49,7 +49,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(
     method: str, about: About, records: Mapping[MethodArm, ArmRecord], cases: Collection[tuple[str, int]]
-) -> list[Comparison]:
+) -> list[MethodComparison]:
     """Return the comparisons of a method on the (task, lag) of `cases`: its expected measures, or success if it expects nothing there.
 
     A case without a pair of records is omitted.
@@ -92,11 +92,11 @@ def _comparison(
     measure: Measure,
     pairs: Sequence[tuple[float, float]],
     expected: Expectation | None,
-) -> Comparison:
+) -> MethodComparison:
     differences = [one - other for one, other in pairs]
     error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
     direction = expected.direction if expected is not None else ""
-    return Comparison(
+    return MethodComparison(
         method=method,
         baseline=baseline,
         task=task,
