@@ -36,6 +36,20 @@ reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference: {engine: {name: torch, options: {context_max: 256}}}
 learner: {checkpoint_every: 3, tensorboard: false, publish: {num_probes: 0}}
 """
+IMITATION = """
+about: {summary: "Raise the likelihood of answers after another prompt, which the tokenizer of the model encodes."}
+learner:
+  features:
+    other: {name: other_prompt_logprob, options: {prefix: "1+1", omit_roles: [context]}, under: current, grad: true}
+  loss: [ppo_clip, {name: "imitate.py:Imitate", weight: 0.1}]
+"""
+TERM = """
+class Imitate:
+    needs = ("other",)
+
+    def __call__(self, inputs):
+        return -(inputs["token_weight"] * inputs["other"]).sum(), {"other": inputs["other"].detach()}
+"""
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 OWN = {
     "risk_po": "estimator/quantile_low",
@@ -48,9 +62,13 @@ OWN = {
     "gmpo": "clipped_share",
     "kl_cov": "chosen_share",
     "drpo": "divergence_share",
+    "verl_rank": "estimator/ranked_share",
+    "rep_exp": "estimator/bonus_mean",
+    "lp_reg": "protected_share",
+    "imitation.yaml": "Imitate/other_share",
 }
 """A metric of each recipe. They have memory, one rollout per group, gradients of samples, ordered passes, tokens of the samples, a
-reference in the estimator, and steps of whole groups."""
+reference in the estimator, steps of whole groups, hidden states, a quantile of the step, and answers after another prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model_folder(build_tiny_model(SMALL, seed=1), build_tokenizer(), made / "model")
     (made / "agent.py").write_text(AGENT)
     (made / "scorer.py").write_text(SCORER)
+    (made / "imitation.yaml").write_text(IMITATION)
+    (made / "imitate.py").write_text(TERM)
     (made / "tasks.jsonl").write_text(
         "".join(json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(30))
     )
@@ -69,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recipe", OWN)
 def test_three_updates_with_a_recipe_and_an_audit(recipe: str, folder: Path) -> None:
-    out = folder / recipe
+    out = folder / f"run-{recipe}"
     done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), f"recipe={recipe}", "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)

@@ -35,6 +35,7 @@ from rollmesh.trainer.update_rules import UPDATE_RULES
 from rollmesh.trainer.vocabulary_features import (
     Entropy,
     KeptLogprob,
+    KeptMass,
     KeptOptions,
     MeanLogprob,
     NucleusEntropy,
@@ -97,6 +98,8 @@ def test_kept_logprob_removes_unlikely_tokens_and_renormalizes() -> None:
     assert float(KeptLogprob(options=KeptOptions(threshold=0.2))(made)) == pytest.approx(np.log(1 / 3))
     assert float(KeptLogprob(options=KeptOptions(threshold=0.3))(made)) == -np.inf
     assert float(KeptLogprob(options=KeptOptions(threshold=0.6))(made)) == -np.inf, "no token is left"
+    assert float(KeptMass(options=KeptOptions(threshold=0.2))(made)) == pytest.approx(0.75)
+    assert float(KeptMass(options=KeptOptions(threshold=0.6))(made)) == 0
     relative = KeptOptions(threshold=0.4, kind="relative")  # 0.4 * 0.5 = 0.2
     assert float(KeptLogprob(options=relative)(made)) == pytest.approx(np.log(1 / 3))
 

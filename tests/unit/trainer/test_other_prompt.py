@@ -249,15 +249,16 @@ def recording(made: BatchTrainer) -> Recording:
 
 @pytest.mark.parametrize("under", ["start", "reference", "step", "current"])
 def test_the_other_prompt_is_scored_under_every_weights(under: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"omit_roles": ["action", "observation"]}  # the second turn of a sample is the longer one
     other = build_tiny_model(SMALL, seed=5)
     other.save_pretrained(tmp_path)
-    choice = FeatureChoice("other_prompt_logprob", {"omit_sources": ["hint"]}, under=under)
+    choice = FeatureChoice("other_prompt_logprob", options, under=under)
     made = trainer({"other": choice}, reference=ReferenceConfig(kind="path", path=str(tmp_path)))
     term = recording(made)
     samples, groups = batch_of_hinted()
     model = other if under == "reference" else build_tiny_model(SMALL, seed=1)
     with torch.no_grad():
-        expected = [direct(model, feature(omit_sources=["hint"]).sequences_of(s) or (), 1.0) for s in samples]
+        expected = [direct(model, feature(**options).sequences_of(s) or (), 1.0) for s in samples]
     made.update(1, samples, groups)
     assert len(term.seen) > 1, "several micro-batches"
     for seen in term.seen:

@@ -38,6 +38,7 @@ FEATURES = Registry(
         "nucleus_entropy": "rollmesh.trainer.vocabulary_features:NucleusEntropy",
         "mean_logprob": "rollmesh.trainer.vocabulary_features:MeanLogprob",
         "kept_logprob": "rollmesh.trainer.vocabulary_features:KeptLogprob",
+        "kept_mass": "rollmesh.trainer.vocabulary_features:KeptMass",
         "effective_rank": "rollmesh.trainer.hidden_features:EffectiveRank",
         "mean_state": "rollmesh.trainer.hidden_features:MeanState",
         "other_prompt_logprob": "rollmesh.trainer.other_prompt:OtherPromptLogprob",

@@ -54,7 +54,7 @@ class MeanLogprob:
 
 
 class KeptOptions(Settings):
-    """Options of `kept_logprob`."""
+    """Options of `kept_logprob` and `kept_mass`."""
 
     threshold: Annotated[float, Meta(ge=0, lt=1)] = 0.02
     """Probability below which a token is removed; with `relative`, as a share of the largest one."""
@@ -75,10 +75,28 @@ class KeptLogprob:
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:
         logprobs = inputs.logits.log_softmax(-1)
-        least = torch.full_like(logprobs[:, :1], self.options.threshold).log()
-        if self.options.kind == "relative":
-            least = least + logprobs.max(-1, keepdim=True).values
-        removed, token = logprobs < least, inputs.token_ids[:, None]
+        removed, token = _removed(logprobs, self.options), inputs.token_ids[:, None]
         mass = logprobs.masked_fill(removed, float("-inf")).logsumexp(-1, keepdim=True)
         chosen = logprobs.gather(-1, token) - mass
         return chosen.masked_fill(removed.gather(-1, token), float("-inf")).squeeze(-1)
+
+
+class KeptMass:
+    """Probability [m] of the tokens that are not removed, together."""
+
+    Options: ClassVar[type[Settings]] = KeptOptions
+
+    def __init__(self, *, options: KeptOptions) -> None:
+        self.options = options
+
+    def __call__(self, inputs: FeatureInputs) -> Tensor:
+        logprobs = inputs.logits.log_softmax(-1)
+        return logprobs.exp().masked_fill(_removed(logprobs, self.options), 0.0).sum(-1)
+
+
+def _removed(logprobs: Tensor, options: KeptOptions) -> Tensor:
+    """Return [m, V]: which tokens are below the threshold."""
+    least = torch.full_like(logprobs[:, :1], options.threshold).log()
+    if options.kind == "relative":
+        least = least + logprobs.max(-1, keepdim=True).values
+    return logprobs < least

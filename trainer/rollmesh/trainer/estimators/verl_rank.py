@@ -108,12 +108,11 @@ class VerlRank(Grpo):
 
     def _measured(self, batch: UpdateBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return [S, 3] effective rank, velocity and acceleration of each sample, and [S] whether it has three strides."""
-        stride, ranks = self.options.stride, batch[RANKS].astype(np.float64)
-        place = place_in_sample(batch)
-        ends = (place + 1) % stride == 0
-        strides = batch.lengths // stride
-        velocity = batch.sums(np.where(ends & (place >= stride), ranks[:, 2], 0.0)) / np.maximum(strides - 1, 1)
-        acceleration = batch.sums(np.where(ends & (place >= 2 * stride), ranks[:, 3], 0.0)) / np.maximum(strides - 2, 1)
+        ranks, strides = batch[RANKS].astype(np.float64), batch.lengths // self.options.stride
+        ends = (place_in_sample(batch) + 1) % self.options.stride == 0
+        # The first stride has the velocity 0, and the first two the acceleration 0, which are not part of the means.
+        velocity = batch.sums(np.where(ends, ranks[:, 2], 0.0)) / np.maximum(strides - 1, 1)
+        acceleration = batch.sums(np.where(ends, ranks[:, 3], 0.0)) / np.maximum(strides - 2, 1)
         return np.stack([batch.first(ranks[:, 0]), velocity, acceleration], axis=1), strides >= 3
 
     def _follow(self, means: tuple[float, ...] | None) -> None:
