@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -116,6 +116,20 @@ def group_advantages(group: types_pb2.GroupContext) -> dict[str, float]:
     std = (weight @ centered.square()).sqrt()
     values = (centered / (std + 1e-6)).tolist()
     return {member.sample_id: value for member, value in zip(members, values, strict=True)}
+
+
+def seen(groups: Iterable[types_pb2.GroupContext]) -> str:
+    """Return counts of what a method may read of all members of the groups, also of those that were not leased.
+
+    `summary` has role, finish, and per turn the number of tokens, their mean log-prob and a digest of the observation before it.
+    """
+    members = [member for group in groups for member in group.members]
+    turns = [turn for member in members for turn in member.summary.turns]
+    answers = {reward.answer for member in members for reward in member.rewards if reward.answer}
+    observations = {turn.observation for turn in turns}
+    return (
+        f"groups: {len(members)} members, {len(turns)} turns, {len(answers)} answers, {len(observations)} observations"
+    )
 
 
 def path_tokens(episode: types_pb2.Episode, leaf: int, mask_below_step: int) -> list[tuple[float, ...]]:
@@ -299,6 +313,7 @@ def train(address: str, token: str, model_folder: Path, spec: events_pb2.RunSpec
             gateway.call_attached("ReportCheckpoint", update=update, digest=digest)
         if update % spec.publish_every == 0 or is_last:
             publish()
+        print(seen(lease.groups))
         reward = sum(r.value for sample in lease.samples for r in sample.meta.rewards) / len(lease.samples)
         staleness = max(sample.staleness for sample in lease.samples)
         print(f"update {update}: reward {reward:.3f}, staleness {staleness}", flush=True)

@@ -104,6 +104,7 @@ class Trainer {
       });
       this.update += 1;
       this.digest = commit.digest;
+      console.log(seen(lease.groups));
       const lags = lease.samples.map((sample) => sample.staleness);
       console.log(`update ${this.update}: ${samples.length} samples, staleness up to ${Math.max(...lags)}`);
     } finally {
@@ -184,6 +185,16 @@ class Trainer {
       return { update: 0, digest: '' };
     }
   }
+}
+
+/** What a method may read of all members of the groups, also of those that were not leased. */
+function seen(groups) {
+  const members = groups.flatMap((group) => group.members);
+  const turns = members.flatMap(({ summary }) => summary?.turns ?? []); // null from a worker of older protos
+  const answers = new Set(members.flatMap(({ rewards }) => rewards.map(({ answer }) => answer)).filter(Boolean));
+  const observations = new Set(turns.map(({ observation }) => observation));
+  const count = (things) => `${things.length ?? things.size}`;
+  return `groups: ${count(members)} members, ${count(turns)} turns, ${count(answers)} answers, ${count(observations)} observations`;
 }
 
 /** Token ids, log-probs under the distribution sampled from, and what may be trained on, along a path of segments. */

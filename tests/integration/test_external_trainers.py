@@ -17,6 +17,7 @@ from rollmesh.demo.model_process import make_in_process
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
+from rollmesh.services.reward.config import ScorerConfig
 from rollmesh.shared.registry import Extension
 from rollmesh.trainer.model_files import write_model_folder
 
@@ -63,6 +64,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+SCORER = """
+class Judge:
+    async def score(self, item):
+        from rollmesh.shared.trajectory import Reward
+        return Reward(name="", value=float(sum(item.answer_ids) % 2), answer=item.sample_id)
+"""
+"""Its answers are the names of the samples."""
 SELECTOR = """
 class Spy(MostSignal):
     def observe_trained(self, result):
@@ -85,7 +93,10 @@ def config(model: Path, tmp_path: Path, measured: Path) -> MeshConfig:
     (tmp_path / "spy.py").write_text(f"{base}\nLOG = {str(measured)!r}\n{SELECTOR}")
     made = mesh_config(model)
     data = msgspec.structs.replace(made.data, selector=Extension(f"{tmp_path / 'spy.py'}:Spy"))
-    return msgspec.structs.replace(made, data=data)
+    (tmp_path / "judge.py").write_text(SCORER)
+    scorer = ScorerConfig(name=f"{tmp_path / 'judge.py'}:Judge", reward="correct")
+    reward = msgspec.structs.replace(made.reward, scorers=(scorer,))
+    return msgspec.structs.replace(made, data=data, reward=reward)
 
 
 def check_measured(measured: Path, num_groups_min: int) -> None:
@@ -93,6 +104,17 @@ def check_measured(measured: Path, num_groups_min: int) -> None:
     lines = [line.split() for line in measured.read_text().splitlines()]
     assert len({group for group, _, _ in lines}) >= num_groups_min
     assert all(float(advantage) >= 0 and int(num) > 0 for _, advantage, num in lines)
+
+
+def check_seen(output: str, num_updates: int, *, num_members: int) -> None:
+    """Check that the trainer read turns, answers and digests of all members of each leased group."""
+    lines = re.findall(r"^groups: (\d+) members, (\d+) turns, (\d+) answers, (\d+) observations", output, re.MULTILINE)
+    assert len(lines) == num_updates
+    for members, turns, answers, observations in (map(int, line) for line in lines):
+        assert members == num_members
+        assert turns >= members
+        assert answers == members  # the scorer of this test finds another one in each sample
+        assert 2 <= observations <= turns  # the members of one task begin with the same one
 
 
 def updates(output: str) -> list[int]:
@@ -108,7 +130,7 @@ def test_the_python_trainer_is_one_readable_file_and_imports_no_python_of_ours()
     tree = ast.walk(ast.parse(source))
     found = {name for node in tree for name in _modules(node)}
     assert found <= ALLOWED | STANDARD
-    assert source.count("\n") <= 330
+    assert source.count("\n") <= 350
 
 
 def _modules(node: ast.AST) -> list[str]:
@@ -129,10 +151,11 @@ async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
         trainer = python_trainer(mesh, model=model, spec=spec, out=tmp_path / "trained")
         async with program(trainer) as first:
             before = updates(await said(first, r"^update 6:", limit_s=TRAIN_S_MAX))
-        after = updates(await finish(trainer, limit_s=TRAIN_S_MAX))
+        resumed = await finish(trainer, limit_s=TRAIN_S_MAX)
     report = await audited(mesh.folder, "python")
     assert before == [1, 2, 3, 4, 5, 6]
-    assert after == [6, 7, 8]
+    assert updates(resumed) == [6, 7, 8]
+    check_seen(resumed, 3, num_members=8)
     assert report.updates == 8
     assert report.samples.live == 0
     assert report.samples.trained == 8 * 8
@@ -183,6 +206,7 @@ async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(
         output = await finish(trainer, limit_s=TRAIN_S_MAX)
     report = await audited(mesh.folder, "node")
     assert updates(output) == list(range(1, 21))
+    check_seen(output, 20, num_members=8)
     assert report.updates == 20
     assert report.samples.trained == 20 * 8
     check_measured(measured, 20)

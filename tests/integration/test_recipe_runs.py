@@ -52,6 +52,7 @@ class Imitate:
 """
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 OWN = {
+    "remax": "estimator/without_baseline",
     "risk_po": "estimator/quantile_low",
     "mssr": "estimator/rho",
     "vcpo": "estimator/sequence_ess",
@@ -67,7 +68,7 @@ OWN = {
     "lp_reg": "protected_share",
     "imitation.yaml": "Imitate/other_share",
 }
-"""A metric of each recipe. They have memory, one rollout per group, gradients of samples, ordered passes, tokens of the samples, a
+"""A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered passes, tokens of the samples, a
 reference in the estimator, steps of whole groups, hidden states, a quantile of the step, and answers after another prompt."""
 
 

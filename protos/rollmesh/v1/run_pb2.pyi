@@ -586,7 +586,7 @@ class LeasedSample(_message.Message):
     """
     @_builtins.property
     def meta(self) -> _types_pb2.SampleMeta:
-        """Metadata, with the rewards as finalized."""
+        """Metadata, with the rewards as finalized. Its summary has no text, which only the members of the groups have."""
 
     @_builtins.property
     def payload(self) -> _types_pb2.PayloadRef:

@@ -1,7 +1,7 @@
 """The facts of an ordinary run, from the coordinator core alone: any number of samples within seconds.
 
 Workers lease and report in lists of 64, complete groups are finalized, a trainer leases, commits, publishes, and reports a
-checkpoint every 10 updates. Nothing fails. Sizes of records are those of a run with two rewards per sample and messages of 200 characters.
+checkpoint every 10 updates. Nothing fails. Sizes of records are those of a run with two rewards and three turns per sample and messages of 200 characters.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Effect, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import (
     Fact,
+    FinishReason,
     GroupDecision,
     Message,
     PayloadRef,
     Reward,
     SampleMeta,
+    SampleSummary,
     StepSpan,
     Task,
+    TurnSummary,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.shared.versions import PolicyVersion
@@ -30,6 +33,13 @@ LIST = 64
 CHECKPOINT_EVERY = 10
 SPEC = RunSpec(run="bench", max_staleness=2, batch_groups=16, group_size=16, updates_max=0, eval_every=0, stall_s=0.0)
 SAMPLES_PER_UPDATE = SPEC.batch_groups * SPEC.group_size
+SUMMARY = SampleSummary(
+    finish=FinishReason.STOP,
+    turns=tuple(
+        TurnSummary(segment=at, num_tokens=100, mean_logprob=-0.4321, observation="0123456789abcdef")
+        for at in (2, 4, 6)
+    ),
+)
 QUESTION = Message(role="user", content="What is (17 + 4) * 3? " * 9)
 
 
@@ -90,10 +100,20 @@ class History:
 
     def _report(self, lease: i.EpisodeLease) -> i.EpisodeReport:
         self._sequence += 1
-        rewards = tuple(Reward(name=name, value=1.0, segment=-1, scorer="exact@1") for name in ("correct", "format"))
+        rewards = tuple(
+            Reward(name=name, value=1.0, segment=-1, scorer="exact@1", answer=answer)
+            for name, answer in (("correct", "63"), ("format", ""))
+        )
         span = StepSpan(step=lease.step_min, incarnation=lease.incarnation_min, num_tokens=300)
         sample = SampleMeta(
-            sample_id=f"{lease.episode}-0", policy="main", leaf=6, steps=(span,), num_tokens=450, rewards=rewards
+            sample_id=f"{lease.episode}-0",
+            policy="main",
+            leaf=6,
+            steps=(span,),
+            num_tokens=450,
+            rewards=rewards,
+            num_sampled_tokens=300,
+            summary=SUMMARY,
         )
         return i.EpisodeReport(
             lease_id=lease.lease_id,

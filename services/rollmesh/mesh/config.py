@@ -93,6 +93,10 @@ class BusConfig(Settings):
                 )
 
 
+BATCH_TEXT_CHARS_MAX = 2 * 1024 * 1024
+"""Maximum length of the texts in the summaries of a batch. A message has at most 8 MiB, and a character up to four bytes."""
+
+
 class MeshConfig(Settings):
     """A whole run."""
 
@@ -148,6 +152,12 @@ class MeshConfig(Settings):
         if self.learner.outputs:
             raise ValueError(
                 f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"
+            )
+        texts = self.rollout.summary_text_chars * self.run.batch_groups * self.run.group_size
+        if texts > BATCH_TEXT_CHARS_MAX:
+            raise ValueError(
+                f"`rollout.summary_text_chars` * run.batch_groups * run.group_size must be <= {BATCH_TEXT_CHARS_MAX}, because the texts of a "
+                f"batch are in one message, got {texts}; lower summary_text_chars"
             )
         if self.learner.reward_weights:
             raise ValueError(

@@ -8,11 +8,21 @@ from typing import Any
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, FinalizeGroup, Reply
-from rollmesh.services.coordinator.core.facts import Fact, GroupDecision, PayloadRef, Reward, SampleMeta, StepSpan, Task
+from rollmesh.services.coordinator.core.facts import (
+    Fact,
+    GroupDecision,
+    PayloadRef,
+    Reward,
+    SampleMeta,
+    SampleSummary,
+    StepSpan,
+    Task,
+)
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.versions import PolicyVersion
 from tests.sim.world import endless_spec
 
+NO_SUMMARY = SampleSummary()
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 
@@ -76,7 +86,7 @@ class CoreRun:
         self.attach()
         self.publish(0)
 
-    def generate(self, num: int, *, step: int, incarnation: int = 0) -> list[str]:
+    def generate(self, num: int, *, step: int, incarnation: int = 0, summary: SampleSummary = NO_SUMMARY) -> list[str]:
         """Lease and finish `num` episodes of one sample each. Return the sample ids."""
         acquired: i.Acquired = self.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=1.0)
         reports = []
@@ -88,6 +98,7 @@ class CoreRun:
                 num_tokens=8,
                 num_sampled_tokens=4,
                 rewards=(Reward(name="correct", value=1.0, segment=-1, scorer="exact@1"),),
+                summary=summary,
             )
             reports.append(
                 i.EpisodeReport(

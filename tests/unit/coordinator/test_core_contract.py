@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.core.facts import (
     Reward,
     SampleEnd,
     SampleMeta,
+    SampleSummary,
     StepSpan,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -414,3 +415,13 @@ def test_a_group_that_the_reward_service_cannot_decide_on_ends_with_the_cause() 
 def test_a_number_that_no_run_can_work_with_is_refused_by_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes) if len(changes) == 1 else iter(["batch_groups"]))):
         RunSpec(run="r", **changes)
+
+
+def test_a_batch_has_the_text_of_a_sample_once_in_its_group() -> None:
+    run = CoreRun()
+    run.begin()
+    run.generate(4, step=0, summary=SampleSummary(role="critic", text="so 63"))
+    batch = run.lease(1)
+    assert [s.meta.summary for s in batch.samples] == [SampleSummary(role="critic")] * 4
+    members = [m.summary for group in batch.groups for m in group.members]
+    assert members == [SampleSummary(role="critic", text="so 63")] * 4

@@ -76,3 +76,10 @@ def test_weights_at_the_learner_are_rejected() -> None:
 def _place(config: MeshConfig) -> RunLayout:
     here = {"coordinator": "localhost:1", "gateway": "localhost:2", "depot": "localhost:3"}
     return RunLayout(config=config, base_dir=Path(), run_dir=Path("run"), access=Access(token="t"), **here)
+
+
+def test_texts_of_a_batch_that_exceed_a_message_are_rejected() -> None:
+    rollout, run = {"summary_text_chars": 16_384}, {"batch_groups": 8, "group_size": 16}
+    assert config_from_dict(MeshConfig, {"rollout": rollout, "run": run}).rollout.summary_text_chars == 16_384
+    with pytest.raises(ConfigError, match=r"`rollout.summary_text_chars`.* <= 2097152.*got 4194304"):
+        config_from_dict(MeshConfig, {"rollout": rollout, "run": run | {"batch_groups": 16}})

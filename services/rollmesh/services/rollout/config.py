@@ -192,7 +192,7 @@ class RolloutConfig(Settings):
     a baseline. A temperature that the agent gives to `env.generate` overrides it."""
     summary_text_chars: Annotated[int, msgspec.Meta(ge=0, le=16_384)] = 0
     """Maximum length of the text of a sample that the other members of its group see in an estimator, characters. The ledger stores it,
-    so set it only if the estimator compares texts. 0: no text."""
+    so set it only if the estimator compares texts. Times `run.batch_groups` and `run.group_size` it is at most 2 Mi. 0: no text."""
     pin: Literal["none", "response"] = "none"
     """Whether an update of the weights may change the version in the middle of a response of training. `none` lets it: the response then
     has one segment per version. `response` finishes each response under the version that began it. It needs an engine with

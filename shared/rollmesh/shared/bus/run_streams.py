@@ -19,7 +19,8 @@ class StreamLimits(Settings):
     samples_bytes_max: PositiveInt = 1024 * MIB
     """Sample payloads not yet trained or purged; when full, rollout workers wait."""
     ledger_bytes_max: PositiveInt = 512 * MIB
-    """Facts of the whole run, never purged; about 200 bytes per sample and fact."""
+    """Facts of the whole run, never purged; about 320 bytes per sample and 34 per turn, and the text of
+    `rollout.summary_text_chars`."""
     dead_bytes_max: PositiveInt = 64 * MIB
     """Limit of dead letters, in bytes; the oldest are dropped."""
     num_replicas: PositiveInt = 1

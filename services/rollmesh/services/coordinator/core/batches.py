@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
@@ -193,8 +195,11 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.BatchGrant:
 
 def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
     spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=batch.bound)
+    meta = sample.meta
+    if meta.summary.text:  # the members of the groups have it
+        meta = msgspec.structs.replace(meta, summary=msgspec.structs.replace(meta.summary, text=""))
     return i.LeasedSample(
-        meta=sample.meta,
+        meta=meta,
         group=group.group,
         task=group.task.task_id,
         payload=group.episodes[sample.episode].payload,
