@@ -68,8 +68,8 @@ OWN = {
     "lp_reg": "protected_share",
     "imitation.yaml": "Imitate/other_share",
 }
-"""A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered passes, tokens of the samples, a
-reference in the estimator, steps of whole groups, hidden states, a quantile of the step, and answers after another prompt."""
+"""A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered passes, tokens of
+the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the step, and answers after another prompt."""
 
 
 @pytest.fixture(scope="module")

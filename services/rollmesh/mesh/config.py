@@ -153,6 +153,10 @@ class MeshConfig(Settings):
             raise ValueError(
                 f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"
             )
+        if self.rollout.greedy_first and self.run.group_size == 1:
+            raise ValueError(
+                "`run.group_size` must be >= 2 with `rollout.greedy_first`, got 1: the greedy episode is not trained, so no sample would be"
+            )
         texts = self.rollout.summary_text_chars * self.run.batch_groups * self.run.group_size
         if texts > BATCH_TEXT_CHARS_MAX:
             raise ValueError(

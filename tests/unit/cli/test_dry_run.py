@@ -9,13 +9,17 @@ import msgspec
 import pytest
 
 from rollmesh.cli.dry_run import MEMBERS, call_estimator, refuse_no_action, refuse_not_awaited
-from rollmesh.cli.samples import ACTION, RewardLine, SampleLine, SegmentLine
+from rollmesh.cli.samples import ACTION, RewardLine, SampleLine, SegmentLine, sample_lines, summary_of_line
 from rollmesh.services.rollout.environment import Environment
+from rollmesh.shared.codec.trajectory import encode_episode, summary_of
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import GroupContext
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator
+from rollmesh.v1 import types_pb2
+
+from ..shared.episodes import rich_episode
 
 LINE = SampleLine(
     sample_id="s", run="r", task="t", group="g", episode="e", rewards=[RewardLine(name="correct", value=1.0)]
@@ -59,3 +63,11 @@ def test_an_episode_without_an_action_fails_the_dry_run() -> None:
 
 def test_the_task_of_a_lease_has_labels() -> None:
     assert dict(lease(labels={"topic": "sums"}).task.labels) == {"topic": "sums"}
+
+
+def test_the_summary_of_a_line_is_that_of_its_sample() -> None:
+    made = rich_episode()
+    task = types_pb2.Task(task_id=made.key.task)
+    for line, sample in zip(sample_lines(encode_episode(made), task), made.samples, strict=True):
+        assert summary_of_line(line, text_chars=40) == summary_of(made, sample, text_chars=40)
+        assert summary_of(made, sample).turns

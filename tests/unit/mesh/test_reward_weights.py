@@ -83,3 +83,9 @@ def test_texts_of_a_batch_that_exceed_a_message_are_rejected() -> None:
     assert config_from_dict(MeshConfig, {"rollout": rollout, "run": run}).rollout.summary_text_chars == 16_384
     with pytest.raises(ConfigError, match=r"`rollout.summary_text_chars`.* <= 2097152.*got 4194304"):
         config_from_dict(MeshConfig, {"rollout": rollout, "run": run | {"batch_groups": 16}})
+
+
+def test_a_greedy_first_episode_needs_another_one_to_train() -> None:
+    assert config_from_dict(MeshConfig, {"rollout": {"greedy_first": True}, "run": {"group_size": 2}})
+    with pytest.raises(ConfigError, match=r"`run.group_size` must be >= 2 with `rollout.greedy_first`"):
+        config_from_dict(MeshConfig, {"rollout": {"greedy_first": True}, "run": {"group_size": 1}})

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from rollmesh.shared.codec.trajectory import summary_of
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import (
+    NO_SUMMARY,
+    Episode,
+    EpisodeKey,
     FinishReason,
     GroupContext,
     MemberOutcome,
@@ -32,9 +37,19 @@ def member(
     outcome: Outcome = Outcome.OK,
     end: str = "ready",
     episode: str = "",
+    of: TrainingSample | None = None,
 ) -> MemberOutcome:
+    """Return a member with these rewards, and the summary of the sample `of`."""
     made = tuple(Reward(name=n, value=v, outcome=outcome) for n, v in rewards.items())
-    return MemberOutcome(sample_id=sample_id, rewards=made, end=end, episode=episode)
+    summary = NO_SUMMARY if of is None else summary_of(_episode(of), of.sample)
+    return MemberOutcome(sample_id=sample_id, rewards=made, end=end, episode=episode, summary=summary)
+
+
+def _episode(of: TrainingSample) -> Episode:
+    """Return the episode whose only path the sample is."""
+    segments = tuple(replace(segment, parent=n - 1) for n, segment in enumerate(of.segments))
+    key = EpisodeKey(run="r", task=of.task, group=of.group, episode=of.episode or of.sample.sample_id)
+    return Episode(key=key, segments=segments, sampling_params=of.sampling_params, samples=(of.sample,))
 
 
 def group(name: str, *members: MemberOutcome) -> GroupContext:
@@ -99,7 +114,7 @@ def random_batch(
                 action(second, rng.normal(logprob, 0.1, len(second)).tolist(), step=step),
             ]
             samples.append(training_sample(sample_id, segments, of=f"g{g}"))
-            members.append(member(sample_id, {"correct": float(i % 2)}))
+            members.append(member(sample_id, {"correct": float(i % 2)}, of=samples[-1]))
         groups.append(group(f"g{g}", *members))
     return samples, groups
 

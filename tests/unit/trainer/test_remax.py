@@ -20,7 +20,7 @@ from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import UNSCORED, segment_rewards, turn_rewards
 from rollmesh.trainer.estimators.remax import NO_BASELINE
 
-from .builders import action, batch_of, group, member, prompt, training_sample
+from .builders import action, batch_of, group, member, prompt, random_batch, training_sample
 
 WEIGHTS = {"correct": 1.0, "step": 0.5}
 
@@ -119,3 +119,12 @@ def test_rewards_that_are_not_ok_count_nothing() -> None:
 def test_remax_has_no_options() -> None:
     with pytest.raises(Exception, match="remax"):
         make_estimator(Extension("remax", {"x": 1}))
+
+
+def test_members_of_a_batch_have_the_turns_of_its_table() -> None:
+    samples, groups = random_batch()
+    batch = batch_of(samples, groups)
+    for n, seen in enumerate(batch.members):
+        mine = batch["sample"] == n
+        assert [turn.num_tokens for turn in seen.summary.turns] == np.bincount(batch["turn"][mine]).tolist()
+        assert seen.summary.mean_logprob == pytest.approx(float(batch["behavior"][mine].mean()), abs=1e-5)
