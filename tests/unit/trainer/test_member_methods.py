@@ -26,6 +26,7 @@ from rollmesh.trainer.config import LossTerm, UpdateConfig
 from rollmesh.trainer.estimators import Estimate, Estimator, make_estimator
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.trainer.estimators.copo import entropy_factor
+from rollmesh.trainer.estimators.v0 import V0, V0Options, rank_correlation
 from rollmesh.trainer.estimators.v05 import V05Options, weight_of_prior
 from rollmesh.trainer.plugins import Plugins
 from rollmesh.trainer.update import checked_estimate
@@ -443,3 +444,90 @@ def test_columns_of_an_estimator_are_checked() -> None:
     with pytest.raises(ValueError, match="`rollout.outputs` must contain diversity_share.*choose an estimator"):
         plugins_of(LossTerm("dsdr_entropy")).check_outputs(())
     Plugins(UpdateConfig(estimator=Extension("dsdr"), loss=(LossTerm("dsdr_entropy"),))).check_outputs(())
+
+
+# V0 -------------------------------------------------------------------------------------------------------------------
+
+
+def asked(
+    name: str, tokens: Sequence[int], *rewards: float, **labels: str
+) -> tuple[list[TrainingSample], GroupContext]:
+    """Return the samples of a group with this prompt, and the group."""
+    context = group(name, *(member(f"{name}{i}", {"r": r}) for i, r in enumerate(rewards)))
+    samples = [
+        training_sample(m.sample_id, [prompt(tokens), action([21, 22], [-1.0, -1.0])], of=name) for m in context.members
+    ]
+    return samples, replace(context, labels=labels)
+
+
+def asking(*groups: tuple[list[TrainingSample], GroupContext], update: int = 1) -> UpdateBatch:
+    return batch_of([s for samples, _ in groups for s in samples], [g for _, g in groups], update=update)
+
+
+def test_v0_equals_the_hand_computed_value() -> None:
+    made = estimator("v0", bandwidth=0.5)
+    first = asking(asked("a", [20, 30], 1.0, 1.0), asked("b", [20, 40], 0.0))
+    assert scalars(made, first) == [0.5, 0.5, -0.5], "without a context the prediction is 0.5"
+    # token 20 is in both prompts and has no weight; the cosine with a is 1 and with b 0. The mean of the three episodes is 2 / 3
+    second = asking(asked("c", [30], 1.0), asked("d", [50], 1.0), update=2)
+    k = np.exp(-2.0)
+    of_c = (2 / 3 + 2 * 1.0) / (1 + 2 + k)
+    of_d = (2 / 3 + 2 * k) / (1 + 3 * k)
+    assert scalars(made, second) == pytest.approx([1 - of_c, 1 - of_d])
+    assert made.of_group(second.groups[0]) == {"c0": UNDECIDED}
+
+
+def test_the_prediction_of_v0_is_that_before_the_batch_and_repeats_with_it() -> None:
+    made = estimator("v0")
+    of = asking(asked("a", [30], 1.0))
+    again = replace(of, repeat=1)
+    assert scalars(made, of) == scalars(made, again) == [0.5]
+    assert made(again).metrics["context"] == 1.0
+
+
+def test_a_context_of_a_weaker_policy_lowers_the_prediction_and_ranks_held_out_prompts() -> None:
+    rng = np.random.default_rng(0)
+    made = {}
+    for name, shift in (("strong", 0.2), ("weak", -0.2)):
+        one = V0(weights={}, options=V0Options())
+        prompts = [rng.integers(100, 110, 6).tolist() for _ in range(200)]
+        rates = [np.clip(np.mean(np.array(p) < 105) + shift, 0, 1) for p in prompts]
+        one(
+            asking(
+                *(
+                    asked(f"{name}{i}", p, float(rng.random() < r))
+                    for i, (p, r) in enumerate(zip(prompts, rates, strict=True))
+                )
+            )
+        )
+        made[name] = one
+    held_out = [rng.integers(100, 110, 6).tolist() for _ in range(60)]
+    features = [made["weak"].features_of(g, s[0]) for s, g in (asked(f"h{i}", p, 0.0) for i, p in enumerate(held_out))]
+    easy = np.array([np.mean(np.array(p) < 105) for p in held_out])
+    values = {name: one.predict(features) for name, one in made.items()}
+    assert values["weak"].mean() < values["strong"].mean() - 0.1
+    assert rank_correlation(values["strong"], easy) > 0.3
+    made["strong"].load_state(made["weak"].state())
+    assert made["strong"].predict(features).tolist() == values["weak"].tolist(), "the context is all that it knows"
+
+
+def test_labels_are_features_and_the_context_is_bounded() -> None:
+    made = estimator("v0", context_max=2)
+    made(asking(asked("a", [20], 1.0, level="1"), asked("b", [20], 0.0, level="2"), asked("c", [20], 0.0, level="3")))
+    assert isinstance(made, V0)
+    assert [pair[0] for pair in made.state()["context"]] == [{"level=2": 1, "20": 1}, {"level=3": 1, "20": 1}]
+    made.load_state({"context": [[{"level=1": 1}, 1.0, 1], [{"level=2": 1}, 0.0, 1]]})
+    one, two = made.predict([{"level=1": 1}, {"level=2": 1}])
+    assert one > 0.7
+    assert two < 0.3
+    failed = made(asking(([leased("d0", "d")], group("d", member("d0", {"r": 1.0}, outcome=Outcome.INFRA_FAILURE)))))
+    assert failed.dropped == {0: "UNSCORED"}
+    assert failed.metrics["context"] == 2.0
+
+
+def test_the_rank_correlation_counts_ties_at_their_mean() -> None:
+    assert rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([2.0, 4.0, 9.0])) == pytest.approx(1.0)
+    # ranks 1, 2.5, 2.5 and 3, 1, 2: covariance -1.5 / 2 over sqrt(1.5 / 2 * 2 / 2)
+    assert rank_correlation(np.array([1.0, 2.0, 2.0]), np.array([3.0, 1.0, 2.0])) == pytest.approx(-1.5 / 3**0.5)
+    assert rank_correlation(np.ones(3), np.array([1.0, 2.0, 3.0])) == 0.0
+    assert rank_correlation(np.empty(0), np.empty(0)) == 0.0

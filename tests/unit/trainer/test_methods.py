@@ -447,9 +447,10 @@ def test_the_order_of_turns_is_an_option(order: str, turns: list[int]) -> None:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["risk_po", "mssr"])
+@pytest.mark.parametrize("name", ["risk_po", "mssr", "v0"])
 def test_memory_passes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"entropy_weight": 0.0} if name == "mssr" else {"bundle_groups": 1}
+    chosen: dict[str, dict[str, Any]] = {"mssr": {"entropy_weight": 0.0}, "risk_po": {"bundle_groups": 1}}
+    options = chosen.get(name, {"initial": 0.9})
     made, again = estimator(name, **options), estimator(name, **options)
     made(batch(rewarded("a", 1.0, 0.0, 0.0), rewarded("b", 1.0, 1.0, 0.0)))
     torch.save(made.state(), tmp_path / "state.pt")  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ ESTIMATORS = Registry(
         "mc_grpo": "rollmesh.trainer.estimators.mc_grpo:McGrpo",
         "trloo": "rollmesh.trainer.estimators.trloo:Trloo",
         "hgpo": "rollmesh.trainer.estimators.hgpo:Hgpo",
+        "v0": "rollmesh.trainer.estimators.v0:V0",
         "v05": "rollmesh.trainer.estimators.v05:V05",
         "dsdr": "rollmesh.trainer.estimators.dsdr:Dsdr",
         "copo": "rollmesh.trainer.estimators.copo:Copo",
