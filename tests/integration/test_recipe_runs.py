@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,82 @@ def test_three_updates_with_a_recipe_and_an_audit(recipe: str, folder: Path) -> 
     audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
     assert audit.exit_code == 0, audit.output
     assert json.loads(audit.stdout)["holds"]
+
+
+METHOD = """
+about: {summary: "A whole method: a reward, its weight, a selection of tasks, and how episodes are sampled.", kind: estimator}
+run: {group_size: 3}
+data: {selector: {name: "hardest.py:Hardest", options: {first: 3}}}
+rollout: {agent: "agent.py:Agent", sampling: {temperature: 0.5}, limits: {turns_max: 3}, outputs: [entropy]}
+reward:
+  scorers:
+    - {name: "scorer.py:Scorer", reward: correct}
+    - {name: length, reward: brief, options: {budget_tokens: 9}}
+  weights: {correct: 1.0, brief: 0.5}
+  finalizer: keep_all
+learner:
+  estimator: gdpo
+  loss: [high_entropy]
+"""
+SELECTOR = """
+import msgspec
+
+
+class HardestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    first: int
+
+
+class Hardest:
+    Options = HardestOptions
+
+    def __init__(self, *, pool, seed, options):
+        self.number = min(options.first, len(pool))
+
+    def draw(self, index, in_flight):
+        return index % self.number
+
+    def observe(self, result):
+        pass
+
+    def snapshot(self):
+        return b""
+
+    def restore(self, state):
+        pass
+"""
+
+
+def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tmp_path: Path) -> None:
+    """The configuration beside it has neither scorers nor an agent. A resumed run needs no recipe, and keeps its method."""
+    shutil.copytree(folder / "model", tmp_path / "model")
+    for name in ("agent.py", "scorer.py", "tasks.jsonl"):
+        shutil.copy(folder / name, tmp_path)
+    (tmp_path / "method.yaml").write_text(METHOD)
+    (tmp_path / "hardest.py").write_text(SELECTOR)
+    removed = ('reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}\n', 'agent: "agent.py:Agent", ')
+    config = CONFIG
+    for part in removed:
+        assert part in config
+        config = config.replace(part, "")
+    (tmp_path / "run.yaml").write_text(f"recipe: method.yaml\n{config}")
+    out = tmp_path / "out"
+    train = ["train", str(tmp_path / "run.yaml"), "--out", str(out), "--json"]
+    done = CliRunner().invoke(app, train)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["updates"] == 3
+    lines = read_metrics(next(out.rglob("metrics.jsonl")))
+    last = lines[max(lines)].metrics
+    assert {"reward/correct", "reward/brief"} <= last.keys()
+    assert last["samples/leased"] == 2 * 3
+    assert 0 < (last["high_entropy_share"] or 0) < 1
+    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    assert audit.exit_code == 0, audit.output
+    assert json.loads(audit.stdout)["holds"]
+    (tmp_path / "method.yaml").unlink()
+    more = CliRunner().invoke(app, ["train", "--resume", str(out), "run.updates_max=4", "--json"])
+    assert more.exit_code == 0, more.output
+    assert json.loads(more.stdout)["updates"] == 4
+    other = CliRunner().invoke(app, ["train", "--resume", str(out), "learner.estimator=grpo", "run.updates_max=5"])
+    assert other.exit_code == 2
+    assert '`learner.estimator.name` "gdpo" -> "grpo"' in other.output
+    assert "fixed after the run began" in other.output
