@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rollmesh.bench.bare_loop import BareLoop, training_sample
 from rollmesh.bench.methods_records import EVAL_SAMPLES, ArmRecord, EvalPoint, MethodArm, UpdatePoint
-from rollmesh.bench.methods_tasks import SETTINGS, TASKS, TaskOfMethods
+from rollmesh.bench.methods_tasks import SETTINGS, SUPPLIED, TASKS, TaskOfMethods
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
 from rollmesh.mesh.config import MeshConfig
@@ -89,7 +89,10 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     size = recipe.get("run", {}).get("group_size", GROUP_SIZE)
     groups = recipe.get("run", {}).get("batch_groups", max(1, SAMPLES // size))
     run = {"seed": arm.seed, "group_size": size, "batch_groups": groups}
-    own = {**SETTINGS, "run": {**SETTINGS["run"], **run}, "data": dict(task.data), "reward": dict(task.reward)}
+    named = recipe.get("reward", {}).get("weights", {})
+    supplied = [dict(scorer) for reward, scorer in SUPPLIED.items() if reward in named]
+    reward = {**task.reward, "scorers": [*task.reward["scorers"], *supplied]}
+    own = {**SETTINGS, "run": {**SETTINGS["run"], **run}, "data": dict(task.data), "reward": reward}
     name = str(file) if arm.method.endswith((".yaml", ".yml")) else arm.method
     config = config_from_dict(MeshConfig, {"recipe": name, **own})
     own["run"] = {**own["run"], "seed": 0}

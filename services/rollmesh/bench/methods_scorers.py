@@ -13,7 +13,7 @@ import msgspec
 from rollmesh.demo.families.calc import demonstrate
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
-from rollmesh.shared.settings import Share
+from rollmesh.shared.settings import Settings, Share
 from rollmesh.shared.trajectory import Outcome, Reward, Role
 
 
@@ -62,6 +62,25 @@ class IdealTurns(ExactScorer):
             is_ideal = number < len(ideal) and "".join(segment.text for segment in turn).strip() == ideal[number]
             rewards.append(Reward(name="turn", value=float(is_ideal), segment=turn[-1].index))
         return rewards
+
+
+class LevelPriorOptions(Settings):
+    """Settings of the predicted success."""
+
+    per_level: Share = 0.65
+    """Predicted success of a task of level 1. That of level n is its n-th power."""
+
+
+class LevelPrior:
+    """The success that the level of a task alone predicts, for recipes that assume a prediction of the reward from the prompt."""
+
+    Options: ClassVar[type[msgspec.Struct]] = LevelPriorOptions
+
+    def __init__(self, *, options: LevelPriorOptions) -> None:
+        self._per_level = options.per_level
+
+    async def score(self, item: ScoreItem) -> float:
+        return float(self._per_level ** int(item.task.labels["level"]))
 
 
 def _turns(path: Sequence[JudgedSegment]) -> list[list[JudgedSegment]]:

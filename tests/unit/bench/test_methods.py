@@ -25,7 +25,7 @@ from rollmesh.bench.methods_records import (
     chosen_records,
     read_records,
 )
-from rollmesh.bench.methods_scorers import FlippedExact, FlippedExactOptions, IdealTurns
+from rollmesh.bench.methods_scorers import FlippedExact, FlippedExactOptions, IdealTurns, LevelPrior, LevelPriorOptions
 from rollmesh.bench.methods_tasks import TASKS
 from rollmesh.bench.methods_verdict import compare, finding
 from rollmesh.cli.__main__ import app
@@ -201,7 +201,7 @@ def item(answer: str, *, sample: str = "s", calls: tuple[str, ...] = ()) -> Scor
     messages = (Message(role="user", content="12+7-3"), *(Message(role="assistant", content=text) for text in texts))
     return ScoreItem(
         key=EpisodeKey(run="r", task="t", group="g", episode="e"),
-        task=TaskView(task_id="t", messages=messages[:1]),
+        task=TaskView(task_id="t", messages=messages[:1], labels={"level": "2"}),
         answer_key=AnswerKey(answers=("16",)),
         messages=messages,
         sample_id=sample,
@@ -230,6 +230,13 @@ async def test_turn_rewards_are_those_of_the_ideal_turns() -> None:
     ]
     rewards = await scorer.score(item("19", calls=("12+7",)))
     assert [one.value for one in rewards] == [0.0, 1.0, 0.0]
+
+
+async def test_a_recipe_that_assumes_a_prediction_gets_it_from_the_level() -> None:
+    scorers = {name: resolved(arm(name))[0].reward.scorers for name in ("grpo", "v05")}
+    assert [[one.reward_name for one in of] for of in scorers.values()] == [["correct"], ["correct", "prior"]]
+    scorer = LevelPrior(options=LevelPriorOptions(per_level=0.5))
+    assert await scorer.score(item("16")) == 0.25
 
 
 # Arms ------------------------------------------------------------------------------------------------------------------
