@@ -48,6 +48,8 @@ class OptimizerConfig(Settings):
     lr: PositiveFloat = 1e-6
     """Peak learning rate. The default suits models of about 0.5 to 10 billion parameters; smaller models need more (the demo's, of
     0.36 million, trains at 7e-4)."""
+    modules_factor: PositiveFloat = 1.0
+    """Factor of the learning rate of modules of loss terms, such as value heads, which begin untrained and often need a larger one."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
     epsilon: PositiveFloat = 1e-8

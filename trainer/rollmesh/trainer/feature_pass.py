@@ -27,7 +27,7 @@ def feature_inputs(
 ) -> FeatureInputs:
     """Run the forward of a micro-batch. `columns` are those of the whole table; the result has those of the micro-batch."""
     tokens = {name: values[batch.target_index] for name, values in columns.items()}
-    logits, states = forward.target_outputs(model, batch, mode, hidden=hidden)
+    logits, states, after = forward.target_outputs(model, batch, mode, hidden=hidden)
     logits = forward.at_temperature(logits, tokens["temperature"])
     return FeatureInputs(
         logits=logits,
@@ -35,6 +35,7 @@ def feature_inputs(
         logprobs=forward.target_logprobs(logits, batch),
         hidden=states,
         columns=tokens,
+        after=after,
     )
 
 

@@ -66,6 +66,8 @@ class FeatureInputs:
     """[m, d] last hidden states, from which the logits are computed; None unless some feature of the pass has `reads_hidden`."""
     columns: Mapping[str, Tensor]
     """The columns of the table for these tokens."""
+    after: Tensor | None = None
+    """[m, d] last hidden states that have read the tokens; None where `hidden` is."""
 
 
 class Feature(Protocol):

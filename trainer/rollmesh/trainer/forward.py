@@ -45,18 +45,27 @@ def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode =
 
 def target_outputs(
     model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode, *, hidden: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the logits as `target_logits` does and, if `hidden`, the last hidden states [m, d] in float32 at the same positions."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the logits as `target_logits` does and, if `hidden`, the last hidden states [m, d] in float32 at the same positions, and at
+    the wanted tokens themselves."""
     if mode is ForwardMode.UNPACKED:
         own = model(input_ids=batch.token_ids, use_cache=False, output_hidden_states=hidden)
-        chosen = own.hidden_states[-1][batch.target_row, batch.target_col].float() if hidden else None
-        return own.logits[batch.target_row, batch.target_col].float(), chosen
+        logits = own.logits[batch.target_row, batch.target_col].float()
+        return logits, *_states(own.hidden_states[-1] if hidden else None, batch)
     # Without a mask, transformers finds the sequences of a row in their positions, and every layer applies its own window.
     states = model.base_model(
         input_ids=batch.token_ids, position_ids=batch.position_ids, attention_mask=None, use_cache=False
-    ).last_hidden_state[batch.target_row, batch.target_col]
-    logits: Tensor = model.get_output_embeddings()(states)  # type: ignore[no-untyped-call]
-    return logits.float(), states.float() if hidden else None
+    ).last_hidden_state
+    logits = model.get_output_embeddings()(states[batch.target_row, batch.target_col])  # type: ignore[no-untyped-call]
+    return logits.float(), *_states(states if hidden else None, batch)
+
+
+def _states(states: Tensor | None, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Return the states [m, d] that predict the wanted tokens, and those that have read them, of `states` [rows, columns, d]."""
+    if states is None:
+        return None, None
+    before = states[batch.target_row, batch.target_col].float()
+    return before, states[batch.target_row, batch.target_col + 1].float()
 
 
 def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:

@@ -21,20 +21,25 @@ def lr_at(config: OptimizerConfig, update: int) -> float:
     return config.lr * warm * (1.0 - (1.0 - config.final_fraction) * done)
 
 
-def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters: matrices with decay, vectors without. The fused kernel also runs on the CPU."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def make_adamw(model: nn.Module, config: OptimizerConfig, modules: nn.Module | None = None) -> torch.optim.AdamW:
+    """Return AdamW over the trainable parameters: matrices with decay, vectors without. The fused kernel also runs on the CPU.
+
+    `modules` are those of loss terms, which have parameter groups with `modules` True.
+    """
+    groups = []
+    for part, is_module in ((model, False), (modules, True)):
+        trainable = [p for p in part.parameters() if p.requires_grad] if part is not None else []
+        matrices, vectors = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, "modules": is_module})
+        groups.append({"params": vectors, "weight_decay": 0.0, "modules": is_module})
     groups = [g for g in groups if g["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, fused=True)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, modules_factor: float = 1.0) -> None:
+    """Set the learning rate, multiplied by `modules_factor` for modules of loss terms."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * modules_factor if group.get("modules") else lr
 
 
 def guarded_step(*optimizers: torch.optim.Optimizer, clip_norm: float, loss: float) -> float | None:

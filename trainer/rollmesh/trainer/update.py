@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
@@ -118,7 +118,7 @@ class BatchTrainer:
         self.plugins.check_outputs(outputs)
         self.plugins.use_tokenizer(encode)
         self.modules = self.plugins.make_modules(lambda: hidden_size(model), seed).to(model.device)
-        self.optimizer = make_adamw(nn.ModuleDict({"policy": model, "terms": self.modules}), config.optimizer)
+        self.optimizer = make_adamw(model, config.optimizer, self.modules)
         self.reference = None
         if self.plugins.under("reference"):
             self.reference = open_reference(config.reference, model, initial_model)
@@ -226,7 +226,7 @@ class BatchTrainer:
             part = _weighted(table, estimate, step).select(chosen, _all_of(step.tokens, estimate.token_mask, usable))
             if not len(part.lengths):
                 continue
-            set_lr(self.optimizer, lr * step.lr_factor)
+            set_lr(self.optimizer, lr * step.lr_factor, self.config.optimizer.modules_factor)
             done = taken if self._optimizer_step(part, trace, step.lr_factor) else failed
             done.update(np.unique(part.columns["sample"]).tolist())
         for number, place in enumerate(numbers):
@@ -293,7 +293,7 @@ class BatchTrainer:
         inputs = feature_inputs(self.model, batch, columns, mode, hidden=hidden)
         features = current_features(self.model, batch, inputs, table, requests, self.config.packing, mode)
         loss, token_stats = self.plugins.loss(
-            LossInputs(inputs.logprobs, {**inputs.columns, **features}, inputs.hidden)
+            LossInputs(inputs.logprobs, {**inputs.columns, **features}, inputs.hidden, inputs.after)
         )
         if loss.requires_grad:  # not if the micro-batch has no token of any term
             loss.backward()  # type: ignore[no-untyped-call]

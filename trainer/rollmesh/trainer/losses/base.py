@@ -36,6 +36,7 @@ LOSSES = Registry(
         "progress": "rollmesh.trainer.losses.progress:Progress",
         "lp_reg": "rollmesh.trainer.losses.lp_reg:LpReg",
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
+        "archer": "rollmesh.trainer.losses.archer:Archer",
         "imitation": "rollmesh.trainer.losses.imitation:Imitation",
         "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
     },
@@ -57,7 +58,9 @@ class LossInputs:
     logprobs: Tensor
     columns: Mapping[str, Tensor]
     hidden: Tensor | None = None
-    """[m, d] last hidden states with gradient, if some term has a module."""
+    """[m, d] last hidden states with gradient, from which the tokens are predicted, if some term has a module."""
+    after: Tensor | None = None
+    """[m, d] last hidden states with gradient that have read the tokens."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a column. Raises ValueError if the update does not have it."""

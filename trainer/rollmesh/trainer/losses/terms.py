@@ -144,8 +144,8 @@ def needs_sampled(part: Any, outputs: Collection[str] = ()) -> bool:
 def _selected(inputs: LossInputs, at: Tensor, weights: Tensor) -> LossInputs:
     """Return the inputs of the tokens where `at` is True, with these token weights."""
     columns = {name: values[at] for name, values in inputs.columns.items()}
-    hidden = None if inputs.hidden is None else inputs.hidden[at]
-    return LossInputs(inputs.logprobs[at], columns | {"token_weight": weights[at]}, hidden)
+    hidden, after = (None if states is None else states[at] for states in (inputs.hidden, inputs.after))
+    return LossInputs(inputs.logprobs[at], columns | {"token_weight": weights[at]}, hidden, after)
 
 
 def _spread(values: Tensor, at: Tensor, rest: float = 0.0) -> Tensor:
