@@ -3,6 +3,8 @@ PYTHON ?= python3
 ROUNDS ?= 40
 SEED ?= 0
 PARALLEL ?= 1
+# Whether each service of a run of `make recipes` is a process. It costs three times the processor time.
+PROCESSES ?= false
 # Processes of `make test`, whose tests mostly wait for other processes.
 WORKERS ?= 3
 VENV := .venv
@@ -14,7 +16,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup setup-vllm test-vllm demo test newcomer floors check reference prose protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
+.PHONY: setup setup-vllm test-vllm demo test newcomer floors check reference prose protos verify lint-protos sim soak models recipes leaks chaos tamper attack verdicts bench clean garbage many-runs
 
 setup: $(VENV)/.installed
 
@@ -86,6 +88,9 @@ soak: setup ## run slow suites: the full demo per seed, 10,000 samples with kill
 models: setup ## test tiny models of every architecture in trainer and engine; print the table of docs/models.md
 	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600 tests/models
 	$(BIN)/python -m tests.models
+
+recipes: setup ## train with every recipe for three updates, audit it, and repeat the last one bit for bit; PROCESSES=true separates services
+	ROLLMESH_PROCESSES=$(PROCESSES) $(BIN)/python -m pytest -q -m "slow or not slow" --timeout 300 tests/integration/test_recipe_runs.py
 
 leaks: setup ## run 10,000 sandbox sessions with kills of the service, and check that no resource is left
 	$(BIN)/python -m pytest -q -s -m slow --timeout 7200 tests/integration/test_sandbox_leaks.py

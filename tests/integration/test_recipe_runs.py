@@ -1,19 +1,36 @@
-"""Recipes in a whole run: three updates of a small model with `rollmesh train`, after which the audit holds."""
+"""Recipes in a whole run: three updates of a small model with `rollmesh train`, after which the audit holds.
+
+`make recipes` does it for every file in `recipes/`, and repeats the last update from the checkpoint before it. `make test` has those in
+`OWN`.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import re
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.learner.metrics_log import read_metrics
-from rollmesh.trainer.model_files import write_model_folder
+from rollmesh.trainer.checkpoint import OPTIMIZER_NAME, PLUGINS_NAME
+from rollmesh.trainer.checkpoint_files import TRAINED_NAME
+from rollmesh.trainer.model_files import WEIGHTS_NAME, write_model_folder
+from rollmesh.trainer.recipe import find_recipe, read_recipe, recipe_names
 
 AGENT = """
 class Agent:
@@ -51,7 +68,36 @@ class Imitate:
     def __call__(self, inputs):
         return -(inputs["token_weight"] * inputs["other"]).sum(), {"other": inputs["other"].detach()}
 """
+RECORDER = """
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
+
+
+class Recorder:
+    trains_model = True
+
+    @classmethod
+    def open(cls, config, options):
+        restored = TorchTrainer.open(config)
+        return replace(restored, engine=cls(restored.engine, config))
+
+    def __init__(self, inner, config):
+        self.inner, self.config = inner, config
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def update(self, k, samples, groups):
+        Path(self.config.directory, f"update-{k}.pickle").write_bytes(pickle.dumps((self.config, samples, groups)))
+        return self.inner.update(k, samples, groups)
+"""
+"""The torch trainer, which also writes what it trains on."""
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
+PROCESSES = os.environ.get("ROLLMESH_PROCESSES", "false")
+"""Whether each service of a run in `make recipes` is a process, which costs three times the processor time, mostly for imports."""
 OWN = {
     "remax": "estimator/without_baseline",
     "risk_po": "estimator/quantile_low",
@@ -82,6 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "scorer.py").write_text(SCORER)
     (made / "imitation.yaml").write_text(IMITATION)
     (made / "imitate.py").write_text(TERM)
+    (made / "recorder.py").write_text(RECORDER)
     (made / "tasks.jsonl").write_text(
         "".join(json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(30))
     )
@@ -181,3 +228,64 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
     assert other.exit_code == 2
     assert '`learner.estimator.name` "gdpo" -> "grpo"' in other.output
     assert "fixed after the run began" in other.output
+
+
+# Every recipe ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, tmp_path: Path) -> None:
+    """The run makes update 3 without a break. A fresh trainer makes it again from the checkpoint of update 2, on the same batch."""
+    out = tmp_path / "run"
+    about, tree = read_recipe(find_recipe(recipe))
+    rewards = ["correct", *tree.get("reward", {}).get("weights", {})]
+    scorers = [{"name": "scorer.py:Scorer", "reward": name} for name in dict.fromkeys(rewards)]
+    settings = ["learner.engine=recorder.py:Recorder", "learner.checkpoint_every=1", f"processes.enabled={PROCESSES}"]
+    settings += [f"reward.scorers={json.dumps(scorers)}"]
+    train = ["train", str(folder / "run.yaml"), f"recipe={recipe}", *settings, "--out", str(out), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmesh.cli", *train], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (3, "finished", 0)
+    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    assert audit.exit_code == 0, audit.output
+    assert json.loads(audit.stdout)["holds"]
+
+    lines = read_metrics(next(out.rglob("metrics.jsonl")))
+    assert all(value is not None for line in lines.values() for value in line.metrics.values())
+    assert [line.outcome for line in lines.values()] == ["APPLIED"] * 3
+    described = re.findall(r"`([\w/]+)`", about.deviations.partition("Metrics:")[2])
+    assert set(described) <= set(lines[3].metrics), "the recipe lists metrics that the run does not report"
+
+    last = next(out.rglob("update-3.pickle"))
+    config, samples, groups = pickle.loads(last.read_bytes())
+    shutil.copytree(
+        last.parent / "checkpoints" / "update-00000002.0", tmp_path / "again" / "checkpoints" / "update-00000002.0"
+    )
+    resumed = TorchTrainer.open(msgspec.structs.replace(config, directory=str(tmp_path / "again")))
+    result = resumed.engine.update(3, samples, groups)
+    reported = {name for name in lines[3].metrics if not name.startswith("dropped/")}
+    assert {name: lines[3].metrics[name] for name in reported} == result.metrics
+    digest = resumed.log.append(3, result.used_ids, incarnation=0, outcome="APPLIED")
+    position = replace(resumed.position, update=3, digest=digest)
+    saved = resumed.engine.save(resumed.log, position, data_snapshot=b"")
+    for name in (WEIGHTS_NAME, TRAINED_NAME):
+        assert (saved / name).read_bytes() == (last.parent / "checkpoints" / saved.name / name).read_bytes(), name
+    for name in (OPTIMIZER_NAME, PLUGINS_NAME):
+        once, again = (torch.load(at / name) for at in (last.parent / "checkpoints" / saved.name, saved))
+        assert equal(once, again), name
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Compare trees of tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)

@@ -57,6 +57,12 @@ CASES: dict[str, tuple[type, Change, str, str]] = {
     "a sample that no lease holds": (f.UpdateCommitted, use_one_more, "once", "though no lease of it contains it"),
     "a leased sample left out": (f.UpdateCommitted, leave_one_out, "once", "neither used nor dropped"),
     "a dropped foreign sample": (f.UpdateCommitted, drop_a_foreign_sample, "once", "though no lease of it contains it"),
+    "measurements on a foreign group": (
+        f.UpdateCommitted,
+        lambda x: replace(x, groups=(f.TrainedGroup(group="g9", num_tokens=1),)),
+        "once",
+        "measured group g9, which no lease of it contains",
+    ),
     "a lease without samples": (f.BatchLeased, lambda x: replace(x, sample_ids=()), "once", "has no samples"),
     "a lease of another update": (f.BatchLeased, lambda x: replace(x, update=7), "once", "bound to update 7"),
     "a lease of another group's sample": (

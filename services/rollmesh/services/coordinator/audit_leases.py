@@ -96,6 +96,7 @@ class Leases:
 
     def _commit(self, fact: f.UpdateCommitted) -> None:
         leased: Counter[str] = Counter()
+        measured = {group.group for group in fact.groups}
         forward = self._newest is not None and self._newest.last_update == fact.update
         if fact.trainer_epoch not in self._epochs:
             self._complain(
@@ -111,6 +112,7 @@ class Leases:
                 self._complain("once", f"update {fact.update} is committed with lease {lease_id}, which is not held")
                 continue
             leased.update(lease.sample_ids)
+            measured -= set(lease.groups)
             if doubtful and not forward:
                 self._complain("once", f"update {fact.update} is committed with lease {lease_id}, which is in doubt")
             if (lease.update, lease.trainer_epoch) != (fact.update, fact.trainer_epoch):
@@ -119,6 +121,8 @@ class Leases:
                     f"update {fact.update} of epoch {fact.trainer_epoch} is committed with lease {lease_id}, which is bound to "
                     f"update {lease.update} of epoch {lease.trainer_epoch}",
                 )
+        for group in sorted(measured):
+            self._complain("once", f"update {fact.update} measured group {group}, which no lease of it contains")
         self._compare(fact, leased)
 
     def _compare(self, fact: f.UpdateCommitted, leased: Counter[str]) -> None:
