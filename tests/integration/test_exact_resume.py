@@ -7,6 +7,7 @@ published bytes are compared; what a process has besides (torch's generators, th
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
-from rollmesh.shared.codec.trajectory import episode_from_bytes, episode_to_bytes
+from rollmesh.shared.codec.trajectory import episode_from_bytes, episode_to_bytes, summary_of
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
@@ -75,9 +76,10 @@ def batch(recorded: Path, k: int) -> Batch:
             )
         )
         extra = Reward(name="format", value=float(len(members) % 3 == 0))
-        members.append(
-            (made.key.group, MemberOutcome(sample_id=one.sample_id, rewards=(*one.rewards, extra), end="ready"))
-        )
+        is_first = made.key.group not in {group for group, _ in members}
+        summary = replace(summary_of(made, one), greedy=is_first)  # some recipes need a greedy member
+        seen = MemberOutcome(sample_id=one.sample_id, rewards=(*one.rewards, extra), end="ready", summary=summary)
+        members.append((made.key.group, seen))
     names = sorted({group for group, _ in members})
     return samples, [
         GroupContext(group=name, task=f"task-{name}", members=tuple(m for group, m in members if group == name))
