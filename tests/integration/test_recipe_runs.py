@@ -42,6 +42,11 @@ SCORER = """
 class Scorer:
     async def score(self, item):
         return float(sum(map(ord, item.response())) % 2)
+
+
+class Prior:
+    async def score(self, item):
+        return 0.5
 """
 CONFIG = """
 model: model
@@ -112,11 +117,22 @@ OWN = {
     "drpo": "divergence_share",
     "verl_rank": "estimator/ranked_share",
     "rep_exp": "estimator/bonus_mean",
+    "trloo": "rejected_share",
+    "hgpo": "loss",
+    "v0": "estimator/context",
+    "v05": "estimator/prior_weight_mean",
+    "copo": "estimator/local_share_mean",
+    "dsdr": "estimator/diversity_mean",
     "lp_reg": "protected_share",
     "imitation.yaml": "Imitate/other_share",
 }
 """A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered passes, tokens of
-the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the step, and answers after another prompt."""
+the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the step, answers after another prompt, and
+estimators that read turns, answers and texts of all members."""
+FURTHER = {
+    "v05": ['reward.scorers=[{name: "scorer.py:Scorer", reward: correct}, {name: "scorer.py:Prior", reward: prior}]'],
+}
+"""Settings that a recipe needs beside its own."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +155,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("recipe", OWN)
 def test_three_updates_with_a_recipe_and_an_audit(recipe: str, folder: Path) -> None:
     out = folder / f"run-{recipe}"
-    done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), f"recipe={recipe}", "--out", str(out), "--json"])
+    settings = [f"recipe={recipe}", *FURTHER.get(recipe, [])]
+    done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), *settings, "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
     assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (3, "finished", 0)
