@@ -38,6 +38,18 @@ class Agent:
         await env.generate(max_tokens=4)
         await env.generate(max_tokens=4)
 """
+GIVER = """
+from rollmesh.shared.trajectory import Role, Source
+
+
+class Agent:
+    async def run(self, task, env):
+        await env.generate(max_tokens=4)
+        env.sample()
+        env.context(task.messages)
+        env.append(env.encode("the answer", end=True), role=Role.ACTION, source=Source.DATASET, train=True)
+        env.sample(weight=0.5)
+"""
 SCORER = """
 class Scorer:
     async def score(self, item):
@@ -109,6 +121,7 @@ OWN = {
     "mssr": "estimator/rho",
     "vcpo": "estimator/sequence_ess",
     "seeupo": "loss",
+    "archer": "estimator/q_mean",
     "stable_reinforce": "estimator/outliers",
     "campo": "estimator/loop_share_mean",
     "grpo_kl_reward": "estimator/kl_mean",
@@ -141,6 +154,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "model").mkdir()
     write_model_folder(build_tiny_model(SMALL, seed=1), build_tokenizer(), made / "model")
     (made / "agent.py").write_text(AGENT)
+    (made / "giver.py").write_text(GIVER)
     (made / "scorer.py").write_text(SCORER)
     (made / "imitation.yaml").write_text(IMITATION)
     (made / "imitate.py").write_text(TERM)
@@ -306,3 +320,33 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric"),
+    [
+        ("grpo_imitation", "imitation/imitation_nll_share"),
+        ("rl_plus", "exploration_share"),
+        ("red", "estimator/imitation_weight"),
+    ],
+)
+def test_given_solutions_pass_through_the_mesh_and_are_trained(recipe: str, metric: str, folder: Path) -> None:
+    out = folder / f"given-{recipe}"
+    asked = [
+        str(folder / "run.yaml"),
+        f"recipe={recipe}",
+        "rollout.agent=giver.py:Agent",
+        "--out",
+        str(out),
+        "--json",
+    ]
+    done = CliRunner().invoke(app, ["train", *asked])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["updates"] == 3
+    lines = [line for line in read_metrics(next(out.rglob("metrics.jsonl"))).values() if line.outcome == "APPLIED"]
+    assert lines
+    assert any(line.metrics["tokens/external_share"] for line in lines)
+    assert all(metric in line.metrics for line in lines)
+    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    assert audit.exit_code == 0, audit.output
+    assert json.loads(audit.stdout)["holds"]
