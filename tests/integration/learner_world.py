@@ -289,7 +289,7 @@ class World(run_pb2_grpc.RunServiceServicer):
             message = encode_episode(one)
             ids = [s.sample_id for s in one.samples]
             if self.faults.unreadable & set(ids):
-                message.segments[1].logprobs = b""
+                message.segments[1].logprobs_model = b"\1"
             if ids[0] in self.restamp:
                 message.segments[1].version.step = self.restamp[ids[0]]
             yield run_pb2.FetchSamplesResponse(episode=message, sample_ids=ids)

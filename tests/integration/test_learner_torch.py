@@ -133,7 +133,7 @@ async def test_samples_too_long_for_the_model_are_committed_as_dropped(tmp_path:
         ({"model": ""}, "`model` must be the folder of the initial model"),
         ({"model": "/no/such/folder"}, "no model can be loaded"),
         ({"estimator": Extension("gppo")}, "there is no estimator `gppo`"),
-        ({"engine": Extension("torch", {"vocab_size": 3})}, "`vocab_size`: unknown key"),
+        ({"engine": Extension("torch", {"vocab_size": 3})}, "trainer `torch` has no options, got vocab_size"),
     ],
 )
 async def test_a_learner_that_cannot_start_says_why(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
