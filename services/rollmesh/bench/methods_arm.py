@@ -85,7 +85,7 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     """Return the configuration of an arm, the folder of a user's files, and what `settings_digest` covers. Raises ConfigError."""
     file = find_recipe(arm.method)
     _, recipe = read_recipe(file)
-    task = TASKS[arm.task]  # type: ignore[index]  # the command has checked it
+    task = TASKS[arm.task]
     size = recipe.get("run", {}).get("group_size", GROUP_SIZE)
     groups = recipe.get("run", {}).get("batch_groups", max(1, SAMPLES // size))
     run = {"seed": arm.seed, "group_size": size, "batch_groups": groups}
@@ -126,7 +126,7 @@ async def run_arm(work: ArmWork, model: Path) -> ArmRecord:
     num_updates = max(1, round(size.updates * SAMPLES / batch))
     due = {round(number * num_updates / size.evals) for number in range(size.evals + 1)}
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    task, initial = TASKS[arm.task], load_model(model)  # type: ignore[index]
+    task, initial = TASKS[arm.task], load_model(model)
     mode = choose_forward(initial).mode
     evals: list[EvalPoint] = []
     updates: list[UpdatePoint] = []
@@ -196,7 +196,7 @@ def _update_point(result: StepResult) -> UpdatePoint:
 def run_work(work: ArmWork) -> Made:
     """Make the model if needed and run the arm. An exception of the arm is recorded here, and only here."""
     begin_s = time.process_time()
-    model = initial_model(TASKS[work.arm.task], Path(work.models))  # type: ignore[index]
+    model = initial_model(TASKS[work.arm.task], Path(work.models))
     arm_begin_s = time.process_time()
     try:
         record = asyncio.run(run_arm(work, model))

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.trainer.recipe import MethodTask
-
 SCORERS = "rollmesh.bench.methods_scorers"
 NUM_TEST = 64
 """Tasks in the test range, from which evaluations take the first ones."""
@@ -61,7 +59,7 @@ SUPPLIED: Mapping[str, Mapping[str, Any]] = {"prior": {"name": f"{SCORERS}:Level
 """Scorers by reward that tasks have only for a recipe whose `reward.weights` names the reward."""
 CALC = _model(levels=2, target_success=0.4)
 EXACT = {"name": "exact", "reward": "correct"}
-TASKS: Mapping[MethodTask, TaskOfMethods] = {
+TASKS: Mapping[str, TaskOfMethods] = {
     "calc": TaskOfMethods(
         summary="Expressions with one or two operators; the reward is 1 for the right answer.",
         data=_source(1, 2),

@@ -69,7 +69,8 @@ class UpdateTrace:
     def groups(self, names: Sequence[str]) -> Iterator[TrainedGroup]:
         """Yield what the steps measured on each group with used tokens. `names` are the groups by the numbers of the column `group`.
 
-        A sampled token counts with its advantage and its ratio in its first step; external tokens have no ratio. A group whose means are not finite is omitted.
+        A sampled token counts with its advantage and its ratio in its first step; external tokens have no ratio. A group whose
+        means are not finite is omitted.
         """
         if not self.steps:
             return

@@ -14,7 +14,7 @@ import numpy as np
 
 from rollmesh.shared.settings import NonNegativeInt, Settings
 from rollmesh.shared.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, GroupEstimator, spread, usable_rewards
+from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, spread, undecided
 
 if TYPE_CHECKING:
     from rollmesh.trainer.batch import UpdateBatch
@@ -44,4 +44,4 @@ class TurnCritic(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because the critic decides."""
-        return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
+        return undecided(group)

@@ -186,6 +186,11 @@ def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list
     return [m for m, _ in usable], np.array(sums, dtype=np.float64)
 
 
+def undecided(group: GroupContext) -> dict[str, float]:
+    """Return `UNDECIDED` for each member with usable rewards: the result of `of_group` of an estimator that needs the whole batch."""
+    return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
+
+
 def turn_rewards(member: MemberOutcome, weights: Mapping[str, float]) -> NDArray[np.float64]:
     """Return [T]: the weighted sum of the rewards of each turn of a member, without those of the whole sample.
 

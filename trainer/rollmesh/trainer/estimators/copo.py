@@ -26,14 +26,13 @@ import numpy as np
 from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import (
-    UNDECIDED,
     Estimate,
     GroupEstimator,
     GroupSize,
     centered,
     episode_weights,
     spread,
-    usable_rewards,
+    undecided,
 )
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ class Copo(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because the batch decides."""
-        return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
+        return undecided(group)
 
 
 def answer_entropy(members: list[MemberOutcome]) -> float | None:

@@ -26,14 +26,13 @@ from msgspec import Meta
 from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings, Share
 from rollmesh.shared.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import (
-    UNDECIDED,
     Estimate,
     GroupEstimator,
     centered,
     episode_means,
     episode_weights,
     spread,
-    usable_rewards,
+    undecided,
 )
 
 if TYPE_CHECKING:  # they import torch
@@ -117,7 +116,7 @@ class Mssr(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because the history of the prompt and the batch decide."""
-        return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
+        return undecided(group)
 
     def value(self, task: str) -> float:
         """Return the pass rate of a prompt."""

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from rollmesh.shared.settings import NonNegativeFloat, PositiveInt, Settings
 from rollmesh.shared.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import (
-    UNDECIDED,
     UNSCORED,
     Estimate,
     GroupEstimator,
     episode_means,
+    undecided,
     usable_rewards,
 )
 
@@ -100,7 +100,7 @@ class RiskPo(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because its bundle decides."""
-        return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
+        return undecided(group)
 
     def state(self) -> dict[str, Any]:
         return {"tracked": self._tracked}

@@ -33,12 +33,11 @@ from numpy.typing import NDArray
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings, Share
 from rollmesh.shared.trajectory import GroupContext, Role, TrainingSample
 from rollmesh.trainer.estimators.base import (
-    UNDECIDED,
     Estimate,
     GroupEstimator,
     episode_weights,
     spread,
-    usable_rewards,
+    undecided,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class V0(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because the context decides."""
-        return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
+        return undecided(group)
 
     def predict(self, prompts: Sequence[Features]) -> NDArray[np.float64]:
         """Return the predicted mean reward [n] of prompts."""
