@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import msgspec
 
 from rollmesh.bench.methods_arm import ArmWork, Made, Size, settings_digest
-from rollmesh.bench.methods_records import ArmRecord, MethodArm, append_record, chosen_records, read_records
+from rollmesh.bench.methods_records import LR, ArmRecord, MethodArm, append_record, chosen_records, read_records
 from rollmesh.bench.methods_verdict import MethodComparison, compare
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.process_launch import bound_to_parent
@@ -52,6 +53,8 @@ class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
     lags: tuple[int, ...] = ()
     """Default: 0, and also 4 and 16 on tasks on which the recipe expects something of a larger lag."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    lrs: tuple[float, ...] = (LR,)
+    """Learning rates."""
     cpu_s: float = 3600.0
     """Budget of this call, in CPU seconds."""
     processes: int = 1
@@ -67,6 +70,8 @@ class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidInput(f"--tasks: {unknown_name('task', task, get_args(MethodTask), own='none')}")
         if not self.seeds or min((*self.seeds, *self.lags)) < 0:
             raise InvalidInput(f"--seeds and --lags must be >= 0, got {self.seeds} and {self.lags}")
+        if not self.lrs or min(self.lrs) <= 0:
+            raise InvalidInput(f"--lr must be > 0, got {self.lrs}")
         if self.processes < 1 or self.cpu_s < 0:
             raise InvalidInput(f"--processes must be >= 1 and --cpu-s >= 0, got {self.processes} and {self.cpu_s:g}")
 
@@ -93,8 +98,8 @@ def planned(options: MethodsOptions) -> list[MethodArm]:
         for method in options.methods or recipe_names():
             about = about_of(method)
             for task, lag in cases_of(about, options):
-                for name in (about.baseline, method):
-                    arms[MethodArm(method=name, task=task, lag=lag, seed=seed)] = None
+                for lr, name in product(options.lrs, (about.baseline, method)):
+                    arms[MethodArm(method=name, task=task, lag=lag, seed=seed, lr=lr)] = None
     return list(arms)
 
 
@@ -225,7 +230,7 @@ def _progress(record: ArmRecord) -> str:
 
 
 def _name(arm: MethodArm) -> str:
-    return f"{arm.method} on {arm.task} at lag {arm.lag}, seed {arm.seed}"
+    return f"{arm.method} on {arm.task} at lag {arm.lag}, seed {arm.seed}, lr {arm.lr:g}"
 
 
 @cache

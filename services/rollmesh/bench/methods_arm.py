@@ -92,7 +92,8 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     named = recipe.get("reward", {}).get("weights", {})
     supplied = [dict(scorer) for reward, scorer in SUPPLIED.items() if reward in named]
     reward = {**task.reward, "scorers": [*task.reward["scorers"], *supplied]}
-    own = {**SETTINGS, "run": {**SETTINGS["run"], **run}, "data": dict(task.data), "reward": reward}
+    learner = {"optimizer": {"lr": arm.lr}, **SETTINGS["learner"]}
+    own = {**SETTINGS, "learner": learner, "run": {**SETTINGS["run"], **run}, "data": dict(task.data), "reward": reward}
     name = str(file) if arm.method.endswith((".yaml", ".yml")) else arm.method
     config = config_from_dict(MeshConfig, {"recipe": name, **own})
     own["run"] = {**own["run"], "seed": 0}

@@ -25,6 +25,8 @@ from rollmesh.trainer.recipe import Measure
 
 EVAL_SAMPLES = 4
 """Episodes per task of an evaluation."""
+LR = 5.0e-4
+"""Learning rate of arms that name none."""
 LAST = 3
 """Number of evaluations whose mean is the measure of an arm."""
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -33,8 +35,8 @@ OF_UPDATES: tuple[Measure, ...] = ("ess",)
 
 
 class MethodArm(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run: a method on a task at a lag with a seed. Arms of one task, lag and seed are paired: same initial model, same
-    order of prompts, same evaluations."""
+    """One training run: a method on a task at a lag with a seed and a learning rate. Arms that differ only in the method are paired: same
+    initial model, same order of prompts, same evaluations."""
 
     method: str
     """Name of the recipe, or its file."""
@@ -42,6 +44,8 @@ class MethodArm(msgspec.Struct, frozen=True, kw_only=True):
     lag: int
     """Number of updates by which the weights that generate are older than those that are trained."""
     seed: int
+    lr: float = LR
+    """Learning rate."""
 
 
 class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):

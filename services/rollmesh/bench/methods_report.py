@@ -15,6 +15,7 @@ HEAD = (
     "baseline",
     "task",
     "lag",
+    "lr",
     "measure",
     "value",
     "baseline's",
@@ -23,7 +24,7 @@ HEAD = (
     "expected",
     "verdict",
 )
-MEANS = ("task", "lag", "method", "seeds", "success", "pass_at_k", "length", "entropy", "kl", "ess", "CPU s")
+MEANS = ("task", "lag", "lr", "method", "seeds", "success", "pass_at_k", "length", "entropy", "kl", "ess", "CPU s")
 
 
 def markdown(
@@ -64,22 +65,24 @@ def markdown(
 def _comparison_cells(row: MethodComparison) -> list[str]:
     error = "" if row.error is None else f" ± {row.error:.3f}"
     return [
-        row.method, row.baseline, row.task, str(row.lag), row.measure, f"{row.value:.3f}", f"{row.baseline_value:.3f}",
+        row.method, row.baseline, row.task, str(row.lag), f"{row.lr:g}", row.measure, f"{row.value:.3f}", f"{row.baseline_value:.3f}",
         f"{row.difference:+.3f}{error}", str(row.seeds), row.expected, row.verdict,
     ]  # fmt: skip
 
 
 def _means(records: Mapping[MethodArm, ArmRecord]) -> list[list[str]]:
-    def case(arm: MethodArm) -> tuple[str, int, str]:
-        return arm.task, arm.lag, arm.method
+    def case(arm: MethodArm) -> tuple[str, int, float, str]:
+        return arm.task, arm.lag, -arm.lr, arm.method
 
     rows = []
-    for (task, lag, method), arms in groupby(sorted(records, key=case), case):
+    for (task, lag, lr, method), arms in groupby(sorted(records, key=case), case):
         good = [records[arm] for arm in arms if not records[arm].error]
         if good:
             measures = [record.measures() for record in good]
             means = [f"{fmean(one[name] for one in measures):.3f}" for name in measures[0]]
-            rows.append([task, str(lag), method, str(len(good)), *means, f"{fmean(r.cpu_s for r in good):.0f}"])
+            rows.append(
+                [task, str(lag), f"{-lr:g}", method, str(len(good)), *means, f"{fmean(r.cpu_s for r in good):.0f}"]
+            )
     return rows
 
 
@@ -88,4 +91,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _name(arm: MethodArm) -> str:
-    return f"{arm.method} on {arm.task} at lag {arm.lag}, seed {arm.seed}"
+    return f"{arm.method} on {arm.task} at lag {arm.lag}, seed {arm.seed}, lr {arm.lr:g}"

@@ -23,9 +23,9 @@ SETTINGS: dict[str, Any] = {
     "inference": {
         "engine": {"options": {"slots_max": 128, "context_max": 160, "resident_slots_max": 128, "flush_tokens": 24}}
     },
-    "learner": {"optimizer": {"lr": 5.0e-4}, "tensorboard": False},
+    "learner": {"tensorboard": False},
 }
-"""Settings of all tasks, above those of the recipe."""
+"""Settings of all tasks, above those of the recipe. The arm adds the learning rate."""
 
 
 def _model(levels: int, target_success: float) -> dict[str, Any]:

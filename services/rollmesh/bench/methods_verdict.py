@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from statistics import fmean, stdev
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.bench.methods_records import ArmRecord, MethodArm
 from rollmesh.trainer.recipe import About, Expectation, Measure
@@ -33,6 +35,7 @@ class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
     baseline: str
     task: str
     lag: int
+    lr: float
     measure: Measure
     seeds: int
     """Number of pairs."""
@@ -52,17 +55,19 @@ def compare(
 ) -> list[MethodComparison]:
     """Return the comparisons of a method on the (task, lag) of `cases`: its expected measures, or success if it expects nothing there.
 
-    A case without a pair of records is omitted.
+    A case without a pair of records is omitted. Each learning rate of the records has its own rows.
     """
     rows = []
     for task, lag in cases:
         expected = [one for one in about.expected if one.task == task and lag >= one.lag_min]
         wanted: list[Expectation | None] = [*_widest(expected)]
-        for one in wanted or [None]:
+        for lr, one in product(sorted({arm.lr for arm in records}, reverse=True), wanted or [None]):
             measure: Measure = one.measure if one is not None else "success"
-            pairs = _pairs(method, about.baseline, task, lag, measure, records)
+            pairs = _pairs(
+                MethodArm(method=method, task=task, lag=lag, seed=0, lr=lr), about.baseline, measure, records
+            )
             if pairs:
-                rows.append(_comparison(method, about.baseline, task, lag, measure, pairs, one))
+                rows.append(_comparison(method, about.baseline, (task, lag, lr), measure, pairs, one))
     return rows
 
 
@@ -72,12 +77,12 @@ def _widest(expected: Sequence[Expectation]) -> list[Expectation]:
 
 
 def _pairs(
-    method: str, baseline: str, task: str, lag: int, measure: Measure, records: Mapping[MethodArm, ArmRecord]
+    arm: MethodArm, baseline: str, measure: Measure, records: Mapping[MethodArm, ArmRecord]
 ) -> list[tuple[float, float]]:
     """Return (method, baseline) of a measure for the seeds of which both have a record that did not fail."""
     pairs = []
     for seed in sorted({arm.seed for arm in records}):
-        both = [records.get(MethodArm(method=name, task=task, lag=lag, seed=seed)) for name in (method, baseline)]
+        both = [records.get(replace(arm, method=name, seed=seed)) for name in (arm.method, baseline)]
         measured = [record.measures() for record in both if record is not None]
         if len(measured) == 2 and all(measured):
             pairs.append((measured[0][measure], measured[1][measure]))
@@ -87,8 +92,7 @@ def _pairs(
 def _comparison(
     method: str,
     baseline: str,
-    task: str,
-    lag: int,
+    case: tuple[str, int, float],
     measure: Measure,
     pairs: Sequence[tuple[float, float]],
     expected: Expectation | None,
@@ -99,8 +103,9 @@ def _comparison(
     return MethodComparison(
         method=method,
         baseline=baseline,
-        task=task,
-        lag=lag,
+        task=case[0],
+        lag=case[1],
+        lr=case[2],
         measure=measure,
         seeds=len(pairs),
         value=fmean(one for one, _ in pairs),

@@ -1,4 +1,4 @@
-"""The curves of `rollmesh bench methods`: one figure per task, with a column per lag and a row per measure.
+"""The curves of `rollmesh bench methods`: one figure per task, with a column per lag and learning rate, and a row per measure.
 
 A line is the mean over the seeds of a method. The band is from the smallest to the largest seed.
 """
@@ -27,28 +27,29 @@ Curve = list[tuple[int, float]]
 def draw_task(task: str, records: Mapping[MethodArm, ArmRecord], methods: Sequence[str]) -> Figure:
     """Return the figure of a task, which has at least one record that did not fail. The caller must close it."""
     found = [record for arm, record in records.items() if arm.task == task and not record.error]
-    lags = sorted({record.arm.lag for record in found})
+    cases = sorted({(record.arm.lag, -record.arm.lr) for record in found})
     colors = dict(zip(methods, colormaps["tab20"].colors * (1 + len(methods) // 20), strict=False))  # type: ignore[attr-defined]
     with plt.rc_context(cast(Any, STYLE)):
         figure, axes = plt.subplots(
             len(ROWS),
-            len(lags),
-            figsize=(1.5 + 4.2 * len(lags), 2.6 * len(ROWS)),
+            len(cases),
+            figsize=(1.5 + 4.2 * len(cases), 2.6 * len(ROWS)),
             squeeze=False,
             sharex=True,
             sharey="row",
             layout=ConstrainedLayoutEngine(),
         )
         for row, measure in enumerate(ROWS):
-            for column, lag in enumerate(lags):
+            for column, (lag, lr) in enumerate(cases):
                 ax = axes[row, column]
                 for method in methods:
-                    arms = [record for record in found if record.arm.method == method and record.arm.lag == lag]
-                    _line(ax, method, [curve(record, measure) for record in arms], colors[method])
-                ax.set_title(f"{measure}, lag {lag}")
+                    arms = [one for one in found if (one.arm.method, one.arm.lag, -one.arm.lr) == (method, lag, lr)]
+                    if arms:
+                        _line(ax, method, [curve(record, measure) for record in arms], colors[method])
+                ax.set_title(f"{measure}, lag {lag}, lr {-lr:g}")
         axes[-1, 0].set_xlabel("update")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper")
+        shown = {label: line for ax in axes[0] for line, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+        figure.legend(list(shown.values()), list(shown), loc="outside right upper")
     return figure
 
 

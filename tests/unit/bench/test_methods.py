@@ -11,6 +11,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rollmesh.bench import methods
@@ -119,6 +120,17 @@ def test_a_verdict_equals_the_hand_computed_value() -> None:
     records[arm("mine", lag=16, seed=2)] = record(arm("mine", lag=16, seed=2), error="ValueError")
     (row,) = compare("mine", About(expected=expected), records, [("calc", 16)])
     assert (row.seeds, row.error, row.verdict) == (1, None, "not shown")
+
+
+def test_each_learning_rate_is_compared_with_the_baseline_at_the_same_rate() -> None:
+    records = {
+        one: record(one, (value,))
+        for name, lr, value in (("grpo", 5e-4, 0.4), ("mine", 5e-4, 0.6), ("grpo", 1e-4, 0.7), ("mine", 1e-4, 0.5))
+        for one in (replace(arm(name), lr=lr),)
+    }
+    rows = compare("mine", About(), records, [("calc", 0)])
+    assert [row.lr for row in rows] == [5e-4, 1e-4]
+    assert [row.difference for row in rows] == pytest.approx([0.2, -0.2])
 
 
 def test_a_difference_of_two_standard_errors_is_not_shown() -> None:
@@ -319,9 +331,9 @@ def test_the_report_has_verdicts_means_curves_and_failures(out: Path) -> None:
     text = (out / "report" / "methods.md").read_text()
     assert "4 arms" in text
     assert "2 arms have no record" in text
-    assert f"| {mine} | grpo | calc | 0 | success | 0.450 | 0.300 | +0.150 | 1 | up | not shown |" in text
-    assert "| calc | 0 | grpo | 2 | 0.300 |" in text
-    assert f"- {mine} on calc at lag 0, seed 1: ValueError: no\n" in text
+    assert f"| {mine} | grpo | calc | 0 | 0.0005 | success | 0.450 | 0.300 | +0.150 | 1 | up | not shown |" in text
+    assert "| calc | 0 | 0.0005 | grpo | 2 | 0.300 |" in text
+    assert f"- {mine} on calc at lag 0, seed 1, lr 0.0005: ValueError: no\n" in text
     assert "![Curves of calc](calc.svg)" in text
     assert (out / "report" / "calc.svg").read_text().startswith("<svg")
     (row,) = json.loads((out / "rows.json").read_text())["rows"]

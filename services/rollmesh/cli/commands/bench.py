@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -11,6 +12,8 @@ from rollmesh.cli.app import FAILED, app, report_errors, set_up_compute
 
 if TYPE_CHECKING:
     from rollmesh.bench.methods import MethodsOptions, MethodsOutcome
+
+Number = TypeVar("Number", int, float)
 
 
 @app.command()
@@ -45,6 +48,7 @@ def bench(
         ),
     ] = "",
     seeds: Annotated[str, typer.Option(help="With `methods`: seeds, separated by commas.")] = "0,1,2",
+    lr: Annotated[str, typer.Option(help="With `methods`: learning rates, separated by commas.")] = "5e-4",
     cpu_s: Annotated[
         float, typer.Option("--cpu-s", help="With `methods`: budget of this call, in CPU seconds.")
     ] = 3600.0,
@@ -77,8 +81,9 @@ def bench(
         chosen = MethodsOptions(
             methods=_split(methods),
             tasks=_split(tasks),
-            lags=_numbers("--lags", lags),
-            seeds=_numbers("--seeds", seeds),
+            lags=_numbers("--lags", lags, int),
+            seeds=_numbers("--seeds", seeds, int),
+            lrs=_numbers("--lr", lr, float),
             cpu_s=cpu_s,
             processes=processes,
             out=out,
@@ -133,11 +138,12 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    """Raise InvalidInput for a part that is not an integer."""
+def _numbers(option: str, text: str, number: Callable[[str], Number]) -> tuple[Number, ...]:
+    """Raise InvalidInput for a part that is not such a number."""
     from rollmesh.shared.errors import InvalidInput
 
     try:
-        return tuple(int(part) for part in _split(text))
+        return tuple(number(part) for part in _split(text))
     except ValueError as err:
-        raise InvalidInput(f"{option} must be integers separated by commas, got {text!r}") from err
+        kind = "integers" if number is int else "numbers"
+        raise InvalidInput(f"{option} must be {kind} separated by commas, got {text!r}") from err
