@@ -28,6 +28,24 @@ def spread(values: Sequence[float], digits: int = 0) -> Spread:
     return Spread(statistics.median(values), min(values), max(values), digits)
 
 
+@dataclass(frozen=True, slots=True)
+class BenchTarget:
+    """A bound on a measured value. A bench that misses one fails."""
+
+    what: str
+    value: float
+    bound: float
+    at_most: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    def __str__(self) -> str:
+        side = "most" if self.at_most else "least"
+        return f"{self.what}: {self.value:.2f} (target: at {side} {self.bound:g}): {'met' if self.met else 'missed'}"
+
+
 @dataclass(slots=True)
 class Report:
     """Rows of one bench; all rows have the keys of the first."""
@@ -37,17 +55,28 @@ class Report:
     """The fixed parameters, in a line."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    targets: list[BenchTarget] = field(default_factory=list)
 
     def text(self) -> str:
         if not self.rows:
             return f"{self.bench}: no rows"
         lines = [f"{self.bench}: {self.setting}", ""]
         lines += _markdown(list(self.rows[0]), [[_cell(value) for value in row.values()] for row in self.rows])
-        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)])
+        return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.targets])])
 
     def as_json(self) -> dict[str, Any]:
         rows = [{name: _plain(value) for name, value in row.items()} for row in self.rows]
-        return {"bench": self.bench, "setting": self.setting, "rows": rows, "notes": self.notes}
+        targets = [
+            {"what": t.what, "value": t.value, "bound": t.bound, "at_most": t.at_most, "met": t.met}
+            for t in self.targets
+        ]
+        return {
+            "bench": self.bench,
+            "setting": self.setting,
+            "rows": rows,
+            "notes": self.notes,
+            "targets": targets,
+        }
 
 
 def machine() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from rollmesh.bench import sandbox_ours as ours
 from rollmesh.bench import sandbox_rivals as rivals
-from rollmesh.bench.report import Report, spread
+from rollmesh.bench.report import BenchTarget, Report, spread
 from rollmesh.bench.sandbox_arm import Arm, SandboxLap, lap, percentile
 from rollmesh.services.sandbox.config import PROFILES
 
@@ -49,7 +49,7 @@ def run(quick: bool) -> Report:
         laps = asyncio.run(_measure(Path(folder), repetitions, seconds, report.notes))
     for num, by_arm in laps.items():
         report.rows += [_row(num, name, by_arm) for name in by_arm]
-    report.notes += _targets(laps)
+    report.targets = _targets(laps)
     return report
 
 
@@ -119,22 +119,19 @@ def _speed_ratio(by_arm: Mapping[str, list[SandboxLap]], name: str, other: str) 
     return statistics.median((a.num / a.wall_s) / (b.num / b.wall_s) for a, b in pairs)
 
 
-def _targets(laps: Laps) -> list[str]:
+def _targets(laps: Laps) -> list[BenchTarget]:
     one, eight = laps[1], laps[8]
-    targets = [_target("fresh jail, CPU / bare fork, at 1", _cpu_ratio(one, FRESH, FORK), 2.0, at_most=True)]
+    targets = [BenchTarget("fresh jail, CPU / bare fork, at 1", _cpu_ratio(one, FRESH, FORK), 2.0)]
     if BWRAP in one:
         targets += [
-            _target("fresh jail, speed / bwrap + python, at 1", _speed_ratio(one, FRESH, BWRAP), 3.0),
-            _target("the same at 8", _speed_ratio(eight, FRESH, BWRAP), 1.5),
-            _target("live call, speed / bwrap + python, at 1", _speed_ratio(one, LIVE, BWRAP), 20.0),
+            BenchTarget(
+                "fresh jail, speed / bwrap + python, at 1", _speed_ratio(one, FRESH, BWRAP), 3.0, at_most=False
+            ),
+            BenchTarget("the same at 8", _speed_ratio(eight, FRESH, BWRAP), 1.5, at_most=False),
+            BenchTarget("live call, speed / bwrap + python, at 1", _speed_ratio(one, LIVE, BWRAP), 20.0, at_most=False),
         ]
     for name in (FRESH, LIVE):
         latencies = [latency for done in one[name] for latency in done.latencies_s]
         tail = percentile(latencies, 0.99) / percentile(latencies, 0.5)
-        targets.append(_target(f"{name}, p99 / p50, at 1", tail, 5.0, at_most=True))
+        targets.append(BenchTarget(f"{name}, p99 / p50, at 1", tail, 5.0))
     return targets
-
-
-def _target(what: str, value: float, bound: float, *, at_most: bool = False) -> str:
-    met = value <= bound if at_most else value >= bound
-    return f"{what}: {value:.2f} (target: at {'most' if at_most else 'least'} {bound:g}): {'met' if met else 'missed'}"

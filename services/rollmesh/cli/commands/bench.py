@@ -74,7 +74,8 @@ def bench(
         if names != ["methods"]:
             from rollmesh.bench.runner import run_benches
 
-            run_benches(names or [], quick=quick, json_file=json_file)
+            if not run_benches(names or [], quick=quick, json_file=json_file):
+                raise typer.Exit(FAILED)
             return
         from rollmesh.bench.methods import MethodsOptions
 
