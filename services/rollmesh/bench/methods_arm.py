@@ -84,7 +84,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     """Return the configuration of an arm, the folder of a user's files, and what `settings_digest` covers. Raises ConfigError."""
     file = find_recipe(arm.method)
-    _, recipe = read_recipe(file)
+    about, recipe = read_recipe(file)
     task = TASKS[arm.task]
     size = recipe.get("run", {}).get("group_size", GROUP_SIZE)
     groups = recipe.get("run", {}).get("batch_groups", max(1, SAMPLES // size))
@@ -93,7 +93,15 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     supplied = [dict(scorer) for reward, scorer in SUPPLIED.items() if reward in named]
     reward = {**task.reward, "scorers": [*task.reward["scorers"], *supplied]}
     learner = {"optimizer": {"lr": arm.lr}, **SETTINGS["learner"]}
-    own = {**SETTINGS, "learner": learner, "run": {**SETTINGS["run"], **run}, "data": dict(task.data), "reward": reward}
+    rollout = {"agent": task.agent if about.given_solutions else "tool_calling", **SETTINGS["rollout"]}
+    own = {
+        **SETTINGS,
+        "learner": learner,
+        "rollout": rollout,
+        "run": {**SETTINGS["run"], **run},
+        "data": dict(task.data),
+        "reward": reward,
+    }
     name = str(file) if arm.method.endswith((".yaml", ".yml")) else arm.method
     config = config_from_dict(MeshConfig, {"recipe": name, **own})
     own["run"] = {**own["run"], "seed": 0}

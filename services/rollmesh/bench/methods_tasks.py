@@ -16,7 +16,6 @@ SHAPE = {"hidden_size": 64, "num_heads": 2, "num_kv_heads": 1, "intermediate_siz
 SETTINGS: dict[str, Any] = {
     "run": {"eval_every": 0},
     "rollout": {
-        "agent": "tool_calling",
         "sampling": {"temperature": 1.0, "max_tokens": 24},
         "limits": {"turns_max": 6, "tokens_max": 96, "context_tokens_max": 160},
     },
@@ -51,6 +50,8 @@ class TaskOfMethods:
     model: Mapping[str, Any]
     """Settings of `MadeModelConfig`."""
     reward: Mapping[str, Any]
+    agent: str = "tool_calling"
+    """Agent for recipes that learn from given solutions. The others have `tool_calling`."""
     success: str = "correct"
     """Reward that evaluations measure as success; it is not always one that is trained on."""
 
@@ -98,5 +99,12 @@ TASKS: Mapping[str, TaskOfMethods] = {
         data=_source(3, 3),
         model=_model(levels=3, target_success=0.3),
         reward={"scorers": [EXACT]},
+    ),
+    "given": TaskOfMethods(
+        summary="The same. One member of each group is the ideal episode, for recipes that learn from given solutions.",
+        data=_source(3, 3),
+        model=_model(levels=3, target_success=0.3),
+        reward={"scorers": [EXACT]},
+        agent="rollmesh.bench.methods_agents:FirstGiven",
     ),
 }

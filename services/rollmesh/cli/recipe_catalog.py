@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.cli.config_checks import make_plugins
 from rollmesh.cli.effective_config import effective_learner
@@ -43,10 +44,11 @@ def load_method(name: str) -> Method:
     about, _ = read_recipe(file)
     config = config_from_dict(MeshConfig, {"recipe": str(file.absolute())})
     plugins = make_plugins(config, file.parent)
+    needs = needs_of(plugins, config.learner, config.reward.weights)
     return Method(
         name=name,
         about=about,
-        needs=needs_of(plugins, config.learner, config.reward.weights),
+        needs=replace(needs, given_solutions=about.given_solutions),
         file=file,
         changed=dict(_changes(_written_out(MeshConfig(), file.parent), _written_out(config, file.parent))),
     )

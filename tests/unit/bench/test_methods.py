@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from rollmesh.bench import methods
 from rollmesh.bench.methods import MethodsOptions, planned, read_outcome
+from rollmesh.bench.methods_agents import FirstGiven
 from rollmesh.bench.methods_arm import MODEL_SEED, ArmWork, Size, resolved, run_work, settings_digest
 from rollmesh.bench.methods_records import (
     ArmRecord,
@@ -37,9 +38,11 @@ from rollmesh.services.reward.item import AnswerKey, JudgedSegment, ScoreItem, T
 from rollmesh.services.reward.scorers.exact import ExactOptions
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError, InvalidInput
-from rollmesh.shared.trajectory import EpisodeKey, Message, Role, Source
+from rollmesh.shared.trajectory import EpisodeKey, Message, Role, Source, text_view
+from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.recipe import About, Expectation, MethodTask, recipe_names
+from rollmesh.v1 import coordinator_pb2, types_pb2
 
 TINY = Size(updates=1, evals=1, eval_tasks=2)
 
@@ -249,6 +252,23 @@ async def test_a_recipe_that_assumes_a_prediction_gets_it_from_the_level() -> No
     assert [[one.reward_name for one in of] for of in scorers.values()] == [["correct"], ["correct", "prior"]]
     scorer = LevelPrior(options=LevelPriorOptions(per_level=0.5))
     assert await scorer.score(item("16")) == 0.25
+
+
+async def test_episode_0_of_a_training_group_is_given_to_recipes_that_learn_from_solutions() -> None:
+    agents = {name: resolved(arm(name, task="given"))[0].rollout.agent.name for name in ("grpo", "red")}
+    assert agents == {"grpo": "tool_calling", "red": "rollmesh.bench.methods_agents:FirstGiven"}
+    sources = {}
+    for index, purpose in ((0, types_pb2.PURPOSE_TRAIN), (1, types_pb2.PURPOSE_TRAIN), (0, types_pb2.PURPOSE_EVAL)):
+        mesh = LocalMesh(script=lambda text: "<answer>4</answer><|end|>")
+        report = await mesh.runner(FirstGiven()).run(lease(["12+7-3"], index=index, purpose=purpose))
+        (episode,) = mesh.samples.episodes
+        sources[index, purpose] = {s.source for s in episode.segments if s.num_trainable}
+        if not index and purpose == types_pb2.PURPOSE_TRAIN:
+            assert [m.content for m in text_view(episode.segments)[1:]] == [
+                "<tool_call>12+7</tool_call>", "19", "<tool_call>19-3</tool_call>", "16", "<answer>16</answer>"
+            ]  # fmt: skip
+        assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED
+    assert list(sources.values()) == [{Source.DATASET}, {Source.POLICY}, {Source.POLICY}]
 
 
 # Arms ------------------------------------------------------------------------------------------------------------------

@@ -461,6 +461,21 @@ async def test_a_given_solution_is_a_trained_sample_without_log_probs() -> None:
     assert episode.oldest_step(episode.samples[1]) is None
 
 
+async def test_special_tokens_of_a_text_are_special_only_as_markup() -> None:
+    sizes: list[int] = []
+    purposes: list[Purpose] = []
+
+    class Encodes:
+        async def run(self, task: Task, env: Environment) -> None:
+            sizes.extend(env.encode("<tool_call>1+2</tool_call>", markup=markup).size for markup in (True, False))
+            purposes.append(env.purpose)
+            await env.generate()
+
+    await finished(tool_mesh(lambda text: "<answer>3</answer><|end|>"), Encodes(), purpose=types_pb2.PURPOSE_EVAL)
+    assert sizes[0] == len("1+2") + 2 < sizes[1]
+    assert purposes == [Purpose.EVAL]
+
+
 async def test_tokens_of_the_policy_cannot_be_given() -> None:
     class Forges:
         async def run(self, task: Task, env: Environment) -> None:

@@ -1,5 +1,7 @@
 """Schedule, guarded step, and Muon."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,26 @@ def test_step_clips_the_global_norm_and_reports_it_unclipped() -> None:
     assert norm == pytest.approx(8**0.5)
     moved = torch.cat([(p - b).flatten() for p, b in zip(module.parameters(), before, strict=True)]).norm()
     assert moved.item() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_modules_of_loss_terms_have_a_norm_of_their_own() -> None:
+    """Gradients of 1 in the policy (norm sqrt 8) and of 100 in the module: each part is scaled to a norm of 1."""
+    policy, module = layer(), layer()
+    groups: list[dict[str, Any]] = [
+        {"params": list(policy.parameters())},
+        {"params": list(module.parameters()), "modules": True},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    before = [p.detach().clone() for part in (policy, module) for p in part.parameters()]
+    for part, gradient in ((policy, 1.0), (module, 100.0)):
+        for p in part.parameters():
+            p.grad = torch.full_like(p, gradient)
+    assert guarded_step(optimizer, clip_norm=1.0, loss=0.0) == pytest.approx(8**0.5)
+    moved = [
+        torch.cat([(p - b).flatten() for p, b in zip(part.parameters(), old, strict=True)]).norm().item()
+        for part, old in ((policy, before[:2]), (module, before[2:]))
+    ]
+    assert moved == pytest.approx([1.0, 1.0], abs=1e-4)
 
 
 @pytest.mark.parametrize(("gradient", "loss"), [(float("nan"), 0.0), (float("inf"), 0.0), (1.0, float("nan"))])

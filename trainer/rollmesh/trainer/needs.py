@@ -48,6 +48,9 @@ class MethodNeeds(Settings):
     whole_groups: bool = False
     """Whether each optimizer step must have whole groups."""
 
+    given_solutions: bool = False
+    """Whether it learns from given solutions."""
+
     def phrases(self) -> list[str]:
         """Return the needs in words, in Markdown."""
         found = ["log-probs"]
@@ -68,6 +71,8 @@ class MethodNeeds(Settings):
             found.append(f"`run.group_size` {size}")
         if self.whole_groups:
             found.append("an update rule that keeps groups whole")
+        if self.given_solutions:
+            found.append("given solutions, which the agent records")
         return found if len(found) > 1 else ["log-probs only"]
 
 

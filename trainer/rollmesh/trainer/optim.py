@@ -45,13 +45,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, modules_factor: float = 
 def guarded_step(*optimizers: torch.optim.Optimizer, clip_norm: float, loss: float) -> float | None:
     """Clip, step and clear gradients. Several optimizers share one norm and step together or not at all.
 
-    Return the norm before clipping, or None if loss or norm is not finite; nothing is changed then.
+    Modules of loss terms have a separate norm, so that the large gradients of a new head do not shrink the step of the policy.
+    Return the norm of the policy before clipping, or None if the loss or a norm is not finite; nothing is changed then.
     """
-    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm))
-    finite = math.isfinite(norm) and math.isfinite(loss)
+    groups = [g for o in optimizers for g in o.param_groups]
+    norms = []
+    for modules in (False, True):
+        parameters = [p for g in groups if g.get("modules", False) == modules for p in g["params"]]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm)))
+    finite = all(math.isfinite(value) for value in (*norms, loss))
     for optimizer in optimizers:
         if finite:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return norm if finite else None
+    return norms[0] if finite else None

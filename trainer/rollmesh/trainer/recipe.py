@@ -24,7 +24,7 @@ SECTIONS = ("about", "run", "data", "rollout", "sandbox", "inference", "reward",
 """Sections that a recipe may have. Addresses, models, node counts and the like belong to the user's file."""
 
 
-MethodTask = Literal["calc", "noisy", "two_rewards", "turns", "sparse"]
+MethodTask = Literal["calc", "noisy", "two_rewards", "turns", "sparse", "given"]
 """Tasks of `rollmesh bench methods`."""
 Measure = Literal["success", "pass_at_k", "length", "entropy", "kl", "ess"]
 """What `rollmesh bench methods` compares; `rollmesh.bench.methods_records` defines the measures."""
@@ -56,6 +56,8 @@ class About(Settings):
     """The method in one formula."""
     assumes: str = ""
     """What the method assumes of tasks, rewards and groups, beyond what its parts need (`rollmesh.trainer.needs`)."""
+    given_solutions: bool = False
+    """Whether the method learns from given solutions. An agent records them, see docs/agents.md; `rollmesh bench methods` supplies them."""
     deviations: str = ""
     """Where the recipe differs from its source, and why."""
     seeds: tuple[str, ...] = ()

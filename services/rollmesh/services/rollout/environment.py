@@ -42,6 +42,7 @@ from rollmesh.shared.trajectory import (
     FinishReason,
     IntArray,
     Message,
+    Purpose,
     Role,
     Sample,
     SamplingParams,
@@ -69,6 +70,7 @@ class EnvironmentState:
     recorder: Recorder
     index: int = 0
     """Number of the episode in its group, from 0."""
+    purpose: Purpose = Purpose.TRAIN
     at: Hook = noop
     num_turns: int = 0
     num_tokens: int = 0
@@ -276,6 +278,11 @@ class Environment:
         return self._state.index
 
     @property
+    def purpose(self) -> Purpose:
+        """What the episode is for. An agent that gives a solution while training must not do so in an evaluation."""
+        return self._state.purpose
+
+    @property
     def format(self) -> ChatFormat:
         """The markers of the conversation, from the model's chat template."""
         return self._state.format
@@ -290,10 +297,14 @@ class Environment:
         """The text view of this branch."""
         return self._state.recorder.messages(self._head)
 
-    def encode(self, text: str, *, end: bool = False) -> IntArray:
-        """Return the tokens of a text, [n] int32. Special tokens in it are encoded as plain text. `end` adds the end of a turn."""
+    def encode(self, text: str, *, end: bool = False, markup: bool = False) -> IntArray:
+        """Return the tokens of a text, [n] int32. `end` adds the end of a turn.
+
+        Special tokens in the text are encoded as plain text. With `markup` they are special, as in a tool call that the agent gives: for a
+        text of which no part comes from a model or a tool.
+        """
         tokenizer = self._state.tokenizer
-        tokens = tokenizer.encode_text(text)
+        tokens = tokenizer.encode_markup(text) if markup else tokenizer.encode_text(text)
         return np.concatenate([tokens, tokenizer.encode_markup(self.format.turn_end)]) if end else tokens
 
     @property

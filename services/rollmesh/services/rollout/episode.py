@@ -115,6 +115,7 @@ class EpisodeRunner:
             limits=config.limits,
             recorder=Recorder(lease.seed),
             index=lease.index,
+            purpose=lease.purpose,
             at=parts.at,
         )
 
