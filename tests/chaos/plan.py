@@ -16,7 +16,8 @@ SERVICES = (
 """Processes that a supervisor starts. All of these, and those that it does not start itself, are victims."""
 MOMENTS = (
     "rollout-leased", "rollout-generating", "rollout-stored", "inference-generating", "learner-leased", "learner-mid_fetch",
-    "learner-stepped", "learner-committed", "learner-saving", "learner-mid_checkpoint", "learner-checkpointed", "learner-published",
+    "learner-stepped", "learner-committed", "learner-saving", "learner-mid_checkpoint", "learner-checkpointed", "learner-copied",
+    "learner-published",
 )  # fmt: skip
 """The first process that reaches the fault point is hit (`traps`)."""
 _TURN = (SUPERVISOR, *SERVICES, SERVER, SUPERVISOR, *MOMENTS)

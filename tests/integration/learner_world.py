@@ -145,6 +145,9 @@ class World(run_pb2_grpc.RunServiceServicer):
         self.calls: Counter[str] = Counter()
         self.resolutions: list[str] = []
         self.commands: asyncio.Queue[int] = asyncio.Queue()
+        self.may_publish = asyncio.Event()
+        """Whether PublishVersion proceeds."""
+        self.may_publish.set()
         self.make: Callable[[str, int], Episode] = lambda g, i: episode(g, i, steps=(self.step,), reward=float(i % 2))
         self.mask_below_step = 0
         self.restamp: dict[str, int] = {}
@@ -361,6 +364,7 @@ class World(run_pb2_grpc.RunServiceServicer):
     async def PublishVersion(
         self, request: run_pb2.PublishVersionRequest, context: Any
     ) -> run_pb2.PublishVersionResponse:
+        await self.may_publish.wait()
         reply: run_pb2.PublishVersionResponse = await self._around("PublishVersion", lambda: self._publish(request))
         return reply
 

@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -125,12 +124,10 @@ async def test_a_learner_that_sees_its_weights_are_nan_publishes_nothing_and_say
     assert isinstance(engine, Diverged)
     engine.step = BROKEN_FROM
     compute = ComputeThread(tmp_path)
-    # The publisher must stop before it makes a call, so this trainer has only a version.
-    trainer: Any = SimpleNamespace(version=PolicyVersion(policy="main", step=BROKEN_FROM, incarnation=0))
-    publisher = Publisher(compute, PublishConfig(), tmp_path / "publishing")
+    publisher = Publisher(compute, compute, PublishConfig(), tmp_path / "publishing")
     try:
         with pytest.raises(WeightsRejected, match=rf"main@{BROKEN_FROM}.* NaN or infinite.*remove the checkpoints"):
-            await publisher.publish(trainer, engine)
+            await publisher.copy(engine, PolicyVersion(policy="main", step=BROKEN_FROM, incarnation=0))
     finally:
         await compute.close(5.0)
 

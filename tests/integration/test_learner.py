@@ -28,6 +28,7 @@ from rollmesh.shared.errors import (
     PayloadLost,
     Unauthenticated,
     Unavailable,
+    VersionConflict,
     VersionRefused,
 )
 from rollmesh.shared.fault_points import Hook
@@ -135,9 +136,32 @@ async def test_moments_come_in_the_fixed_order(tmp_path: Path) -> None:
 
     async with RunningWorld(tmp_path, updates_max=2) as running:
         await train(running, config(tmp_path), at=at)
-    first = ["leased", "mid_fetch", "stepped", "committed", "published"]
-    second = ["leased", "mid_fetch", "stepped", "committed", "mid_checkpoint", "checkpointed", "published"]
-    assert seen == ["published", *first, *second]
+    # A version is announced at any time between its copy and the next commit, or the end.
+    assert seen[1] == "published"
+    first, second = (i for i, moment in enumerate(seen) if moment == "committed")
+    assert [seen[a:b].count("published") for a, b in ((2, first), (first, second), (second, len(seen)))] == [0, 1, 1]
+    update = ["leased", "mid_fetch", "stepped", "committed"]
+    rest = [moment for moment in seen if moment != "published"]
+    assert rest == ["copied", *update, "copied", *update, "mid_checkpoint", "checkpointed", "copied"]
+
+
+async def test_a_version_is_uploaded_and_announced_while_the_next_batch_is_trained(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path, updates_max=3) as running:
+        world, unpublished = running.world, []
+
+        async def at(moment: LearnerFaultPoint) -> None:
+            if moment is LearnerFaultPoint.COPIED and world.step > 0:
+                world.may_publish.clear()
+            if moment is LearnerFaultPoint.STEPPED:
+                unpublished.append((world.step, 0) not in world.published)
+                world.may_publish.set()
+            if moment is LearnerFaultPoint.COPIED and world.step == 3:
+                world.may_publish.set()
+
+        await train(running, config(tmp_path), at=at)
+        assert unpublished == [False, True, True], "the next batch was trained before the version was announced"
+        assert sorted(world.published) == [(k, 0) for k in range(4)]
+        check_once(world, config(tmp_path))
 
 
 async def test_versions_are_published_as_seldom_as_the_run_says_and_at_the_end(tmp_path: Path) -> None:
@@ -206,6 +230,44 @@ async def test_a_learner_killed_at_any_moment_goes_on_as_if_it_had_not_been(
         world = running.world
         check_once(world, settings)
         assert weights(world, (5, world.incarnation)) == expected
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2])
+async def test_a_learner_killed_with_the_next_update_in_memory_and_a_version_half_published_goes_on(
+    tmp_path: Path, checkpoint_every: int
+) -> None:
+    settings = config(tmp_path, checkpoint_every=checkpoint_every)
+    async with straight_weights(tmp_path) as expected, RunningWorld(tmp_path) as running:
+        world = running.world
+
+        async def at(moment: LearnerFaultPoint) -> None:
+            if moment is LearnerFaultPoint.COPIED and world.step == 3:
+                world.may_publish.clear()
+            if moment is LearnerFaultPoint.STEPPED and world.step == 3:
+                raise Killed
+
+        with pytest.raises(Killed):
+            await train(running, settings, at=at)
+        assert (3, 0) not in world.published
+        world.may_publish.set()
+        await train(running, settings)
+        assert world.resolutions == ["CONTINUED", "CONTINUED" if checkpoint_every == 1 else "ROLLED_BACK"]
+        check_once(world, settings)
+        assert weights(world, (5, world.incarnation)) == expected
+
+
+async def test_a_failed_publication_ends_the_wait_for_a_batch_that_needs_it(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path) as running:
+        world = running.world
+        world.stalled = lambda: (1, 0) not in world.published and world.step == 1
+
+        async def at(moment: LearnerFaultPoint) -> None:
+            if moment is LearnerFaultPoint.COPIED and world.step == 1:
+                world.faults.refuse["PublishVersion"] = [VersionConflict("published with other bytes")]
+
+        with pytest.raises(VersionConflict):
+            await train(running, config(tmp_path), at=at)
+        assert world.step == 1
 
 
 async def test_a_crash_before_the_commit_goes_on_within_the_incarnation_one_after_it_does_not(tmp_path: Path) -> None:

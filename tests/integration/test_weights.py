@@ -67,8 +67,8 @@ async def test_upload_stores_what_the_manifest_names(tmp_path: Path, transfer: T
         manifest = parse_manifest(path.read_bytes())
         assert node.store.missing(chunk.digest for chunk in manifest.files[0].chunks) == []
         moved = (report.sent_bytes, report.written_bytes)
-        total = manifest.files[0].size_bytes + path.stat().st_size
-        assert moved == ((total, 0) if transfer is NETWORK else (0, total))
+        chunks, rest = manifest.files[0].size_bytes, path.stat().st_size
+        assert moved == ((chunks + rest, 0) if transfer is NETWORK else (rest, chunks))
         async with weight_stub(node.address) as stub:
             request = weights_pb2.GetManifestRequest(weights_digest=version.weights_digest)
             assert (await stub.GetManifest(request)).manifest == manifest

@@ -274,9 +274,20 @@ class Trainer:
         )
 
     async def _upload(self, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None) -> None:
-        # The depot may have moved. Until it reconnects to the coordinator, its last address is used.
-        self._depot = (await self._run.state_now()).weights_address or self._depot
-        async with open_channel(self._depot, access=self._gateway.access) as channel:
+        try:
+            await self._upload_to(self._depot, version, built, transfer)
+        except MeshError:
+            # The depot may have moved. Until it reconnects to the coordinator, its last address is used.
+            depot = (await self._run.state_now()).weights_address
+            if depot in ("", self._depot):
+                raise
+            self._depot = depot
+            await self._upload_to(depot, version, built, transfer)
+
+    async def _upload_to(
+        self, depot: str, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None
+    ) -> None:
+        async with open_channel(depot, access=self._gateway.access) as channel:
             await upload(channel, built, owner=version_owner(version, self._run.name), config=transfer)
 
     def _holding(self) -> dict[str, Any]:

@@ -20,5 +20,7 @@ class LearnerFaultPoint(FaultPoint):
     """A checkpoint with the update is durable; the coordinator has not been notified."""
     CHECKPOINTED = "checkpointed"
     """The checkpoint is reported: its samples are TRAINED."""
+    COPIED = "copied"
+    """The weights of a version are copied; their upload has not begun. Also reached after every attach."""
     PUBLISHED = "published"
-    """A version is announced. Also reached after every attach."""
+    """A version is announced, at any time before the next commit. Also reached after every attach."""

@@ -67,6 +67,8 @@ class LearnerNode(JoinedNode):
         stack.callback(metrics.close)
         compute = ComputeThread(folder)
         stack.push_async_callback(compute.close, config.stop_s)
+        files = ComputeThread(folder, "learner-publish")
+        stack.push_async_callback(files.close, config.stop_s)
         where = self._where
         client = await stack.enter_async_context(
             Client(where.address, token=where.access.token, tls=where.access.tls, retry=config.retry, clock=self.clock)
@@ -79,7 +81,7 @@ class LearnerNode(JoinedNode):
             holder=where.holder,
             compute=compute,
             commands=commands,
-            publisher=Publisher(compute, config.publish, folder / "publishing"),
+            publisher=Publisher(compute, files, config.publish, folder / "publishing"),
             metrics=metrics,
             progress=self.progress,
             clock=self.clock,

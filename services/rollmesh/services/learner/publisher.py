@@ -1,4 +1,7 @@
-"""Publish versions: export -> probes -> manifest -> upload -> announce.
+"""Publish versions: copy (export -> probes) -> manifest -> upload -> announce.
+
+The copy runs in the compute thread between two updates, because it must be of one step. All that follows uses only the copy, so it may run
+while the next update is computed. At most one publication is open, because they share a folder.
 
 A learner that restarts at its last published step publishes it again. The digest must then be the same; otherwise the coordinator treats
 it as another history. The digest covers the probes, and their log-probs may differ in the last bit on another machine. Therefore the
@@ -13,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,7 +25,7 @@ import numpy as np
 from rollmesh.client import Trainer
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import PublishConfig
-from rollmesh.services.learner.engine import TrainerEngine
+from rollmesh.services.learner.engine import ExportedWeights, TrainerEngine
 from rollmesh.shared.errors import InvalidInput, WeightsRejected
 from rollmesh.shared.trajectory import IntArray, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
@@ -32,26 +36,46 @@ from rollmesh.shared.weights.probes import Probe
 _SYNTHETIC_TOKENS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsCopy:
+    """The weights of one step in files, with the log-probs of the probes under them."""
+
+    version: PolicyVersion
+    exported: ExportedWeights
+    probes: tuple[Probe, ...]
+
+
 class Publisher:
     """Publish versions of one learner. No other component uses `folder`, which persists over restarts."""
 
-    def __init__(self, compute: ComputeThread, config: PublishConfig, folder: Path) -> None:
+    def __init__(self, compute: ComputeThread, files: ComputeThread, config: PublishConfig, folder: Path) -> None:
+        """`files` is a thread for hashing and deleting copies, so that `compute` is free for the next update."""
         self._compute = compute
+        self._files = files
         self._config = config
         self._folder = folder
+        self._scratch = folder / "files"
+        """Files of the newest copy."""
 
-    async def publish(self, trainer: Trainer, engine: TrainerEngine) -> PolicyVersion:
-        """Upload and announce the engine's current weights as `trainer.version`; return it with its digest. Repeatable.
+    async def copy(self, engine: TrainerEngine, version: PolicyVersion) -> WeightsCopy:
+        """Copy the engine's current weights, which are `version`, and score the probes on them. The previous copy is deleted.
+
+        Raise `WeightsRejected` for weights that score a probe as NaN or infinite, and `DiskFull`.
+        """
+        return await self._compute.run(lambda: self._copy(engine, version))
+
+    async def publish(self, trainer: Trainer, copy: WeightsCopy) -> PolicyVersion:
+        """Upload and announce a copy of the weights of `trainer.version`; return it with its digest. Repeatable.
 
         Raise `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
         """
-        scratch = self._folder / "files"
+        assert str(copy.version) == str(trainer.version), "a version is published before the next update is committed"
         try:
-            built = await self._compute.run(lambda: self._build(engine, trainer.version, scratch))
+            built = await self._files.run(lambda: self._build(copy))
             config = self._config
             return await trainer.publish_manifest(built, transfer=config.transfer, attempts_max=config.attempts_max)
         finally:
-            await self._compute.run(lambda: shutil.rmtree(scratch, ignore_errors=True))
+            await self._files.run(lambda: shutil.rmtree(self._scratch, ignore_errors=True))
 
     def note_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Take the probes from these samples unless probes exist. Called in the compute thread."""
@@ -64,19 +88,34 @@ class Publisher:
 
     # In the compute thread --------------------------------------------------------------------------------------------
 
-    def _build(self, engine: TrainerEngine, version: PolicyVersion, scratch: Path) -> BuiltManifest:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        exported = engine.export_weights(scratch)
-        probes = [Probe(token_ids=ids, logprobs=engine.score(ids)) for ids in self._probe_prompts(engine)]
+    def _copy(self, engine: TrainerEngine, version: PolicyVersion) -> WeightsCopy:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(parents=True)
+        exported = engine.export_weights(self._scratch)
+        probes = tuple(Probe(token_ids=ids, logprobs=engine.score(ids)) for ids in self._probe_prompts(engine))
         if not all(np.isfinite(probe.logprobs).all() for probe in probes):
             raise WeightsRejected(
                 f"the weights of {version} score a probe as NaN or infinite and are not published; remove the checkpoints that "
                 "hold this update, lower the learning rate, and resume",
                 version=version,
             )
-        built = build_manifest(exported.files, tied=exported.tied, probes=[probe.encode() for probe in probes])
-        return self._as_before(version, built)
+        return WeightsCopy(version, exported, probes)
+
+    def _probe_prompts(self, engine: TrainerEngine) -> list[IntArray]:
+        if not self._config.num_probes or not engine.vocab_size:
+            return []
+        path = self._folder / "probes.json"
+        if path.exists():
+            return [np.asarray(p, np.int32) for p in msgspec.json.decode(path.read_bytes(), type=list[list[int]])]
+        length = min(_SYNTHETIC_TOKENS, self._config.probe_tokens)
+        draws = np.random.default_rng(0).integers(engine.vocab_size, size=(self._config.num_probes, length))
+        return list(draws.astype(np.int32))
+
+    # In the thread for files ------------------------------------------------------------------------------------------
+
+    def _build(self, copy: WeightsCopy) -> BuiltManifest:
+        exported, probes = copy.exported, [probe.encode() for probe in copy.probes]
+        return self._as_before(copy.version, build_manifest(exported.files, tied=exported.tied, probes=probes))
 
     def _as_before(self, version: PolicyVersion, built: BuiltManifest) -> BuiltManifest:
         """Return the stored manifest if these weights were published before; otherwise store and return `built`."""
@@ -89,16 +128,6 @@ class Publisher:
             if other != path:
                 other.unlink()
         return built
-
-    def _probe_prompts(self, engine: TrainerEngine) -> list[IntArray]:
-        if not self._config.num_probes or not engine.vocab_size:
-            return []
-        path = self._folder / "probes.json"
-        if path.exists():
-            return [np.asarray(p, np.int32) for p in msgspec.json.decode(path.read_bytes(), type=list[list[int]])]
-        length = min(_SYNTHETIC_TOKENS, self._config.probe_tokens)
-        draws = np.random.default_rng(0).integers(engine.vocab_size, size=(self._config.num_probes, length))
-        return list(draws.astype(np.int32))
 
 
 def _prompts(samples: Sequence[TrainingSample], config: PublishConfig) -> list[list[int]]:

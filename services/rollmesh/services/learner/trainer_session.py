@@ -2,6 +2,9 @@
 
     restore -> attach -> publish -> [ lease -> fetch -> step -> commit -> compare digests -> checkpoint? -> publish? ] ... -> finish
 
+A publication copies the weights between two updates. Its upload and its announcement run while the next batch is leased, fetched and
+trained, and end before the commit of that update, so that at most one publication is open and the weights never run ahead of it.
+
 The order inside an update is fixed, because it ensures that a sample is used at most once:
 - The weights step before the commit, so a crash in between leaves the batch in doubt and never counts it twice.
 - The digest is compared before anything with this update is made durable.
@@ -84,7 +87,7 @@ async def begin_session(parts: Parts) -> TrainerSession:
             f"attached with update {position.update}, but the coordinator expects {attached.next_update} next"
         )
     session = TrainerSession(parts, restored, trainer)
-    await session.publish()
+    await session.publish()  # no batch can be leased before it
     return session
 
 
@@ -106,6 +109,8 @@ class TrainerSession:
         self._refused_max = _refused_max(parts.config, attached, self._publish_every)
         self._published: list[str] = []
         """Versions published in this session, by the names that WatchRun uses."""
+        self._publication: asyncio.Task[None] | None = None
+        """The open publication; its error ends the session."""
         self._num_lost = 0
         self._asked_ns = 0
         """Time of the request for the current batch, on the clock of spans."""
@@ -122,22 +127,61 @@ class TrainerSession:
             while (lease := await self._lease()) is not None:
                 with log_context(update=str(lease.update), lease=lease.lease_id):
                     await self._update(lease)
+            await self._published_all()
             if self._log.update > self._checkpointed:
                 await self._checkpoint()
             if self._log.update > self._parts.progress.published_step:
                 await self.publish()
         finally:
+            await self._drop_publication()
             # An open batch is in doubt now: the next attach compares the checkpoint with the ledger.
             await self._trainer.abandon()
 
+    # Publishing -------------------------------------------------------------------------------------------------------
+
     async def publish(self) -> None:
-        """Publish the current weights."""
-        parts = self._parts
+        """Publish the current weights, and wait until they are announced."""
+        try:
+            await self._begin_publication()
+            await self._published_all()
+        finally:
+            await self._drop_publication()
+
+    async def _begin_publication(self) -> None:
+        """Copy the weights and begin to publish them. `_published_all` waits for the end, and raises its error."""
+        parts, trainer = self._parts, self._trainer
+        assert self._publication is None, "one publication at a time"
         with parts.progress.during("publish"):
-            version = await parts.publisher.publish(self._trainer, self._engine)
-        parts.progress.published_step = version.step
-        self._published.append(f"{version.policy}@{version.step}.{version.incarnation}")
-        await parts.at(LearnerFaultPoint.PUBLISHED)
+            copy = await parts.publisher.copy(self._engine, trainer.version)
+        await parts.at(LearnerFaultPoint.COPIED)
+
+        async def announce() -> None:
+            version = await parts.publisher.publish(trainer, copy)
+            parts.progress.published_step = version.step
+            self._published.append(f"{version.policy}@{version.step}.{version.incarnation}")
+            await parts.at(LearnerFaultPoint.PUBLISHED)
+
+        self._publication = asyncio.create_task(announce(), name=f"publish {copy.version}")
+
+    async def _published_all(self) -> None:
+        """Wait until the open publication is announced, and raise its error."""
+        if self._publication is not None:
+            with self._parts.progress.during("publish"):
+                await asyncio.wait([self._publication])
+            self._check_publication()
+
+    def _check_publication(self) -> None:
+        """Raise the error of the publication if it has failed."""
+        if self._publication is not None and self._publication.done():
+            publication, self._publication = self._publication, None
+            publication.result()
+
+    async def _drop_publication(self) -> None:
+        """Cancel the open publication at the end of the session; a repetition is harmless."""
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            publication.cancel()
+            await asyncio.wait([publication])
 
     # Leasing ----------------------------------------------------------------------------------------------------------
 
@@ -162,7 +206,11 @@ class TrainerSession:
         asking = asyncio.create_task(self._trainer.lease(wait_s=parts.config.wait_s))
         stopping = asyncio.create_task(parts.commands.stop.wait())
         try:
-            await asyncio.wait([asking, stopping], return_when=asyncio.FIRST_COMPLETED)
+            while not asking.done() and not stopping.done():
+                # Without the publication there may never be a batch, so its failure ends the wait.
+                self._check_publication()
+                publishing = [] if self._publication is None else [self._publication]
+                await asyncio.wait([asking, stopping, *publishing], return_when=asyncio.FIRST_COMPLETED)
             return asking.result() if asking.done() else "stop"
         finally:
             asking.cancel()
@@ -209,6 +257,7 @@ class TrainerSession:
             result = await self._step(lease, decoded)
         self._trainer.check()
         await parts.at(LearnerFaultPoint.STEPPED)
+        await self._published_all()
         dropped = {name: reason for name, reason in result.verdicts if reason is not None}
         with parts.progress.during("commit"), trace.part(COMMIT):
             committed = await self._trainer.commit(
@@ -265,7 +314,7 @@ class TrainerSession:
         if asked or update - self._checkpointed >= parts.config.checkpoint_every:
             await self._checkpoint()
         if update - parts.progress.published_step >= self._publish_every:
-            await self.publish()
+            await self._begin_publication()
 
     async def _checkpoint(self) -> None:
         parts, update = self._parts, self._log.update
