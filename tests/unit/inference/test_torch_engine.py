@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
+from rollmesh.services.inference.engines.step_pace import StepPace
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_engine import TorchEngine
 from rollmesh.shared.trajectory import FinishReason, SamplingParams
@@ -112,6 +113,78 @@ async def test_idle_thread_does_not_spin(engine: TorchEngine) -> None:
     while time.thread_time() < until:
         np.linalg.inv(np.eye(50))  # releases the interpreter lock, so that a spinning thread would run
     assert time.clock_gettime(clock) - before < 0.005
+
+
+class Client:
+    """Sends requests of one session to an engine, each after the end of the one before, and keeps their tokens."""
+
+    def __init__(self, engine: TorchEngine, session: str) -> None:
+        self._engine, self._session = engine, session
+        self.token_ids: list[int] = []
+
+    async def send(self, num: int, max_tokens: int) -> None:
+        for index in range(num):
+            ended = asyncio.Event()
+
+            def emit(delta: GenerateDelta, ended: asyncio.Event = ended) -> None:
+                self.token_ids += delta.token_ids.tolist()
+                if delta.finish is not None:
+                    ended.set()
+
+            self._engine.submit(
+                GenerateRequest(
+                    request_id=f"{self._session}{index}",
+                    token_ids=np.array([*PROMPT, index], np.int32),
+                    params=SamplingParams(max_tokens=max_tokens, seed=index),
+                    session=self._session,
+                ),
+                emit,
+            )
+            await asyncio.wait_for(ended.wait(), 20)
+
+
+async def open_engine(tiny: TinyModel, **settings: Any) -> TorchEngine:
+    engine = TorchEngine(TorchEngineConfig(model=str(tiny.folder), context_max=128, slots_max=16, **settings))
+    await engine.start()
+    await engine.prepare(version(0), {"w": tiny.file(0)})
+    await engine.activate(version(0), KvPolicy.RECOMPUTE)
+    return engine
+
+
+async def test_holding_steps_changes_no_token(tiny: TinyModel) -> None:
+    made = []
+    for hold_ms in (0, 50):
+        engine = await open_engine(tiny, hold_ms=hold_ms)
+        clients = [Client(engine, name) for name in "abcdefgh"]
+        await asyncio.gather(*(client.send(4, 3 + index) for index, client in enumerate(clients)))
+        made.append(([client.token_ids for client in clients], engine.load()))
+        await engine.close()
+    (plain, unheld), (same, held) = made
+    assert same == plain
+    assert unheld.held_s == 0.0
+    assert held.held_s > 0.0
+
+
+async def test_single_client_is_not_held(tiny: TinyModel) -> None:
+    engine = await open_engine(tiny, hold_ms=100)
+    await Client(engine, "alone").send(50, 2)
+    assert engine.load().held_s == 0.0
+    await engine.close()
+
+
+async def test_update_and_close_do_not_wait_for_a_hold(tiny: TinyModel) -> None:
+    engine = await open_engine(tiny)
+    engine._pace = StepPace(60.0, 16)
+    await asyncio.gather(*(Client(engine, name).send(1, 1) for name in "abcdefgh"))
+    begin_s = time.monotonic()
+    waiting = asyncio.create_task(Client(engine, "z").send(1, 100))
+    await asyncio.sleep(0)
+    await engine.prepare(version(1), {"w": tiny.file(1)})
+    await engine.activate(version(1), KvPolicy.RECOMPUTE)
+    assert await engine.score([np.array(PROMPT, np.int32)])
+    await engine.close()
+    await waiting
+    assert time.monotonic() - begin_s < 20
 
 
 @pytest.mark.parametrize("field", ["slots_max", "context_max", "flush_tokens", "threads", "prefill_tokens_max"])

@@ -143,6 +143,8 @@ class EngineLoad:
     steps: int
     step_s: float = 0.0
     """Total duration of these steps, in seconds."""
+    held_s: float = 0.0
+    """Total time that due steps waited for further requests, in seconds. It is not part of `step_s`."""
     num_preempted: int = 0
     """Requests that lost their key-value cache because it was full, and were computed again."""
     forward: str = ""

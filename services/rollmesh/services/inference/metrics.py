@@ -14,7 +14,11 @@ STEPS = counter("rollmesh_inference_steps_total", "Engine steps.")
 STEP_SECONDS = counter(
     "rollmesh_inference_step_seconds_total", "Seconds in engine steps; over steps it is the mean step time."
 )
+HELD_SECONDS = counter(
+    "rollmesh_inference_held_seconds_total",
+    "Seconds that engine steps waited for further requests while few were live.",
+)
 QUEUE_SECONDS = histogram("rollmesh_inference_queue_seconds", "Time that a request waits for a slot, in seconds.")
 VERSION = gauge("rollmesh_inference_version_step", "Step of the active weights; -1 before the first.")
 INCARNATION = gauge("rollmesh_inference_version_incarnation", "Incarnation of the active weights.")
-METRICS = (TOKENS, REQUESTS, SLOTS, KV_TOKENS, STEPS, STEP_SECONDS, QUEUE_SECONDS, VERSION, INCARNATION)
+METRICS = (TOKENS, REQUESTS, SLOTS, KV_TOKENS, STEPS, STEP_SECONDS, HELD_SECONDS, QUEUE_SECONDS, VERSION, INCARNATION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.inference.metrics import (
+    HELD_SECONDS,
     INCARNATION,
     KV_TOKENS,
     REQUESTS,
@@ -30,6 +31,7 @@ async def read(node: InferenceNode) -> list[Reading]:
         Reading(KV_TOKENS, load.kv_tokens_max, ("max",)),
         Reading(STEPS, load.steps),
         Reading(STEP_SECONDS, load.step_s),
+        Reading(HELD_SECONDS, load.held_s),
         Reading(VERSION, -1 if active is None else active.step),
         Reading(INCARNATION, 0 if active is None else active.incarnation),
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
 
@@ -43,6 +45,10 @@ class TorchEngineConfig(Settings):
     flush_tokens: PositiveInt = 8
     """Number of tokens after which a running request emits a delta; the first token is emitted at once. A larger value costs less per
     token, a smaller one loses less if the node crashes."""
+    hold_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
+    """Least time between the starts of two steps, in milliseconds, while few sequences are live and further requests are expected soon.
+    A token comes at most this much later, and a step with more sequences costs less CPU per token. A client that is alone is not held.
+    0 turns it off, for the lowest latency."""
     prepared_max: PositiveInt = 2
     """Most prepared versions; preparing one more drops the oldest of them."""
     versions_max: PositiveInt = 1

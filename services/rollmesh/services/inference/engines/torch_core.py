@@ -87,6 +87,16 @@ class TorchCore:
         """Whether deltas wait for the next step to return them."""
         return bool(self._deltas)
 
+    @property
+    def has_control(self) -> bool:
+        """Whether control work waits: a weight swap or scoring."""
+        return bool(self._control)
+
+    @property
+    def num_live(self) -> int:
+        """Number of requests that have not ended, running or waiting."""
+        return len(self._sequences)
+
     def submit(self, request: GenerateRequest) -> None:
         sequence = self._sequences[request.request_id] = self._scheduler.enqueue(request)
         sequence.submitted_s = time.perf_counter()

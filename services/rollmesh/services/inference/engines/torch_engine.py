@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,9 +34,11 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     ScoreResult,
 )
+from rollmesh.services.inference.engines.command_queue import CommandQueue
 from rollmesh.services.inference.engines.execution import chooses_experts, find_execution, open_runner
 from rollmesh.services.inference.engines.requests import check_request, check_retain, check_score
 from rollmesh.services.inference.engines.runner import LoadedWeights
+from rollmesh.services.inference.engines.step_pace import StepPace
 from rollmesh.services.inference.engines.stop import StopRules, load_decode
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_core import TorchCore
@@ -60,7 +62,8 @@ class TorchEngine:
 
     def __init__(self, options: TorchEngineConfig) -> None:
         self._config = options
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._commands: CommandQueue[_Command | None] = CommandQueue()
+        self._pace = StepPace(options.hold_ms / 1e3, options.slots_max)
         self._buffer = WeightsBuffer[LoadedWeights](options.prepared_max)
         self._loader = concurrent.futures.ThreadPoolExecutor(
             1, "engine-loader", initializer=torch.set_num_threads, initargs=(1,)
@@ -126,10 +129,15 @@ class TorchEngine:
         if len(self._emits) >= self._config.slots_max + self._config.queue_max:
             raise EngineBusy(f"{self._config.queue_max} requests are waiting already")
         self._emits[request.request_id] = emit
-        self._commands.put(lambda core: core.submit(request))
+
+        def enter(core: TorchCore) -> None:
+            core.submit(request)
+            self._pace.arrived(request.session, time.perf_counter())
+
+        self._commands.put(enter, urgent=False)
 
     def cancel(self, request_id: str) -> None:
-        self._commands.put(lambda core: core.cancel(request_id))
+        self._commands.put(lambda core: core.cancel(request_id), urgent=False)
 
     async def score(
         self,
@@ -184,7 +192,9 @@ class TorchEngine:
     def load(self) -> EngineLoad:
         # Requests that the thread has not taken yet also wait.
         waiting = max(0, len(self._emits) - self._load.num_running)
-        return dataclasses.replace(self._load, num_waiting=waiting, forward=self._execution.forward)
+        return dataclasses.replace(
+            self._load, num_waiting=waiting, held_s=self._pace.held_s, forward=self._execution.forward
+        )
 
     def _build(self) -> TorchCore:
         config = self._config
@@ -198,6 +208,7 @@ class TorchEngine:
         torch.set_num_threads(self._config.threads)
         try:
             while self._take_commands(core):
+                self._pace.started(time.perf_counter())
                 self._publish(core, core.step())
             core.cancel_all()
             self._publish(core, core.step())
@@ -205,14 +216,28 @@ class TorchEngine:
             self._post(self._break, f"{type(error).__name__}: {error}")
 
     def _take_commands(self, core: TorchCore) -> bool:
-        """Run the waiting commands; block while there is no other work. Return False on the command to end."""
-        while core.idle or not self._commands.empty():
-            command = self._commands.get()
-            if command is None:
-                return False
-            command(core)
-            if core.has_deltas:
+        """Run the waiting commands until the next step is due. Return False on the command to end."""
+        while True:
+            while self._commands:
+                command = self._commands.take()
+                if command is None:
+                    return False
+                command(core)
+                if core.has_deltas:
+                    return True
+            if core.idle:
+                self._commands.wait(1, None)
+            elif not self._hold(core):
                 return True
+
+    def _hold(self, core: TorchCore) -> bool:
+        """Let the next step wait for further requests. Return False if it is due."""
+        now_s = time.perf_counter()
+        wait_s = 0.0 if core.has_control else self._pace.wait_s(core.num_live, now_s)
+        if wait_s <= 0:
+            return False
+        self._commands.wait(self._pace.rows_wanted(now_s) - core.num_live, wait_s)
+        self._pace.held_s += time.perf_counter() - now_s
         return True
 
     def _publish(self, core: TorchCore, deltas: list[GenerateDelta]) -> None:
