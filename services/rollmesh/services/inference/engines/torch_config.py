@@ -46,9 +46,9 @@ class TorchEngineConfig(Settings):
     """Number of tokens after which a running request emits a delta; the first token is emitted at once. A larger value costs less per
     token, a smaller one loses less if the node crashes."""
     hold_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
-    """Least time between the starts of two steps, in milliseconds, while few sequences are live and further requests are expected soon.
-    A token comes at most this much later, and a step with more sequences costs less CPU per token. A client that is alone is not held.
-    0 turns it off, for the lowest latency."""
+    """Longest time that a step waits for further requests, in milliseconds, less the CPU time of the step before it. A step waits while few
+    sequences are live and others are expected soon, because steps with more sequences cost less CPU per token. A token comes at most this
+    much later. A client that is alone does not wait. 0 turns it off, for the lowest latency."""
     prepared_max: PositiveInt = 2
     """Most prepared versions; preparing one more drops the oldest of them."""
     versions_max: PositiveInt = 1
