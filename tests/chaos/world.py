@@ -51,8 +51,9 @@ LEARNER_APART: Mapping[str, Sequence[str]] = {
 """The processes of tests that kill only the learner."""
 
 
-def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) -> MeshConfig:
-    """Fake model, trainer and sandbox engine; everything else is real. Short leases, so that an exit is detected soon."""
+def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", direct: bool = False, **run: Any) -> MeshConfig:
+    """Fake model, trainer and sandbox engine; everything else is real. Short leases, so that an exit is detected soon. All calls use gRPC,
+    unless `direct` lets services on one event loop skip the socket."""
     sampling = {"max_tokens": 20}
     return config_from_dict(
         MeshConfig,
@@ -62,6 +63,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
                 "episode_lease_s": 4.0, "batch_lease_s": 6.0, "group_s_max": 60.0,
             }
             | run,
+            "network": {"direct": direct},
             "counts": {"inference": 2},
             "processes": {"restarts_max": 1000, "backoff_s": 0.05, "backoff_s_max": 0.5, "stop_s": 10.0},
             "coordinator": {

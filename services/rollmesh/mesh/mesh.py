@@ -1,11 +1,12 @@
-"""Every service in one event loop, over real gRPC on free ports and a real nats-server. For demos, tests and laptops.
+"""Every service in one event loop, with gRPC on free ports and a real nats-server. For demos, tests and laptops.
 
     config = load_config(MeshConfig, "run.yaml", ["run.max_staleness=1"])
     async with Mesh(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
         channel = open_channel(mesh.gateway_address, access=mesh.access)     # any RunService client, the built-in learner is one
         await mesh.finished()                                              # until the learner is done
 
-The servicers, the bus and the engines are those of a cluster. Only the number of processes differs. Model compute runs in separate
+The servicers, the bus and the engines are those of a cluster. Only the number of processes differs. Calls between the services skip the
+socket (`rollmesh.shared.rpc.direct`), unless `network.direct` is off. Model compute runs in separate
 threads, so that a busy engine does not expire a lease. On entry the services start in the order of `service_names`, and the run is created or
 resumed. On exit they stop in reverse order. Entry also sets the interpreter's switch interval and collector thresholds for the whole
 process (`tuning`).

@@ -52,6 +52,9 @@ class NetworkConfig(Settings):
     """Address to listen on. Any address except loopback needs `security` with certificates and a token file."""
     advertise: str = ""
     """Host that is advertised to other nodes; empty means `host`. Required if `host` is 0.0.0.0 or ::."""
+    direct: bool = True
+    """Whether calls between services that share a process and an event loop skip the socket. They keep their deadlines, limits and errors.
+    Calls with TLS, between processes and from the learner's thread use gRPC in either case."""
 
     def check_fields(self) -> None:
         if is_wildcard(self.host) and not self.advertise:
@@ -61,6 +64,7 @@ class NetworkConfig(Settings):
 
     def listening(self, server: ServerConfig) -> ServerConfig:
         """Return the server of a service, on this host's address unless it names another."""
+        server = msgspec.structs.replace(server, direct=self.direct)
         if server.address == _FREE_LOOPBACK_PORT:
             address = join_host_port(self.host, 0)
             return msgspec.structs.replace(server, address=address, advertise=server.advertise or self.advertise)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rollmesh.mesh.config import MeshConfig
@@ -28,6 +30,6 @@ def test_a_serving_node_on_loopback_is_rejected_by_a_mesh_on_another_address(kin
         ("sandbox", {"host": "0.0.0.0", "advertise": "gpu7"}, ELSEWHERE),
     ],
 )
-def test_other_nodes_join(kind: str, network: dict[str, str], coordinator: str) -> None:
+def test_other_nodes_join(kind: str, network: dict[str, Any], coordinator: str) -> None:
     config = MeshConfig(network=NetworkConfig(**network), security=SecurityConfig(**FILES))
     refuse_loopback(config, kind, coordinator)

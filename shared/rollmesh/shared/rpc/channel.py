@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Annotated, Any, Self
 
@@ -21,6 +22,7 @@ from msgspec import Meta
 
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import bearer
+from rollmesh.shared.rpc.direct.channel import DirectChannel
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
@@ -50,7 +52,8 @@ def open_channel(
     config: ChannelConfig | None = None,
     idempotent: Sequence[str] = (),
 ) -> MeshChannel:
-    """Return a channel to `address`. It connects on the first call, and again when the connection breaks.
+    """Return a channel to `address`. It connects on the first call, and again when the connection breaks. Calls to a server of this event
+    loop that accepts direct calls need no connection (`rollmesh.shared.rpc.direct`), unless the channel has TLS, a unix socket or `idempotent`.
 
     `idempotent` lists services and methods that may be sent again after UNAVAILABLE, such as
     "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
@@ -59,10 +62,14 @@ def open_channel(
     config = config or ChannelConfig()
     options = _options(config, idempotent)
     credentials = None if address.startswith("unix:") else access.channel_credentials()
-    if credentials is None:
+    channel: grpc.aio.Channel
+    if credentials is not None:
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    elif idempotent:  # gRPC repeats the calls
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
-        channel = grpc.aio.secure_channel(address, credentials, options=options)
+        connect = partial(grpc.aio.insecure_channel, address, options=options)
+        channel = DirectChannel(address, connect, config.message_bytes_max)
     return MeshChannel(channel, config, access.token)
 
 
