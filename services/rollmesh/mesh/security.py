@@ -64,7 +64,7 @@ class NetworkConfig(Settings):
 
     def listening(self, server: ServerConfig) -> ServerConfig:
         """Return the server of a service, on this host's address unless it names another."""
-        server = msgspec.structs.replace(server, direct=self.direct)
+        server = msgspec.structs.replace(server, direct=server.direct or self.direct)
         if server.address == _FREE_LOOPBACK_PORT:
             address = join_host_port(self.host, 0)
             return msgspec.structs.replace(server, address=address, advertise=server.advertise or self.advertise)

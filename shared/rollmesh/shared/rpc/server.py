@@ -63,7 +63,7 @@ class ServerConfig(Settings):
     keepalive_s: PositiveFloat = 20.0
     """Seconds without data after which the peer is pinged. A crashed peer is detected 10 s later."""
     direct: bool = False
-    """Whether clients on the server's event loop call its handlers without the socket. `network.direct` sets it for a mesh."""
+    """Whether clients on the server's event loop call its handlers without the socket. `network.direct` turns it on for every service."""
     stop_s: NonNegativeFloat = 2.0
     """Time that calls in progress have when the server stops, in seconds; then they are cancelled."""
 
