@@ -267,6 +267,7 @@ class WorkRequest(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
     DROP_FIELD_NUMBER: _builtins.int
+    STATELESS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique on its stream; echoed in the answer."""
@@ -318,6 +319,10 @@ class WorkRequest(_message.Message):
     def drop(self) -> Global___DropSnapshot:
         """Forget a snapshot before it expires."""
 
+    @_builtins.property
+    def stateless(self) -> Global___CallStateless:
+        """Call stateless functions of a profile, without a session of the caller. session_id and request_id are empty."""
+
     def __init__(
         self,
         *,
@@ -334,13 +339,14 @@ class WorkRequest(_message.Message):
         renew: Global___RenewSession | None = ...,
         restore: Global___RestoreSession | None = ...,
         drop: Global___DropSnapshot | None = ...,
+        stateless: Global___CallStateless | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "drop", b"drop", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "renew", b"renew", "restore", b"restore", "run", b"run", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "drop", b"drop", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "renew", b"renew", "restore", b"restore", "run", b"run", "snapshot", b"snapshot", "stateless", b"stateless"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "drop", b"drop", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "renew", b"renew", "request_id", b"request_id", "restore", b"restore", "run", b"run", "session_id", b"session_id", "snapshot", b"snapshot", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "drop", b"drop", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "renew", b"renew", "request_id", b"request_id", "restore", b"restore", "run", b"run", "session_id", b"session_id", "snapshot", b"snapshot", "stateless", b"stateless", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "run", "call", "put_files", "get_files", "close", "snapshot", "fork", "renew", "restore", "drop"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "run", "call", "put_files", "get_files", "close", "snapshot", "fork", "renew", "restore", "drop", "stateless"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -469,6 +475,80 @@ class CallFunction(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CallFunction: _TypeAlias = CallFunction  # noqa: Y015
+
+@_typing.final
+class CallStateless(_message.Message):
+    """Calls functions that the profile declares stateless. They run in live sessions that the calls of one tenant share. The node may run them
+    in any order and, after a failure of a session, more than once.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    profile: _builtins.str
+    """Name of a profile configured on the node."""
+    tenant: _builtins.str
+    """Tenant whose sessions and quota apply, usually the run. MUST be set."""
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatelessCall]:
+        """The calls. Each has one StatelessResult."""
+
+    def __init__(
+        self,
+        *,
+        profile: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        calls: _abc.Iterable[Global___StatelessCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "profile", b"profile", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallStateless: _TypeAlias = CallStateless  # noqa: Y015
+
+@_typing.final
+class StatelessCall(_message.Message):
+    """One call of a stateless function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Chosen by the client, unique on its stream; repeated in the result."""
+    function: _builtins.str
+    """Function name. INVALID_INPUT if the profile does not declare it stateless."""
+    wall_s: _builtins.float
+    """Wall seconds of the call, without the wait for a session; 0 means the profile's limit."""
+    traceparent: _builtins.str
+    """As WorkRequest.traceparent."""
+    @_builtins.property
+    def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Text arguments."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        function: _builtins.str = ...,
+        arguments: _abc.Iterable[_builtins.str] | None = ...,
+        wall_s: _builtins.float = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "call_id", b"call_id", "function", b"function", "traceparent", b"traceparent", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatelessCall: _TypeAlias = StatelessCall  # noqa: Y015
 
 @_typing.final
 class PutFiles(_message.Message):
@@ -664,6 +744,7 @@ class WorkResponse(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    STATELESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Of the command."""
     session_id: _builtins.str
@@ -700,6 +781,10 @@ class WorkResponse(_message.Message):
     def done(self) -> Global___Done:
         """Renewed, restored or dropped."""
 
+    @_builtins.property
+    def stateless(self) -> Global___StatelessResults:
+        """Answers to `stateless`, which may be those of several requests or a part of one; request_id and session_id are empty."""
+
     def __init__(
         self,
         *,
@@ -713,16 +798,77 @@ class WorkResponse(_message.Message):
         snapshot: Global___SnapshotTaken | None = ...,
         output: Global___OutputPiece | None = ...,
         done: Global___Done | None = ...,
+        stateless: Global___StatelessResults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "done", b"done", "failure", b"failure", "files", b"files", "opened", b"opened", "output", b"output", "result", b"result", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "done", b"done", "failure", b"failure", "files", b"files", "opened", b"opened", "output", b"output", "result", b"result", "snapshot", b"snapshot", "stateless", b"stateless"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "done", b"done", "failure", b"failure", "files", b"files", "opened", b"opened", "output", b"output", "request_id", b"request_id", "result", b"result", "session_id", b"session_id", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "done", b"done", "failure", b"failure", "files", b"files", "opened", b"opened", "output", b"output", "request_id", b"request_id", "result", b"result", "session_id", b"session_id", "snapshot", b"snapshot", "stateless", b"stateless"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["opened", "result", "files", "closed", "failure", "snapshot", "output", "done"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["opened", "result", "files", "closed", "failure", "snapshot", "output", "done", "stateless"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
 Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class StatelessResults(_message.Message):
+    """Results of stateless calls, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatelessResult]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___StatelessResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StatelessResults: _TypeAlias = StatelessResults  # noqa: Y015
+
+@_typing.final
+class StatelessResult(_message.Message):
+    """The result of one stateless call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """Of the call."""
+    @_builtins.property
+    def result(self) -> Global___ExecResult:
+        """What the function did."""
+
+    @_builtins.property
+    def failure(self) -> _types_pb2.Failure:
+        """The call was rejected, or an infra failure. It can be repeated on any node."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        result: Global___ExecResult | None = ...,
+        failure: _types_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "failure", b"failure", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_id", b"call_id", "failure", b"failure", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["result", "failure"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___StatelessResult: _TypeAlias = StatelessResult  # noqa: Y015
 
 @_typing.final
 class SessionOpened(_message.Message):
@@ -1102,6 +1248,7 @@ class SandboxProfile(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
+    STATELESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name by which OpenSession selects it."""
     digest: _builtins.str
@@ -1110,16 +1257,21 @@ class SandboxProfile(_message.Message):
     def limits(self) -> Global___SandboxLimits:
         """Its limits, the most a session may ask for."""
 
+    @_builtins.property
+    def stateless(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Its functions that CallStateless accepts."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         digest: _builtins.str = ...,
         limits: Global___SandboxLimits | None = ...,
+        stateless: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "limits", b"limits", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "limits", b"limits", "name", b"name", "stateless", b"stateless"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

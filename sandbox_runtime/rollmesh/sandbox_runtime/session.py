@@ -2,7 +2,7 @@
 
 The service sends one request at a time and reads one reply to each, preceded by frames of output if it requested them.
 The first frame is sent without a request and reports whether the jail exists. Verbs: run, call, put, get; `snapshot`
-implements snapshot and restore.
+implements snapshot and restore, and `stateless` calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rollmesh.sandbox_runtime import contain, files, framing, program, random_state, snapshot
+from rollmesh.sandbox_runtime import contain, files, framing, program, random_state, snapshot, stateless
 from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.languages.port import ProgramRejected
 from rollmesh.sandbox_runtime.languages.registry import Languages
@@ -41,10 +41,14 @@ def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: 
     random_state.seed_generators()
     interpreter = Interpreter(namespace, limits)
     languages = Languages(interpreter, limits)
+    watch: stateless.StateWatch | None = None
     connection.sendall(framing.encode({"ready": True}))
     while (request := framing.receive(connection)) is not None:
         if request["verb"] in snapshot.VERBS:
             reply = snapshot.answer(request, connection, interpreter, namespace, languages.unsaved)
+        elif request["verb"] == stateless.VERB:
+            watch = watch or stateless.StateWatch(namespace)  # nothing else runs in a session with such calls
+            reply = stateless.answer(request, interpreter, watch, limits)
         else:
             reply = _answer(interpreter, languages, request, limits)
         connection.sendall(framing.encode(reply))

@@ -1,4 +1,4 @@
-"""Descriptions of tools for the prompt, from the functions of their sandbox profiles.
+"""What tools take from their sandbox profiles: descriptions for the prompt, and which functions are stateless.
 
 The modules of a profile are code of the operator for the jail. Their source is parsed here, never executed.
 """
@@ -16,20 +16,30 @@ import msgspec
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.rollout.config import RolloutConfig, ToolConfig
 from rollmesh.services.sandbox.config import ProfileConfig
+from rollmesh.shared.errors import ConfigError
 
 _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def rollout_config(config: MeshConfig) -> RolloutConfig:
-    """Return the rollout config. Values that its tools do not set are taken from the profiles' functions."""
+    """Return the rollout config. Values that its tools do not set are taken from the profiles. Raises ConfigError."""
     profiles = config.sandbox.profiles
     tools = {name: _described(tool, profiles.get(tool.profile)) for name, tool in config.rollout.tools.items()}
     return msgspec.structs.replace(config.rollout, tools=tools)
 
 
 def _described(tool: ToolConfig, profile: ProfileConfig | None) -> ToolConfig:
-    function = find_function(profile, tool.function) if profile is not None and tool.function else None
+    if profile is None or not tool.function:
+        return tool
+    if tool.stateless is None:
+        tool = msgspec.structs.replace(tool, stateless=tool.function in profile.stateless)
+    elif tool.stateless and tool.function not in profile.stateless:
+        raise ConfigError(
+            f"`rollout.tools`: a tool is stateless, but `sandbox.profiles.{tool.profile}.stateless` lacks its function {tool.function!r}; "
+            "add it there, or remove `stateless` from the tool"
+        )
+    function = find_function(profile, tool.function)
     if function is None:
         return tool
     return msgspec.structs.replace(

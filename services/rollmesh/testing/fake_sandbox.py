@@ -14,7 +14,16 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import OnOutput, PoolCounts, RunOutcome, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import (
+    CallsDone,
+    FunctionCall,
+    OnOutput,
+    PoolCounts,
+    RunOutcome,
+    RunResult,
+    SavePiece,
+    SnapshotTooLarge,
+)
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
@@ -91,6 +100,15 @@ class FakeSandboxEngine:
             message = f"call() takes 1 positional argument but {len(arguments)} were given"
             return RunResult(outcome=RunOutcome.ERROR, error_type="TypeError", error_message=message)
         return RunResult(outcome=RunOutcome.OK, result=calc.call(arguments[0]))
+
+    async def call_all(self, session_id: str, calls: Sequence[FunctionCall], slice_s: float) -> CallsDone:
+        results: list[RunResult | InvalidInput] = []
+        for call in calls:
+            try:
+                results.append(await self.call(session_id, call.function, call.arguments, call.wall_s))
+            except InvalidInput as error:
+                results.append(error)
+        return CallsDone(results=results)
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         self._find(session_id).update(files)

@@ -278,6 +278,11 @@ class LocalSandbox:
         async with self.session("", session_id=session_id) as session:
             yield session
 
+    async def call_stateless(
+        self, profile: str, function: str, *arguments: str, tenant: str, call_key: str = "", wall_s: float = 0.0
+    ) -> ExecResult:
+        return await self.call(function, *arguments)
+
     async def drop(self, snapshot: RemoteSnapshot) -> None:
         """Do nothing, because snapshots have no state."""
 

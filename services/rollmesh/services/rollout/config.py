@@ -81,6 +81,9 @@ class ToolConfig(Settings):
     """Sandbox profile of the session it runs in. Tools of one profile share the episode's session."""
     function: str = ""
     """Function of the profile that receives the text. Empty: the text is code, which runs in the session."""
+    stateless: bool | None = None
+    """Whether calls run in live sessions that the episodes of a run share, which the profile must allow for the function. Absent: if the
+    profile declares the function stateless."""
     language: str = "python"
     """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. The sandbox's error lists the available ones."""
     arguments: tuple[str, ...] = ()
@@ -91,6 +94,10 @@ class ToolConfig(Settings):
     """JSON schema of the arguments in the prompt. Empty: derived from the signature of the profile's function."""
 
     def check_fields(self) -> None:
+        if self.stateless and not self.function:
+            raise ValueError(
+                "`stateless` must be absent or false without `function`, because code needs a session of its episode"
+            )
         if self.function and (self.language != "python" or self.arguments):
             raise ValueError(
                 f"`function` must be empty for code in a language, got {self.function!r} with {self.language!r}"

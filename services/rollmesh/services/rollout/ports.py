@@ -82,6 +82,13 @@ class SandboxPort(Protocol):
         """Open a session in the state of a snapshot, otherwise as `session`."""
         ...
 
+    async def call_stateless(
+        self, profile: str, function: str, *arguments: str, tenant: str, call_key: str = "", wall_s: float = 0.0
+    ) -> ExecResult:
+        """Call a function that the profile declares stateless, in a session that the calls of `tenant` share. `call_key` names the call
+        for decorators."""
+        ...
+
     async def drop(self, snapshot: RemoteSnapshot) -> None:
         """Delete a snapshot."""
         ...

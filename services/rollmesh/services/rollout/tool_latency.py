@@ -1,6 +1,6 @@
 """Add latency to tool calls for experiments, as a decorator of the sandbox port.
 
-Draws are keyed by (seed, session, call), so they do not depend on the order of the episodes' calls.
+Draws are keyed by (seed, session, call), or (seed, key of the call) without a session, so they do not depend on the order of the episodes' calls.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class SlowSandbox:
         async with self._inner.fork(snapshot, session_id=session_id, owner=owner, ttl_s=ttl_s) as session:
             yield _SlowSession(session, session_id, self._config, self._clock)
 
+    async def call_stateless(
+        self, profile: str, function: str, *arguments: str, tenant: str, call_key: str = "", wall_s: float = 0.0
+    ) -> ExecResult:
+        await self._clock.sleep(latency_s(self._config, _uniform(self._config.seed, call_key, 1)))
+        return await self._inner.call_stateless(
+            profile, function, *arguments, tenant=tenant, call_key=call_key, wall_s=wall_s
+        )
+
     async def drop(self, snapshot: RemoteSnapshot) -> None:
         await self._inner.drop(snapshot)
 
@@ -50,7 +58,7 @@ class _SlowSession:
         self._inner = inner
         self._config = config
         self._clock = clock
-        self._key = mix64(config.seed ^ crc32(session_id.encode()))
+        self._session_id = session_id
         self._num_calls = 0
 
     async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
@@ -68,9 +76,13 @@ class _SlowSession:
 
     async def _wait(self) -> None:
         self._num_calls += 1
-        # The middle of one of 2**53 equal intervals is never 0 or 1, where the quantiles are infinite.
-        uniform = ((mix64(self._key + self._num_calls) >> 11) + 0.5) / 2**53
+        uniform = _uniform(self._config.seed, self._session_id, self._num_calls)
         await self._clock.sleep(latency_s(self._config, uniform))
+
+
+def _uniform(seed: int, key: str, number: int) -> float:
+    """Return the middle of one of 2**53 equal intervals, which is never 0 or 1, where the quantiles are infinite."""
+    return ((mix64(mix64(seed ^ crc32(key.encode())) + number) >> 11) + 0.5) / 2**53
 
 
 def latency_s(config: ToolLatencyConfig, uniform: float) -> float:

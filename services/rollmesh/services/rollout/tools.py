@@ -2,6 +2,7 @@
 
 Each profile has one session. It opens in INIT, and again after a call that ended it (a limit inside the jail is a model failure). A fork
 has separate sessions, in the current state of the originals, so that branches of a tree cannot change each other's files and variables.
+A stateless tool needs no session of the episode. The session of a profile that has one opens with the first call of another tool.
 Collaborators: the sandbox port; `environment` (calls), `episode` (opens and closes).
 """
 
@@ -56,9 +57,11 @@ class ToolBox:
         return tuple(tool_schema(name, tool) for name, tool in self._tools.items())
 
     async def open(self) -> None:
-        """Open the sessions that the tools need."""
+        """Open the sessions that the tools are expected to need."""
+        shared = {tool.profile for tool in self._tools.values() if tool.stateless}
         for profile in dict.fromkeys(tool.profile for tool in self._tools.values()):
-            await self._session(profile)
+            if profile not in shared:
+                await self._session(profile)
 
     async def call(self, name: str, text: str) -> ToolResult:
         """Return the tool's result for `text`. Raise `SandboxFailed` and other `MeshError`s for infra failures."""
@@ -67,6 +70,19 @@ class ToolBox:
             return ToolResult(
                 text=f"error: there is no tool {name!r}; tools: {', '.join(self.names) or 'none'}", ok=False
             )
+        if tool.stateless:
+            result = await self._sandbox.call_stateless(
+                tool.profile, tool.function, text, tenant=self._key.run, call_key=self._new_id()
+            )
+        else:
+            result = await self._call_in_session(tool, text)
+        if result.outcome is ExecOutcome.INFRA_FAILURE:
+            raise SandboxFailed(
+                f"{tool.profile}: {result.error or 'the jail was lost'}; another worker retries the episode"
+            )
+        return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
+
+    async def _call_in_session(self, tool: ToolConfig, text: str) -> ExecResult:
         session = await self._session(tool.profile)
         if tool.function:
             result = await session.call(tool.function, text)
@@ -74,11 +90,7 @@ class ToolBox:
             result = await session.run(text, language=tool.language, arguments=tool.arguments)
         if not result.session_alive:
             self._sessions.pop(tool.profile, None)
-        if result.outcome is ExecOutcome.INFRA_FAILURE:
-            raise SandboxFailed(
-                f"{tool.profile}: {result.error or 'the jail was lost'}; another worker retries the episode"
-            )
-        return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
+        return result
 
     async def fork(self) -> ToolBox:
         """Return the same tools on forked sessions, which end with the originals. Raise `MeshError` if a session cannot be forked."""

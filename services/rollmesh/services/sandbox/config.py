@@ -45,6 +45,10 @@ class ProfileConfig(Settings):
     """Modules whose public functions every session can call."""
     prelude: str = ""
     """Source executed once per zygote; every session starts with its definitions."""
+    stateless: tuple[str, ...] = ()
+    """Functions of `tools` or `prelude` whose result depends only on their arguments and that leave nothing behind. Their
+    calls run in live sessions that the episodes of a run share, see docs/sandbox/stateless.md. A function that executes
+    or evaluates its argument as code must not be named."""
     library_lock: Annotated[str, Meta(pattern="^(/|$)")] = ""
     """Absolute path of a file that represents the content of `library_paths` in the environment's digest, e.g. a lock
     file with exact versions. If empty, every file of the libraries is hashed."""
@@ -60,6 +64,10 @@ class ProfileConfig(Settings):
         known = {field.name for field in fields(Limits)}
         if unknown := sorted(self.limits.keys() - known):
             raise ValueError(f"`limits` must have keys of {', '.join(sorted(known))}, got {unknown[0]!r}")
+        if self.stateless and (self.repository is not None or self.egress):
+            raise ValueError(
+                f"`stateless` must be empty with a repository or egress, which sessions must not share, got {self.stateless!r}"
+            )
         self.resolved_limits()
 
     def resolved_limits(self) -> Limits:
@@ -84,6 +92,7 @@ PROFILES = {
     ),
     "calc": ProfileConfig(
         tools=("rollmesh.sandbox_runtime.tools.calc",),
+        stateless=("call",),
         limits={"call_s": 2.0, "cpu_s": 2.0, "memory_bytes": 128 << 20, "processes_max": 4, "disk_bytes": 1 << 20},
     ),
     "shell": ProfileConfig(
@@ -136,6 +145,24 @@ class PoolsConfig(Settings):
     """Seconds without an open after which a zygote without sessions ends, which frees its memory (tens of MB with large
     preloads). The next open starts a new one in about 0.1 s. 0 keeps all zygotes. Zygotes named in `warm` always stay.
     """
+
+
+class SharedConfig(Settings):
+    """Sessions that the calls of stateless functions of one run share."""
+
+    sessions_max: PositiveInt = 4
+    """Maximum number of shared sessions per run and profile. The second one starts when calls wait for the first."""
+    calls_max: PositiveInt = 1000
+    """Number of calls after which a session ends and a fresh one takes the next."""
+    calls_at_once: PositiveInt = 64
+    """Maximum number of calls that a session gets in one request."""
+    slice_s: PositiveFloat = 0.02
+    """Seconds after which a session begins no further call of a request, so that a call waits for at most one slow call
+    in front of it. Calls that have waited as long start another session."""
+    idle_s: PositiveFloat = 10.0
+    """Seconds without a call after which a session ends, for example after the end of its run."""
+    queued_max: PositiveInt = 8192
+    """Maximum number of calls on a node that wait or run; more are rejected as OVERLOADED."""
 
 
 class TenantQuota(Settings):
@@ -218,6 +245,8 @@ class SandboxConfig(Settings):
     round-robin."""
     pools: PoolsConfig = PoolsConfig()
     """Ready sessions and the lifetime of zygotes."""
+    shared: SharedConfig = SharedConfig()
+    """Shared sessions for calls of stateless functions."""
     tenants: TenantsConfig = TenantsConfig()
     """Quotas of tenants."""
     ttl_s: PositiveFloat = 120.0

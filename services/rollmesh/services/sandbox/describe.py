@@ -23,6 +23,7 @@ def describe(config: SandboxConfig) -> sandbox_pb2.DescribeSandboxResponse:
                 name=name,
                 digest=environment_digest(profile, config.python, languages),
                 limits=_limits(profile.resolved_limits()),
+                stateless=profile.stateless,
             )
             for name, profile in sorted(config.profiles.items())
         ],

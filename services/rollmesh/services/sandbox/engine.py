@@ -17,6 +17,7 @@ from typing import Protocol
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.registry import Registry
 
 SavePiece = Callable[[bytes], Awaitable[None]]
@@ -67,6 +68,28 @@ class RunResult:
     """The files of `Program.return_paths` that exist as regular files, cut at the limit of the node; `truncated` is
     then True."""
     session_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """A call of a function of a profile."""
+
+    function: str
+    arguments: Sequence[str]
+    wall_s: float
+    """Time limit in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsDone:
+    """What became of a sequence of stateless calls in one session."""
+
+    results: Sequence[RunResult | InvalidInput] = ()
+    """Results of the first calls, in order. The other calls were not begun. InvalidInput if the function does not exist."""
+    changed: str = ""
+    """State that the last of these calls left in the session, e.g. "global name 'total'"; empty if none was found."""
+    end: RunResult | None = None
+    """How the session ended during these calls. It is not known which one was the cause, and `results` is empty."""
 
 
 OnOutput = Callable[[int, str], None]
@@ -148,6 +171,11 @@ class SandboxEngine(Protocol):
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         """Call a function that the profile or earlier code defined. Also raises InvalidInput if it does not exist."""
+        ...
+
+    async def call_all(self, session_id: str, calls: Sequence[FunctionCall], slice_s: float) -> CallsDone:
+        """Call stateless functions one after another: at least the first, and no further one after `slice_s` seconds,
+        after a call that reached a limit or after one that left state. Raises the errors of `run`."""
         ...
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:

@@ -31,6 +31,14 @@ KILLS = counter(
     "Sessions ended because a command reached a limit: time, memory, processes, output.",
     "reason",
 )
+SHARED_PENDING = gauge("rollmesh_sandbox_stateless_calls_pending", "Stateless calls that wait or run.")
+SHARED_CALLS = histogram("rollmesh_sandbox_stateless_calls_per_request", "Stateless calls that a session ran at once.")
+SHARED_ENDED = counter(
+    "rollmesh_sandbox_shared_sessions_ended_total",
+    "Shared sessions ended before they were idle: worn (number of calls or CPU time), fault (a limit, or the end of its process), "
+    "changed (a call left state), drained.",
+    "reason",
+)
 _LIMITS = (RunOutcome.TIME, RunOutcome.MEMORY, RunOutcome.PROCESSES, RunOutcome.OUTPUT)
 METRICS = (
     CREATED,
@@ -46,6 +54,9 @@ METRICS = (
     COMMANDS,
     COMMAND_SECONDS,
     KILLS,
+    SHARED_PENDING,
+    SHARED_CALLS,
+    SHARED_ENDED,
     *egress.METRICS,
 )
 

@@ -21,6 +21,7 @@ from rollmesh.services.sandbox.engine import ENGINES, PoolCounts, SandboxEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.snapshots import Snapshots
+from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.joined_node import JoinedNode
@@ -48,9 +49,11 @@ class SandboxCore:
         self.sessions = Sessions(self._engine, config, clock)
         self.snapshots = Snapshots(state_dir / "snapshots", config.snapshots, clock=clock, ids=ids)
         self.branches = Branches(self._engine, self.sessions, self.snapshots)
+        self.stateless = StatelessCalls(self.sessions, config, clock=clock, ids=ids)
         self.servicer = SandboxServicer(
             self.sessions,
             self.branches,
+            self.stateless,
             config,
             clock=clock,
             ids=ids,
@@ -99,6 +102,7 @@ class SandboxCore:
                 if not reaper.cancelled():
                     reaper.result()
         finally:
+            await self.stateless.close()
             await self.snapshots.close()
             await self._engine.close()
 
@@ -135,6 +139,7 @@ class SandboxNode(JoinedNode):
         self.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, self.core.servicer)
 
     async def finish(self) -> None:
+        await self.core.stateless.drain()
         await self.core.sessions.drain()
 
     async def end_calls(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
+from rollmesh.services.sandbox.result_relay import ResultRelay
 from rollmesh.v1 import sandbox_pb2
 
 _CHARACTER_BYTES_MAX = 4
@@ -48,5 +49,5 @@ class OutputRelay:
         ]
 
 
-Answer = sandbox_pb2.WorkResponse | OutputRelay | None
-"""Element of a stream's queue: a final response, output before one, or None at the end."""
+Answer = sandbox_pb2.WorkResponse | OutputRelay | ResultRelay | None
+"""Element of a stream's queue: a final response, output before one, results of stateless calls, or None at the end."""

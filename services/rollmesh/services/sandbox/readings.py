@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from rollmesh.services.sandbox.engine import PoolCounts
-from rollmesh.services.sandbox.metrics import CREATED, ENDED, LIVE, POOL_DROPPED, POOL_MADE, POOL_OPENS, QUEUED, READY
+from rollmesh.services.sandbox.metrics import (
+    CREATED,
+    ENDED,
+    LIVE,
+    POOL_DROPPED,
+    POOL_MADE,
+    POOL_OPENS,
+    QUEUED,
+    READY,
+    SHARED_PENDING,
+)
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.telemetry.metrics import Reading
 
@@ -15,6 +25,7 @@ async def read(node: SandboxNode) -> list[Reading]:
         Reading(CREATED, counts.created),
         Reading(LIVE, counts.live),
         Reading(QUEUED, node.core.num_queued),
+        Reading(SHARED_PENDING, node.core.stateless.num_calls),
         *_pools(node.core.pool_counts()),
         *(Reading(ENDED, num, (end.value,)) for end, num in counts.ended.items()),
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -24,7 +24,9 @@ from rollmesh.services.sandbox.engine import OnOutput, RunOutcome, RunResult
 from rollmesh.services.sandbox.metrics import START_SECONDS, note_result
 from rollmesh.services.sandbox.oracle.hidden_tests import HiddenTests
 from rollmesh.services.sandbox.output_relay import Answer, OutputRelay
+from rollmesh.services.sandbox.result_relay import ResultRelay
 from rollmesh.services.sandbox.sessions import Holder, Sessions
+from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.ids import IdSource
@@ -56,6 +58,8 @@ _LIMITS = {
     "cpus": "cpus",
 }
 """Field of SandboxLimits -> field of Limits."""
+_OVERHEAD_BYTES = 64
+"""More than the bytes of a response around one result."""
 
 
 class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
@@ -65,6 +69,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         self,
         sessions: Sessions,
         branches: Branches,
+        stateless: StatelessCalls,
         config: SandboxConfig,
         *,
         clock: Clock,
@@ -75,12 +80,14 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         of other sessions."""
         self._sessions = sessions
         self._branches = branches
+        self._stateless = stateless
         self._config = config
         self._clock = clock
         self._ids = ids
         self._message_bytes_max = message_bytes_max
         self._tests = HiddenTests(sessions, config, clock=clock, ids=ids)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
+        """Commands in progress; one future for each request of stateless calls."""
 
     async def Work(
         self,
@@ -96,6 +103,13 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 if isinstance(answer, OutputRelay):
                     for piece in answer.take():
                         yield piece
+                    continue
+                if isinstance(answer, ResultRelay):
+                    pieces, num_ended = answer.take()
+                    for piece in pieces:
+                        yield piece
+                    for _ in range(num_ended):
+                        permits.release()
                     continue
                 yield answer
                 permits.release()
@@ -140,11 +154,16 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         holder: Holder,
     ) -> None:
         """Start a task per command. After the last command of the client wait for all responses, then end the stream."""
-        started: set[asyncio.Task[None]] = set()
+        started: set[asyncio.Future[None]] = set()
+        results = ResultRelay(answers, self._message_bytes_max // 2)
         try:
             async for request in requests:
                 await permits.acquire()
-                task = asyncio.create_task(self._answer(request, answers, holder))
+                task: asyncio.Future[None]
+                if request.WhichOneof("command") == "stateless":
+                    task = self._begin_calls(request.stateless, results)
+                else:
+                    task = asyncio.create_task(self._answer(request, answers, holder))
                 for tasks in (started, self._tasks):
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
@@ -154,6 +173,55 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 )  # not gather: the cancelled wait of a broken stream must not cancel commands
         finally:
             answers.put_nowait(None)
+
+    def _begin_calls(self, request: sandbox_pb2.CallStateless, results: ResultRelay) -> asyncio.Future[None]:
+        """Submit stateless calls, whose results go to the relay. The future is done after the last one."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        left = len(request.calls)
+
+        def add(message: sandbox_pb2.StatelessResult) -> None:
+            nonlocal left
+            left -= 1
+            results.add(message, last=not left)
+            if not left:
+                ended.set_result(None)
+
+        for call in request.calls:
+            self._begin_call(request, call, add)
+        if not request.calls:
+            results.add(None, last=True)
+            ended.set_result(None)
+        return ended
+
+    def _begin_call(
+        self,
+        request: sandbox_pb2.CallStateless,
+        call: sandbox_pb2.StatelessCall,
+        add: Callable[[sandbox_pb2.StatelessResult], None],
+    ) -> None:
+        parent = tracing.parent_of(call.traceparent)
+        start_ns = tracing.now_ns() if parent is not None else 0
+
+        def on_done(result: RunResult | MeshError) -> None:
+            if parent is not None:
+                tracing.record(parent, "call", "sandbox", start_ns, tracing.now_ns())
+            if isinstance(result, MeshError):
+                add(sandbox_pb2.StatelessResult(call_id=call.call_id, failure=_failure(result)))
+                return
+            note_result(result)
+            message = sandbox_pb2.StatelessResult(
+                call_id=call.call_id, result=_exec_result(result, session_alive=result.session_alive)
+            )
+            if (size := message.ByteSize()) > self._message_bytes_max - _OVERHEAD_BYTES:
+                message.failure.CopyFrom(_failure(_too_large(size, self._message_bytes_max)))
+            add(message)
+
+        try:
+            self._stateless.submit(
+                request.profile, request.tenant, call.function, list(call.arguments), call.wall_s, on_done
+            )
+        except MeshError as error:
+            on_done(error)
 
     async def _answer(
         self,
@@ -174,10 +242,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         try:
             await self._execute(request, answer, holder, on_output)
             if (size := answer.ByteSize()) > self._message_bytes_max:  # gRPC would not send it
-                raise PayloadTooLarge(
-                    f"the command was executed, but its response has {size} bytes, and a message must have at most "
-                    f"{self._message_bytes_max}; request less at once, or raise `message_bytes_max` on both sides"
-                )
+                raise _too_large(size, self._message_bytes_max)
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
         except Exception:  # noqa: BLE001 - a bug in one command must not end the stream of the others
@@ -297,6 +362,13 @@ def _exec_result(result: RunResult, *, session_alive: bool) -> sandbox_pb2.ExecR
         exit_status=result.exit_status,
         files=[sandbox_pb2.SandboxFile(path=path, content=data) for path, data in result.files.items()],
         cpu_s=result.cpu_s,
+    )
+
+
+def _too_large(size: int, most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(
+        f"the command was executed, but its response has {size} bytes, and a message must have at most "
+        f"{most}; request less at once, or raise `message_bytes_max` on both sides"
     )
 
 

@@ -8,6 +8,9 @@ Commands of one session run one after another, in the order of their calls: each
 locks are fair. Use renews a lease, and a lease cannot expire during use. Every use is bounded by the session's limits.
 If the holder of a lease (the stream that used it last) is gone, the lease expires after `orphan_s` unless another
 holder uses it before.
+
+A lease of a shared session exists only for `StatelessCalls`. To all other callers its id is unknown, so that no code of a
+model can reach it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from pathlib import PurePosixPath
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import OnOutput, RunResult, SandboxEngine
+from rollmesh.services.sandbox.engine import CallsDone, FunctionCall, OnOutput, RunResult, SandboxEngine
 from rollmesh.services.sandbox.tenants import Tenants
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overloaded, SandboxFailed, UnknownSession
@@ -70,6 +73,7 @@ class SessionLease:
     expires_s: float
     limits: Limits
     holder: Holder
+    shared: bool = False
     in_use: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -82,7 +86,7 @@ class Sessions:
         self._config = config
         self._clock = clock
         self._leases: dict[str, SessionLease] = {}
-        self._tenants = Tenants(config.tenants, config.retry_after_s)
+        self.tenants = Tenants(config.tenants, config.retry_after_s)
         self._draining = False
         self._created = 0
         self._ends: Counter[SessionEnd] = Counter()
@@ -113,6 +117,7 @@ class Sessions:
         tenant: str = "",
         holder: Holder | None = None,
         snapshot: AsyncIterator[bytes] | None = None,
+        shared: bool = False,
     ) -> None:
         """Open a session under a lease, restored from a snapshot if one is given. 0 in `limits` and `ttl_s` means the
         default of the profile and the node.
@@ -120,9 +125,10 @@ class Sessions:
         Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, Draining, SandboxFailed.
         """
         lease = self._admit(session_id, profile, limits, ttl_s, owner, tenant, holder or Holder())
+        lease.shared = shared
         try:
-            with self._tenants.starting(tenant):
-                async with self.using(session_id):
+            with self.tenants.starting(tenant):
+                async with self.using(session_id, shared=shared):
                     await self._engine.open(session_id, profile, lease.limits, snapshot, tenant=tenant)
         except BaseException:
             self._finish(session_id, lease, SessionEnd.REJECTED)
@@ -135,14 +141,22 @@ class Sessions:
         for a path outside the session's directory."""
         _require_inside(program.return_paths)
         async with self._commanding(session_id) as lease:
-            result = await self._engine.run(session_id, program, _checked_wall_s(lease.limits, wall_s), on_output)
+            result = await self._engine.run(session_id, program, checked_wall_s(lease.limits, wall_s), on_output)
             return self._recorded(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         """Call a function of the session. Raises the errors of the engine."""
         async with self._commanding(session_id) as lease:
-            result = await self._engine.call(session_id, function, arguments, _checked_wall_s(lease.limits, wall_s))
+            result = await self._engine.call(session_id, function, arguments, checked_wall_s(lease.limits, wall_s))
             return self._recorded(session_id, lease, result)
+
+    async def call_all(self, session_id: str, calls: Sequence[FunctionCall], slice_s: float) -> CallsDone:
+        """Call stateless functions of a shared session. Raises the errors of the engine."""
+        async with self.using(session_id, shared=True) as lease:
+            done = await self._engine.call_all(session_id, calls, slice_s)
+            if done.end is not None:
+                self._finish(session_id, lease, SessionEnd.EXITED)
+            return done
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Write files. Raises the errors of the engine, and InvalidInput for a path outside the session's directory."""
@@ -156,25 +170,21 @@ class Sessions:
         async with self._commanding(session_id):
             return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
 
-    async def close(self, session_id: str) -> None:
+    async def close(self, session_id: str, *, shared: bool = False) -> None:
         """End a session after its pending commands. Closing an unknown session succeeds."""
-        if session_id not in self._leases:
-            return
         with suppress(UnknownSession):
-            async with self.using(session_id) as lease:
+            async with self.using(session_id, shared=shared) as lease:
                 self._finish(session_id, lease, SessionEnd.CLOSED)
                 await self._engine.end(session_id)
 
     def renew(self, session_id: str) -> None:
         """Extend the lease to its full time to live from now. Raises UnknownSession."""
-        lease = self._leases.get(session_id)
-        if lease is None:
-            raise _unknown(session_id)
+        lease = self._find(session_id, shared=False)
         lease.expires_s = self._expiry_s(lease)
 
     def set_holder(self, session_id: str, holder: Holder) -> None:
         """Record the stream that uses the session; ignore unknown sessions."""
-        if (lease := self._leases.get(session_id)) is not None:
+        if (lease := self._leases.get(session_id)) is not None and not lease.shared:
             lease.holder = holder
 
     def release_holder(self, holder: Holder) -> None:
@@ -223,7 +233,7 @@ class Sessions:
                 f"all {self._config.sessions_max} slots of this sandbox node are in use; wait or use another node",
                 retry_after_s=self._config.retry_after_s,
             )
-        self._tenants.begin_session(tenant)
+        self.tenants.begin_session(tenant)
         ttl_s = ttl_s or self._config.ttl_s
         lease = SessionLease(
             profile=profile,
@@ -242,16 +252,14 @@ class Sessions:
     async def _commanding(self, session_id: str) -> AsyncIterator[SessionLease]:
         """Use a session and count the command against the quota of its tenant."""
         lease = self._leases.get(session_id)
-        with self._tenants.commanding(lease.tenant) if lease is not None else nullcontext():
+        with self.tenants.commanding(lease.tenant) if lease is not None else nullcontext():
             async with self.using(session_id) as used:
                 yield used
 
     @asynccontextmanager
-    async def using(self, session_id: str) -> AsyncIterator[SessionLease]:
+    async def using(self, session_id: str, *, shared: bool = False) -> AsyncIterator[SessionLease]:
         """Lock a session for one command and record its end if the command shows that it is gone."""
-        lease = self._leases.get(session_id)
-        if lease is None:
-            raise _unknown(session_id)
+        lease = self._find(session_id, shared=shared)
         lease.in_use += 1
         try:
             async with lease.lock:
@@ -271,6 +279,20 @@ class Sessions:
         except BaseException:
             self._finish(session_id, self._leases[session_id], SessionEnd.LOST)
             raise
+
+    def is_live(self, session_id: str) -> bool:
+        """Return whether the session has a lease."""
+        return session_id in self._leases
+
+    def profile_limits(self, profile: str) -> Limits:
+        """Return the limits of a profile. Raises UnknownProfile."""
+        return self._engine.limits(profile)
+
+    def _find(self, session_id: str, *, shared: bool) -> SessionLease:
+        lease = self._leases.get(session_id)
+        if lease is None or lease.shared is not shared:
+            raise _unknown(session_id)
+        return lease
 
     def _expiry_s(self, lease: SessionLease) -> float:
         ttl_s = lease.ttl_s if lease.holder.alive else min(lease.ttl_s, self._config.orphan_s)
@@ -301,7 +323,7 @@ class Sessions:
         """End a lease. The first recorded end counts. No other code ends leases."""
         if self._leases.get(session_id) is lease:
             del self._leases[session_id]
-            self._tenants.end_session(lease.tenant)
+            self.tenants.end_session(lease.tenant)
             self._ends[end] += 1
 
 
@@ -309,7 +331,8 @@ def _unknown(session_id: str) -> UnknownSession:
     return UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
 
 
-def _checked_wall_s(limits: Limits, wall_s: float) -> float:
+def checked_wall_s(limits: Limits, wall_s: float) -> float:
+    """Return the time limit of a command, by default that of the session. Raises InvalidInput."""
     if not 0 <= wall_s <= limits.call_s:
         raise InvalidInput(f"wall_s must be in [0, {limits.call_s}], the session's limit, got {wall_s}")
     return wall_s or limits.call_s

@@ -49,10 +49,21 @@ class Tenants:
     @contextmanager
     def commanding(self, tenant: str) -> Iterator[None]:
         """Count a command. Raises Overloaded before the command is executed."""
+        self.begin_command(tenant)
+        try:
+            yield
+        finally:
+            self.end_command(tenant)
+
+    def begin_command(self, tenant: str) -> None:
+        """Count a command until `end_command`. Raises Overloaded."""
         most = self._config.quota(tenant).commands_inflight_max
         self._require(self._commands[tenant], most, tenant, "commands in flight", "commands_inflight_max")
-        with _counted(self._commands, tenant):
-            yield
+        self._commands[tenant] += 1
+
+    def end_command(self, tenant: str) -> None:
+        """Uncount a command."""
+        _take_one(self._commands, tenant)
 
     def _require(self, num: int, most: int, tenant: str, what: str, setting: str) -> None:
         if most and num >= most:

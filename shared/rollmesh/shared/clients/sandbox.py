@@ -2,6 +2,7 @@
 
     async with client.session("python", session_id="e1.1", owner="run/e1", ttl_s=600) as session:
         result = await session.run("2 + 2")
+    result = await client.call_stateless("calc", "call", "2+2", tenant="run")
 
 A session opens on the node with the fewest sessions of this client. A node that rejects it is skipped. If all nodes reject it, the client
 retries with back-off, up to a limit. A session always ends with its block: the message is queued without waiting, so a cancelled task
@@ -256,6 +257,23 @@ class SandboxClient:
         async with self._opened(session_id, sandbox_pb2.WorkRequest(fork=forking), only=snapshot.address) as session:
             yield session
 
+    async def call_stateless(
+        self, profile: str, function: str, *arguments: str, tenant: str, call_key: str = "", wall_s: float = 0.0
+    ) -> ExecResult:
+        """Call a function that the profile declares stateless, without a session. `wall_s` 0 means the profile's limit.
+
+        If the node or its session fails, the call is repeated, if possible on another node, within `open_s_max`. `call_key` is ignored.
+        Raise `InvalidInput` for a function that is not declared stateless, `Overloaded`, or another `MeshError`.
+        """
+        del call_key
+        limit_s = wall_s + self._config.command_s_max
+
+        async def call_on(link: WorkLink) -> sandbox_pb2.ExecResult:
+            call = sandbox_pb2.StatelessCall(function=function, arguments=arguments, wall_s=wall_s)
+            return await link.call(call, profile=profile, tenant=tenant, limit_s=limit_s)
+
+        return _exec_result(await self._on_some_node(call_on))
+
     async def drop(self, snapshot: RemoteSnapshot) -> None:
         """Delete a snapshot before it expires. No effect on an unknown one. Raise `MeshError`."""
         command = sandbox_pb2.WorkRequest(drop=sandbox_pb2.DropSnapshot(snapshot_id=snapshot.snapshot_id))
@@ -360,10 +378,10 @@ class SandboxClient:
 
     def _least_used(self, refused: set[str], only: str) -> WorkLink | None:
         addresses = list(dict.fromkeys(self._addresses()))
-        for gone in [a for a, link in self._links.items() if a not in addresses and not link.num_sessions]:
+        for gone in [a for a, link in self._links.items() if a not in addresses and not link.load]:
             self._retire(self._links.pop(gone))
         candidates = [self._link(address) for address in ([only] if only else addresses) if address not in refused]
-        return min(candidates, key=lambda link: link.num_sessions, default=None)
+        return min(candidates, key=lambda link: link.load, default=None)
 
     def _retire(self, link: WorkLink) -> None:
         """End the stream to a node that left, in a task, so that opening a session need not wait for it."""

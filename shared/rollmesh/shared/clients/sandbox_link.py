@@ -3,13 +3,16 @@
 The stream opens with the first request and reopens after a failure. Requests in flight then fail, because their outcome is unknown.
 Sessions remain open at the node and are used over the next stream. Ends of sessions are posted without waiting, also from a cancelled
 task, and posted again on a new stream until the node has confirmed them.
+
+Calls of stateless functions that are made in one turn of the event loop are sent in one message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
 
 import grpc
 
@@ -24,6 +27,9 @@ _Queue = asyncio.Queue[sandbox_pb2.WorkRequest | None]
 """Messages to send on one stream; None ends it. Bounded by the request slots and the number of sessions."""
 
 Connect = Callable[[str], grpc.aio.Channel]
+_CALLS_MAX = 256
+_CALLS_BYTES_MAX = 1 << 20
+"""Maximum calls, and bytes of their arguments, in one message."""
 OnOutput = Callable[[int, str], None]
 """Receives a piece of a command's output: its descriptor (1 or 2) and its text."""
 
@@ -43,13 +49,21 @@ class WorkLink:
         self._listeners: dict[str, OnOutput] = {}
         self._closing: dict[str, sandbox_pb2.WorkRequest] = {}
         self._all_closed = asyncio.Event()
+        self._calls: dict[int, asyncio.Future[sandbox_pb2.StatelessResult]] = {}
+        self._unsent: dict[tuple[str, str], list[sandbox_pb2.StatelessCall]] = {}
+        """Calls to send in this turn of the event loop, by profile and tenant."""
         self._places = asyncio.Semaphore(inflight_max)
         self._numbers = itertools.count(1)
 
     @property
     def num_pending(self) -> int:
         """Number of sent requests without a response."""
-        return len(self._pending)
+        return len(self._pending) + len(self._calls)
+
+    @property
+    def load(self) -> int:
+        """Number of open sessions and of calls without a result."""
+        return self.num_sessions + len(self._calls)
 
     async def request(
         self, command: sandbox_pb2.WorkRequest, *, limit_s: float, on_output: OnOutput | None = None
@@ -63,12 +77,33 @@ class WorkLink:
             async with asyncio.timeout(limit_s), self._places:
                 answer = await self._exchange(command, on_output)
         except TimeoutError as err:
-            raise DeadlineExceeded(
-                f"sandbox {self.address} did not respond within {limit_s} s; retry elsewhere", address=self.address
-            ) from err
+            raise self._late(limit_s) from err
         if answer.WhichOneof("answer") == "failure":
             raise decode_failure(answer.failure)
         return answer
+
+    async def call(
+        self, call: sandbox_pb2.StatelessCall, *, profile: str, tenant: str, limit_s: float
+    ) -> sandbox_pb2.ExecResult:
+        """Call a stateless function and return its result. This sets the call id. Raise as `request`."""
+        call.call_id = next(self._numbers)
+        call.traceparent = traceparent()
+        try:
+            async with asyncio.timeout(limit_s), self._places:
+                answer: asyncio.Future[sandbox_pb2.StatelessResult] = asyncio.get_running_loop().create_future()
+                self._calls[call.call_id] = answer
+                try:
+                    if not self._unsent:
+                        asyncio.get_running_loop().call_soon(self._send_calls, context=apart())
+                    self._unsent.setdefault((profile, tenant), []).append(call)
+                    result = await answer
+                finally:
+                    del self._calls[call.call_id]
+        except TimeoutError as err:
+            raise self._late(limit_s) from err
+        if result.WhichOneof("answer") == "failure":
+            raise decode_failure(result.failure)
+        return result.result
 
     async def run_tests(self, request: sandbox_pb2.RunTestsRequest, *, limit_s: float) -> sandbox_pb2.RunTestsResponse:
         """Run hidden tests in a unary call, outside the stream. Raise `MeshError`."""
@@ -116,6 +151,30 @@ class WorkLink:
             del self._pending[command.request_id]
             self._listeners.pop(command.request_id, None)
 
+    def _late(self, limit_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"sandbox {self.address} did not respond within {limit_s} s; retry elsewhere", address=self.address
+        )
+
+    def _send_calls(self) -> None:
+        """Send the calls of this turn of the event loop that are still awaited."""
+        unsent, self._unsent = self._unsent, {}
+        for (profile, tenant), calls in unsent.items():
+            message = sandbox_pb2.CallStateless(profile=profile, tenant=tenant)
+            room = _CALLS_BYTES_MAX
+            for call in calls:
+                if call.call_id not in self._calls:
+                    continue
+                room -= call.ByteSize()
+                if message.calls and (room < 0 or len(message.calls) == _CALLS_MAX):
+                    self._outgoing.put_nowait(sandbox_pb2.WorkRequest(stateless=message))
+                    message.ClearField("calls")
+                    room = _CALLS_BYTES_MAX - call.ByteSize()
+                message.calls.append(call)
+            if message.calls:
+                self._outgoing.put_nowait(sandbox_pb2.WorkRequest(stateless=message))
+        self._ensure_stream()
+
     # The stream -------------------------------------------------------------------------------------------------------
 
     def _ensure_stream(self) -> None:
@@ -144,7 +203,14 @@ class WorkLink:
             self._fail_pending(cause)
 
     def _take(self, answer: sandbox_pb2.WorkResponse) -> None:
-        if answer.WhichOneof("answer") == "output":
+        kind = answer.WhichOneof("answer")
+        if kind == "stateless":
+            for result in answer.stateless.results:
+                called = self._calls.get(result.call_id)
+                if called is not None and not called.done():
+                    called.set_result(result)
+            return
+        if kind == "output":
             if (listener := self._listeners.get(answer.request_id)) is not None:
                 listener(answer.output.descriptor, answer.output.text)
             return
@@ -159,9 +225,10 @@ class WorkLink:
                 self._all_closed.set()
 
     def _fail_pending(self, cause: MeshError) -> None:
-        for waiting in self._pending.values():
-            if not waiting.done():
-                waiting.set_exception(cause)
+        waiting: Iterable[asyncio.Future[Any]] = itertools.chain(self._pending.values(), self._calls.values())
+        for future in waiting:
+            if not future.done():
+                future.set_exception(cause)
 
 
 async def _requests(outgoing: _Queue) -> AsyncIterator[sandbox_pb2.WorkRequest]:

@@ -15,19 +15,29 @@ import base64
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollmesh.sandbox_runtime import cgroups, mechanisms
+from rollmesh.sandbox_runtime import cgroups, mechanisms, stateless
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox import capability_probe
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
-from rollmesh.services.sandbox.engine import OnOutput, PoolCounts, RunOutcome, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import (
+    CallsDone,
+    FunctionCall,
+    OnOutput,
+    PoolCounts,
+    RunOutcome,
+    RunResult,
+    SavePiece,
+    SnapshotTooLarge,
+)
 from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.exit_cause import killed_externally
 from rollmesh.services.sandbox.engines.forks import Forks, LiveSession
@@ -158,6 +168,24 @@ class JailEngine:
         message = {"verb": "call", "function": function, "arguments": list(arguments)}
         return await self._execute(session_id, live, message, wall_s)
 
+    async def call_all(self, session_id: str, calls: Sequence[FunctionCall], slice_s: float) -> CallsDone:
+        live = self._find(session_id)
+        rows = [(call.function, list(call.arguments), call.wall_s) for call in calls]
+        message = {"verb": stateless.VERB, "calls": rows, "slice_s": slice_s}
+        longest_s = slice_s + max(call.wall_s for call in calls)
+        reply = await self._reply_or_end(
+            session_id, live, live.session.request(message, longest_s + self._config.grace_s)
+        )
+        if isinstance(reply, RunResult):
+            return CallsDone(end=reply)
+        results = [
+            InvalidInput(one.refused) if one.refused else to_result(one, live.killed_for_memory)
+            for one in reply.replies
+        ]
+        if any(isinstance(result, RunResult) and not result.session_alive for result in results):
+            await self.end(session_id)
+        return CallsDone(results=results, changed=reply.changed)
+
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         content = {path: base64.b64encode(data).decode() for path, data in files.items()}
         await self._transfer(session_id, {"verb": "put", "files": content})
@@ -245,28 +273,45 @@ class JailEngine:
         # A rejection is the caller's mistake and never counts against the program. In Python the program could forge one.
         plain = message["verb"] == "run" and message["language"] == PYTHON
         always_runs = plain and not (message["stdin"] or message["arguments"])
-        try:
-            reply = await live.session.request(message, wall_s + self._config.grace_s, on_output)
-            if reply.refused and always_runs:
-                raise ProtocolBroken("the session rejected a program that every session can run")
-        except asyncio.CancelledError:
-            self._begin_end(session_id, live)
-            raise
-        except TimeoutError:
-            await self._ended_by_itself(session_id, live)
-            return killed(RunOutcome.TIME, wall_s + self._config.grace_s)
-        except SessionGone:
-            ended = await self._ended_by_itself(session_id, live, gone=True)
-            return explain(ended, live.limits)
-        except ProtocolBroken as error:
-            await self._ended_by_itself(session_id, live)
-            return exited(f"the session's protocol was broken: {error}")
+        exchange = live.session.request(message, wall_s + self._config.grace_s, on_output)
+        reply = await self._reply_or_end(session_id, live, exchange, refusable=not always_runs)
+        if isinstance(reply, RunResult):
+            return reply
         if reply.refused:
             raise InvalidInput(reply.refused, session=session_id)
         result = to_result(reply, live.killed_for_memory)
         if not result.session_alive:
             await self.end(session_id)
         return result
+
+    async def _reply_or_end(
+        self,
+        session_id: str,
+        live: LiveSession,
+        exchange: Coroutine[Any, Any, SessionReply],
+        *,
+        refusable: bool = True,
+    ) -> SessionReply | RunResult:
+        """Return the reply to a request that runs foreign code, or how the session ended instead. Raises the errors of
+        `_ended_by_itself`."""
+        began_s = time.monotonic()
+        try:
+            reply = await exchange
+            if reply.refused and not refusable:
+                raise ProtocolBroken("the session rejected a program that every session can run")
+            return reply
+        except asyncio.CancelledError:
+            self._begin_end(session_id, live)
+            raise
+        except TimeoutError:
+            await self._ended_by_itself(session_id, live)
+            return killed(RunOutcome.TIME, time.monotonic() - began_s)
+        except SessionGone:
+            ended = await self._ended_by_itself(session_id, live, gone=True)
+            return explain(ended, live.limits)
+        except ProtocolBroken as error:
+            await self._ended_by_itself(session_id, live)
+            return exited(f"the session's protocol was broken: {error}")
 
     async def _transfer(self, session_id: str, message: dict[str, Any]) -> SessionReply:
         live = self._find(session_id)

@@ -27,6 +27,9 @@ from rollmesh.services.sandbox.engines.wire import Wire
 _OVERHEAD_BYTES = 1 << 16
 _NOTICES_MAX = 4096
 """Maximum characters that a jail adds to the output of a program."""
+_CALL_BYTES = 1 << 10
+_CALL_QUOTES = 40
+"""Bytes besides its texts, and quotes, of the result of one of several calls."""
 _QUOTES_MAX = 200 + 2 * (LOST_MAX + 1)
 """Maximum quotes of a reply without files: names and texts of its fields, and `lost`."""
 _ESCAPED_MAX = 12
@@ -59,6 +62,9 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str] = {}
     lost: list[Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]] = []
     too_large: bool = False
+    replies: list[SessionReply] = []
+    """Replies to the first of several calls."""
+    changed: _Text = ""
 
     def decoded_files(self) -> dict[str, bytes]:
         """Return the decoded contents by path. Raises ProtocolBroken."""
@@ -94,13 +100,14 @@ class _Bounds:
     wall_s: float
     paths: frozenset[str] = frozenset()
     files_bytes: int = 0
+    num_calls: int = 0
 
 
-def _decoded(data: bytearray, end: int, paths: frozenset[str] = frozenset()) -> SessionReply:
+def _decoded(data: bytearray, end: int, bounds: _Bounds) -> SessionReply:
     """Decode the frame that ends at `end`. Each string, for which the decoder creates an object, has at least one
     unescaped quote."""
     quotes = data.count(b'"', 0, end) - data.count(b'\\"', 0, end)
-    if quotes > _QUOTES_MAX + 4 * len(paths):
+    if quotes > _QUOTES_MAX + 4 * len(bounds.paths) + _CALL_QUOTES * bounds.num_calls:
         raise ProtocolBroken(f"a reply with more strings than its request allows: {quotes} quotes")
     try:
         return _decoder.decode(memoryview(data)[framing.LENGTH.size : end])
@@ -221,7 +228,7 @@ class JailSession:
         data, room = bytearray(), 4 * self._output_bytes
         while True:
             end, data = await self._whole_frame(bounds, data)
-            piece = _decoded(data, end, bounds.paths)
+            piece = _decoded(data, end, bounds)
             if not piece.descriptor:
                 return data
             room -= len(piece.text)
@@ -242,7 +249,7 @@ class JailSession:
         end, data = await self._whole_frame(bounds, data or bytearray())
         if len(data) != end:
             raise ProtocolBroken("an unrequested frame")
-        reply = _decoded(data, end, bounds.paths)
+        reply = _decoded(data, end, bounds)
         if reply.descriptor:
             raise ProtocolBroken("unrequested output")
         self._require_bounded(reply, bounds)
@@ -250,6 +257,9 @@ class JailSession:
 
     def _bounds(self, message: dict[str, Any], timeout_s: float) -> _Bounds:
         """Return the bounds of the reply to `message`, which must arrive within `timeout_s`."""
+        if calls := message.get("calls"):  # the last result may begin when the others have the size of one
+            size = 2 * self._frame_bytes_max + len(calls) * _CALL_BYTES
+            return _Bounds(frame_bytes=size, wall_s=timeout_s, num_calls=len(calls))
         paths = message.get("paths") or message.get("return_paths")
         if not paths:
             return _Bounds(frame_bytes=self._frame_bytes_max, wall_s=timeout_s)
@@ -273,6 +283,10 @@ class JailSession:
             raise ProtocolBroken(f"a text of more than {self._text_max} characters")
         if len(reply.lost) > LOST_MAX + 1:
             raise ProtocolBroken(f"{len(reply.lost)} lost names; at most {LOST_MAX + 1} are allowed")
+        if (len(reply.replies) > bounds.num_calls) or (bounds.num_calls and not reply.replies):
+            raise ProtocolBroken(f"{len(reply.replies)} results; expected 1 to {bounds.num_calls}")
+        for inner in reply.replies:
+            self._require_bounded(inner, _Bounds(frame_bytes=0, wall_s=bounds.wall_s))
         if reply.wall_s > bounds.wall_s:
             raise ProtocolBroken(f"{reply.wall_s} s reported for a command that took at most {bounds.wall_s} s")
 

@@ -16,7 +16,7 @@ from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.zygote_process import ZygoteProcess
 from rollmesh.services.sandbox.languages import declared_commands
 
-_SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository")
+_SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository", "stateless")
 """Fields of a profile that its zygote does not need."""
 
 
