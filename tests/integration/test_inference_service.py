@@ -161,6 +161,45 @@ async def test_one_frame_carries_an_engine_steps_deltas_of_all_requests(tmp_path
         assert len(stream.frames) <= num_steps
 
 
+async def test_tokens_of_an_unfinished_request_are_collected_for_its_hold(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        held, timed, whole = (
+            submission("held"),
+            submission("timed", max_tokens=LONG),
+            submission("whole", max_tokens=LONG),
+        )
+        held.hold_s, timed.hold_s, whole.hold_s = 1.0, 0.01, 1.0
+        await stream.submit(held, timed, whole)
+        await stream.end("held")
+        (only,) = stream.of("held")
+        assert (only.finish, len(only.segment.token_ids), len(only.segment.logprobs)) == (LENGTH, 32 * 4, 32 * 4)
+        while len(stream.of("timed")) < 3:
+            await stream.next()  # tokens leave after their time, without an end
+        await stream.cancel("whole")
+        assert (await stream.end("whole")).finish == types_pb2.FINISH_REASON_CANCELLED
+        assert len(stream.tokens("whole")) >= len(stream.tokens("held"))  # cancelled, with the collected tokens
+        too_long = submission("too long")
+        too_long.hold_s = 1.5
+        await stream.submit(too_long)
+        assert "`hold_s` must be in [0, 1], got 1.5" in (await stream.end("too long")).failure.message
+
+
+async def test_collected_tokens_of_two_versions_are_separate_deltas(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        request = submission("a", max_tokens=LONG)
+        request.hold_s = 1.0
+        await stream.submit(request)
+        await asyncio.wait_for(it.engine.emitted.wait(), 20)
+        await it.activate(1)
+        await stream.next()
+        await stream.cancel("a")
+        await stream.end("a")
+        steps = [delta.segment.version.step for delta in stream.of("a") if delta.HasField("segment")]
+        assert steps == sorted(steps) and set(steps) == {4, 5}
+
+
 async def test_cancel_brings_the_tokens_so_far(tmp_path: Path) -> None:
     async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
         stream = Stream(it.stub)

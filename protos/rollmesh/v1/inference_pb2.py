@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brollmesh/v1/inference.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xac\x02\n\x06Target\x12\x10\n\x06policy\x18\x01 \x01(\tH\x00\x12\x12\n\x08\x65ndpoint\x18\x02 \x01(\tH\x00\x12.\n\x08selector\x18\x03 \x01(\x0e\x32\x1c.rollmesh.v1.Target.Selector\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\"\x9f\x01\n\x08Selector\x12\x18\n\x14SELECTOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fSELECTOR_LATEST\x10\x01\x12\x15\n\x11SELECTOR_AT_LEAST\x10\x02\x12\x12\n\x0eSELECTOR_EXACT\x10\x03\x12\x1b\n\x17SELECTOR_SESSION_PINNED\x10\x04\x12\x1c\n\x18SELECTOR_RESPONSE_PINNED\x10\x05\x42\x07\n\x05model\"L\n\rRequestLabels\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07\x65pisode\x18\x03 \x01(\t\x12\x0e\n\x06sample\x18\x04 \x01(\t\"\xa0\x02\n\nSubmission\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06target\x18\x02 \x01(\x0b\x32\x13.rollmesh.v1.Target\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12*\n\x06labels\x18\x07 \x01(\x0b\x32\x1a.rollmesh.v1.RequestLabels\x12\x13\n\x0bnum_resumed\x18\x08 \x01(\x05\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0f\n\x07outputs\x18\n \x03(\t\x12\x0f\n\x07num_top\x18\x0b \x01(\x05\"2\n\x0c\x43\x61ncellation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"q\n\x0fGenerateRequest\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.rollmesh.v1.Submission\x12\x30\n\rcancellations\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.Cancellation\"\xdb\x01\n\rGenerateDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07segment\x18\x0b \x01(\x0b\x32\x14.rollmesh.v1.Segment\x12)\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12%\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x14.rollmesh.v1.Failure\x12\x19\n\x11num_prompt_cached\x18\t \x01(\x03\x12\x1c\n\x14num_prompt_prefilled\x18\n \x01(\x03J\x04\x08\x02\x10\x07\">\n\x10GenerateResponse\x12*\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1a.rollmesh.v1.GenerateDelta\"A\n\x12GenerateOneRequest\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.rollmesh.v1.Submission\"A\n\x13GenerateOneResponse\x12*\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1a.rollmesh.v1.GenerateDelta\"h\n\x0cScoreRequest\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.rollmesh.v1.Target\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0c\x12\x0f\n\x07outputs\x18\x03 \x03(\t\x12\x0f\n\x07num_top\x18\x04 \x01(\x05\"\x8d\x01\n\x0cScoredArrays\x12\x35\n\x06\x61rrays\x18\x01 \x03(\x0b\x32%.rollmesh.v1.ScoredArrays.ArraysEntry\x1a\x46\n\x0b\x41rraysEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.rollmesh.v1.TokenArray:\x02\x38\x01\"y\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12)\n\x06\x61rrays\x18\x03 \x03(\x0b\x32\x19.rollmesh.v1.ScoredArrays\"\x10\n\x0eGetLoadRequest\"\x98\x02\n\x0fGetLoadResponse\x12*\n\x06\x61\x63tive\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12\x13\n\x0bnum_running\x18\x02 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x05\x12\x11\n\tslots_max\x18\x04 \x01(\x05\x12\x16\n\x0ekv_tokens_used\x18\x05 \x01(\x03\x12\x15\n\rkv_tokens_max\x18\x06 \x01(\x03\x12\x18\n\x10tokens_generated\x18\x07 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x08 \x01(\x03\x12\x19\n\x11tokens_prefix_hit\x18\t \x01(\x03\x12\r\n\x05steps\x18\n \x01(\x03\x12\x0f\n\x07\x66orward\x18\x0b \x01(\t2\xb7\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1c.rollmesh.v1.GenerateRequest\x1a\x1d.rollmesh.v1.GenerateResponse(\x01\x30\x01\x12P\n\x0bGenerateOne\x12\x1f.rollmesh.v1.GenerateOneRequest\x1a .rollmesh.v1.GenerateOneResponse\x12>\n\x05Score\x12\x19.rollmesh.v1.ScoreRequest\x1a\x1a.rollmesh.v1.ScoreResponse\x12\x44\n\x07GetLoad\x12\x1b.rollmesh.v1.GetLoadRequest\x1a\x1c.rollmesh.v1.GetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brollmesh/v1/inference.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xac\x02\n\x06Target\x12\x10\n\x06policy\x18\x01 \x01(\tH\x00\x12\x12\n\x08\x65ndpoint\x18\x02 \x01(\tH\x00\x12.\n\x08selector\x18\x03 \x01(\x0e\x32\x1c.rollmesh.v1.Target.Selector\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x13\n\x0bincarnation\x18\x05 \x01(\x03\"\x9f\x01\n\x08Selector\x12\x18\n\x14SELECTOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fSELECTOR_LATEST\x10\x01\x12\x15\n\x11SELECTOR_AT_LEAST\x10\x02\x12\x12\n\x0eSELECTOR_EXACT\x10\x03\x12\x1b\n\x17SELECTOR_SESSION_PINNED\x10\x04\x12\x1c\n\x18SELECTOR_RESPONSE_PINNED\x10\x05\x42\x07\n\x05model\"L\n\rRequestLabels\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0f\n\x07\x65pisode\x18\x03 \x01(\t\x12\x0e\n\x06sample\x18\x04 \x01(\t\"\xb0\x02\n\nSubmission\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\x06target\x18\x02 \x01(\x0b\x32\x13.rollmesh.v1.Target\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12+\n\x06params\x18\x04 \x01(\x0b\x32\x1b.rollmesh.v1.SamplingParams\x12\x0f\n\x07session\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12*\n\x06labels\x18\x07 \x01(\x0b\x32\x1a.rollmesh.v1.RequestLabels\x12\x13\n\x0bnum_resumed\x18\x08 \x01(\x05\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x0f\n\x07outputs\x18\n \x03(\t\x12\x0f\n\x07num_top\x18\x0b \x01(\x05\x12\x0e\n\x06hold_s\x18\x0c \x01(\x02\"2\n\x0c\x43\x61ncellation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"q\n\x0fGenerateRequest\x12,\n\x0bsubmissions\x18\x01 \x03(\x0b\x32\x17.rollmesh.v1.Submission\x12\x30\n\rcancellations\x18\x02 \x03(\x0b\x32\x19.rollmesh.v1.Cancellation\"\xdb\x01\n\rGenerateDelta\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12%\n\x07segment\x18\x0b \x01(\x0b\x32\x14.rollmesh.v1.Segment\x12)\n\x06\x66inish\x18\x07 \x01(\x0e\x32\x19.rollmesh.v1.FinishReason\x12%\n\x07\x66\x61ilure\x18\x08 \x01(\x0b\x32\x14.rollmesh.v1.Failure\x12\x19\n\x11num_prompt_cached\x18\t \x01(\x03\x12\x1c\n\x14num_prompt_prefilled\x18\n \x01(\x03J\x04\x08\x02\x10\x07\">\n\x10GenerateResponse\x12*\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1a.rollmesh.v1.GenerateDelta\"A\n\x12GenerateOneRequest\x12+\n\nsubmission\x18\x01 \x01(\x0b\x32\x17.rollmesh.v1.Submission\"A\n\x13GenerateOneResponse\x12*\n\x06\x64\x65ltas\x18\x01 \x03(\x0b\x32\x1a.rollmesh.v1.GenerateDelta\"h\n\x0cScoreRequest\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.rollmesh.v1.Target\x12\x11\n\ttoken_ids\x18\x02 \x03(\x0c\x12\x0f\n\x07outputs\x18\x03 \x03(\t\x12\x0f\n\x07num_top\x18\x04 \x01(\x05\"\x8d\x01\n\x0cScoredArrays\x12\x35\n\x06\x61rrays\x18\x01 \x03(\x0b\x32%.rollmesh.v1.ScoredArrays.ArraysEntry\x1a\x46\n\x0b\x41rraysEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.rollmesh.v1.TokenArray:\x02\x38\x01\"y\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12)\n\x06\x61rrays\x18\x03 \x03(\x0b\x32\x19.rollmesh.v1.ScoredArrays\"\x10\n\x0eGetLoadRequest\"\x98\x02\n\x0fGetLoadResponse\x12*\n\x06\x61\x63tive\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12\x13\n\x0bnum_running\x18\x02 \x01(\x05\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x05\x12\x11\n\tslots_max\x18\x04 \x01(\x05\x12\x16\n\x0ekv_tokens_used\x18\x05 \x01(\x03\x12\x15\n\rkv_tokens_max\x18\x06 \x01(\x03\x12\x18\n\x10tokens_generated\x18\x07 \x01(\x03\x12\x18\n\x10tokens_prefilled\x18\x08 \x01(\x03\x12\x19\n\x11tokens_prefix_hit\x18\t \x01(\x03\x12\r\n\x05steps\x18\n \x01(\x03\x12\x0f\n\x07\x66orward\x18\x0b \x01(\t2\xb7\x02\n\x10InferenceService\x12K\n\x08Generate\x12\x1c.rollmesh.v1.GenerateRequest\x1a\x1d.rollmesh.v1.GenerateResponse(\x01\x30\x01\x12P\n\x0bGenerateOne\x12\x1f.rollmesh.v1.GenerateOneRequest\x1a .rollmesh.v1.GenerateOneResponse\x12>\n\x05Score\x12\x19.rollmesh.v1.ScoreRequest\x1a\x1a.rollmesh.v1.ScoreResponse\x12\x44\n\x07GetLoad\x12\x1b.rollmesh.v1.GetLoadRequest\x1a\x1c.rollmesh.v1.GetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,31 +41,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTLABELS']._serialized_start=372
   _globals['_REQUESTLABELS']._serialized_end=448
   _globals['_SUBMISSION']._serialized_start=451
-  _globals['_SUBMISSION']._serialized_end=739
-  _globals['_CANCELLATION']._serialized_start=741
-  _globals['_CANCELLATION']._serialized_end=791
-  _globals['_GENERATEREQUEST']._serialized_start=793
-  _globals['_GENERATEREQUEST']._serialized_end=906
-  _globals['_GENERATEDELTA']._serialized_start=909
-  _globals['_GENERATEDELTA']._serialized_end=1128
-  _globals['_GENERATERESPONSE']._serialized_start=1130
-  _globals['_GENERATERESPONSE']._serialized_end=1192
-  _globals['_GENERATEONEREQUEST']._serialized_start=1194
-  _globals['_GENERATEONEREQUEST']._serialized_end=1259
-  _globals['_GENERATEONERESPONSE']._serialized_start=1261
-  _globals['_GENERATEONERESPONSE']._serialized_end=1326
-  _globals['_SCOREREQUEST']._serialized_start=1328
-  _globals['_SCOREREQUEST']._serialized_end=1432
-  _globals['_SCOREDARRAYS']._serialized_start=1435
-  _globals['_SCOREDARRAYS']._serialized_end=1576
-  _globals['_SCOREDARRAYS_ARRAYSENTRY']._serialized_start=1506
-  _globals['_SCOREDARRAYS_ARRAYSENTRY']._serialized_end=1576
-  _globals['_SCORERESPONSE']._serialized_start=1578
-  _globals['_SCORERESPONSE']._serialized_end=1699
-  _globals['_GETLOADREQUEST']._serialized_start=1701
-  _globals['_GETLOADREQUEST']._serialized_end=1717
-  _globals['_GETLOADRESPONSE']._serialized_start=1720
-  _globals['_GETLOADRESPONSE']._serialized_end=2000
-  _globals['_INFERENCESERVICE']._serialized_start=2003
-  _globals['_INFERENCESERVICE']._serialized_end=2314
+  _globals['_SUBMISSION']._serialized_end=755
+  _globals['_CANCELLATION']._serialized_start=757
+  _globals['_CANCELLATION']._serialized_end=807
+  _globals['_GENERATEREQUEST']._serialized_start=809
+  _globals['_GENERATEREQUEST']._serialized_end=922
+  _globals['_GENERATEDELTA']._serialized_start=925
+  _globals['_GENERATEDELTA']._serialized_end=1144
+  _globals['_GENERATERESPONSE']._serialized_start=1146
+  _globals['_GENERATERESPONSE']._serialized_end=1208
+  _globals['_GENERATEONEREQUEST']._serialized_start=1210
+  _globals['_GENERATEONEREQUEST']._serialized_end=1275
+  _globals['_GENERATEONERESPONSE']._serialized_start=1277
+  _globals['_GENERATEONERESPONSE']._serialized_end=1342
+  _globals['_SCOREREQUEST']._serialized_start=1344
+  _globals['_SCOREREQUEST']._serialized_end=1448
+  _globals['_SCOREDARRAYS']._serialized_start=1451
+  _globals['_SCOREDARRAYS']._serialized_end=1592
+  _globals['_SCOREDARRAYS_ARRAYSENTRY']._serialized_start=1522
+  _globals['_SCOREDARRAYS_ARRAYSENTRY']._serialized_end=1592
+  _globals['_SCORERESPONSE']._serialized_start=1594
+  _globals['_SCORERESPONSE']._serialized_end=1715
+  _globals['_GETLOADREQUEST']._serialized_start=1717
+  _globals['_GETLOADREQUEST']._serialized_end=1733
+  _globals['_GETLOADRESPONSE']._serialized_start=1736
+  _globals['_GETLOADRESPONSE']._serialized_end=2016
+  _globals['_INFERENCESERVICE']._serialized_start=2019
+  _globals['_INFERENCESERVICE']._serialized_end=2330
 # @@protoc_insertion_point(module_scope)

@@ -166,6 +166,7 @@ class Submission(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     NUM_TOP_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique on its stream."""
     token_ids: _builtins.bytes
@@ -184,6 +185,10 @@ class Submission(_message.Message):
     """W3C traceparent of the caller's span; empty if not traced. It is a field because many requests share a stream."""
     num_top: _builtins.int
     """k of the output `top_k`, at most 256; 0 means 8. Not used without this output."""
+    hold_s: _builtins.float
+    """Longest time for which the node may keep tokens of the unfinished request, in seconds, so that they leave in fewer deltas. The last
+    delta is never kept back. 0: tokens leave after each emission of the engine. A lost node loses the tokens that it kept.
+    """
     @_builtins.property
     def target(self) -> Global___Target:
         """The weights that may serve it."""
@@ -216,10 +221,11 @@ class Submission(_message.Message):
         traceparent: _builtins.str = ...,
         outputs: _abc.Iterable[_builtins.str] | None = ...,
         num_top: _builtins.int = ...,
+        hold_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "params", b"params", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "num_resumed", b"num_resumed", "num_top", b"num_top", "outputs", b"outputs", "params", b"params", "priority", b"priority", "request_id", b"request_id", "session", b"session", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold_s", b"hold_s", "labels", b"labels", "num_resumed", b"num_resumed", "num_top", b"num_top", "outputs", b"outputs", "params", b"params", "priority", b"priority", "request_id", b"request_id", "session", b"session", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

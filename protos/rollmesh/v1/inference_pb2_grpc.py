@@ -62,8 +62,8 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request_iterator, context):
-        """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends one frame
-        of deltas per engine step.
+        """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends frames
+        with all deltas that it has.
         Ordering: deltas of one request are in order and contiguous; requests are independent of each other.
         Idempotency: a request id may be used once per stream. After a lost stream the client resubmits to any node with the
         received tokens appended to the prefix (num_resumed says how many) and max_tokens reduced; with the same seed it draws the

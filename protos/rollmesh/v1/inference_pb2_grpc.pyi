@@ -34,8 +34,8 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends one frame
-    of deltas per engine step.
+    """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends frames
+    with all deltas that it has.
     Ordering: deltas of one request are in order and contiguous; requests are independent of each other.
     Idempotency: a request id may be used once per stream. After a lost stream the client resubmits to any node with the
     received tokens appended to the prefix (num_resumed says how many) and max_tokens reduced; with the same seed it draws the
@@ -71,8 +71,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends one frame
-    of deltas per engine step.
+    """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends frames
+    with all deltas that it has.
     Ordering: deltas of one request are in order and contiguous; requests are independent of each other.
     Idempotency: a request id may be used once per stream. After a lost stream the client resubmits to any node with the
     received tokens appended to the prefix (num_resumed says how many) and max_tokens reduced; with the same seed it draws the
@@ -111,8 +111,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends one frame
-        of deltas per engine step.
+        """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends frames
+        with all deltas that it has.
         Ordering: deltas of one request are in order and contiguous; requests are independent of each other.
         Idempotency: a request id may be used once per stream. After a lost stream the client resubmits to any node with the
         received tokens appended to the prefix (num_resumed says how many) and max_tokens reduced; with the same seed it draws the

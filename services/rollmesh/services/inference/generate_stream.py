@@ -1,7 +1,8 @@
 """The live requests of one client stream, and the deltas that wait to be sent.
 
-All deltas of one engine step enter the outbox together and leave in one frame. The outbox has a limit in tokens. If the client does
-not read, its stream fails, so that the node's memory stays bounded. Tokens of unverified weights stay in the outbox (see `gate`).
+Tokens of an unfinished request are collected for `hold_s` of its submission, and enter the outbox as one delta with the next ones, after
+that time, or with the last one. All deltas in the outbox leave in one frame. The outbox has a limit in tokens. If the client does not
+read, its stream fails, so that the node's memory stays bounded. Tokens of unverified weights stay in the outbox (see `gate`).
 
 A request ends exactly once, with the engine's last delta or with an error that replaces it.
 """
@@ -12,8 +13,10 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, EngineBusy, GenerateDelta, GenerateRequest
@@ -31,6 +34,8 @@ from rollmesh.shared.trajectory import FinishReason
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2, types_pb2
 
+HOLD_S_MAX = 1.0
+"""Longest `hold_s` of a submission, in seconds."""
 _stream_numbers = itertools.count()
 
 
@@ -40,8 +45,12 @@ class _Live:
     engine_id: str
     version: PolicyVersion | None
     """The only version that may sample the request. Set for EXACT and the pinned selectors."""
+    hold_s: float = 0.0
+    """Longest time for which tokens are collected."""
     trace: RequestTrace | None = None
     """Set if the request is traced."""
+    collected: list[GenerateDelta] = field(default_factory=list)
+    """Deltas of one version that are not in the outbox yet."""
     ended_by: MeshError | None = None
     """Error for which the node cancelled the request. It replaces the engine's CANCELLED."""
 
@@ -65,6 +74,9 @@ class GenerateStream:
         self._outbox: deque[_Waiting] = deque()
         self._outbox_tokens = 0
         self._wake = asyncio.Event()
+        self._collecting: list[tuple[float, _Live]] = []
+        """Requests with collected tokens and the time at which these enter the outbox."""
+        self._timer: asyncio.TimerHandle | None = None
         self._input_ended = False
         self._failure: BaseException | None = None
         state.gate.listen(self._on_verdict)
@@ -119,6 +131,9 @@ class GenerateStream:
                 live.trace.end("CANCELLED")
             self._state.engine.cancel(live.engine_id)
         self._outbox.clear()
+        self._collecting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
@@ -133,7 +148,9 @@ class GenerateStream:
             )
         version = self._state.check_target(submission.target, submission.session)
         request = self._engine_request(submission, version)
-        live = _Live(submission.request_id, request.request_id, version)
+        if not 0 <= submission.hold_s <= HOLD_S_MAX:  # a NaN fails every comparison
+            raise InvalidInput(f"`hold_s` must be in [0, {HOLD_S_MAX:g}], got {submission.hold_s}")
+        live = _Live(submission.request_id, request.request_id, version, submission.hold_s)
         if submission.traceparent and tracing.is_on():
             live.trace = RequestTrace(submission.traceparent, self._state.node_id)
         self._live[live.request_id] = live
@@ -181,23 +198,61 @@ class GenerateStream:
             return  # it was rejected in the meantime
         if live.version is not None and delta.token_ids.size and delta.version != live.version:
             # It was cancelled at the swap, but an engine may have sampled a token of the new weights before that.
-            self._drop(live, _dropped(live.version))
+            self._send(live)
+            if live.request_id in self._live:
+                self._drop(live, _dropped(live.version))
             return
         if live.version is not None and live.version not in self._state.engine.held and live.ended_by is None:
             live.ended_by = _dropped(
                 live.version
             )  # if the engine cancels it, because it came after the swap was announced
+        if live.trace is not None:
+            live.trace.add(delta)
+            live.trace = live.trace if delta.finish is None else None
+        if delta.queued_s:
+            observe(QUEUE_SECONDS, delta.queued_s, node=self._state.node_id)
+        if live.collected and delta.token_ids.size and delta.version != live.collected[0].version:
+            self._send(live)
+        live.collected.append(delta)
+        if delta.finish is not None:
+            self._forget(live)
+            self._send(live)
+        elif not live.hold_s:
+            self._send(live)
+        elif len(live.collected) == 1:
+            self._collect(live)
+
+    def _collect(self, live: _Live) -> None:
+        at_s = asyncio.get_running_loop().time() + live.hold_s
+        self._collecting.append((at_s, live))
+        if self._timer is None or at_s < self._timer.when():
+            self._set_timer(at_s)
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at_s, self._send_due, at_s)
+
+    def _send_due(self, now_s: float) -> None:
+        self._timer = None
+        due = [live for at_s, live in self._collecting if at_s <= now_s]
+        self._collecting = [(at_s, live) for at_s, live in self._collecting if at_s > now_s and live.collected]
+        for live in due:
+            self._send(live)
+        if self._collecting:
+            self._set_timer(min(at_s for at_s, _ in self._collecting))
+
+    def _send(self, live: _Live) -> None:
+        """Put the collected tokens into the outbox as one delta."""
+        collected, live.collected = live.collected, []
+        if not collected:
+            return
         try:
+            delta = collected[0] if len(collected) == 1 else _joined(collected)
             message = _encode(live, delta)
         except InvalidInput as err:
             self._drop(live, EngineFailed(f"the engine returned a malformed delta: {err.message}; use another node"))
             return
-        if live.trace is not None:
-            live.trace.add(delta)
-        if delta.queued_s:
-            observe(QUEUE_SECONDS, delta.queued_s, node=self._state.node_id)
-        if delta.finish is not None:
-            self._forget(live)
         self._append(_Waiting(message, delta.version, int(delta.token_ids.size)))
 
     def _append(self, waiting: _Waiting) -> None:
@@ -254,6 +309,8 @@ class GenerateStream:
         """After a pass, send the held deltas. After a failure, drop them and end every request."""
         failure = self._state.gate.failure
         if failure is not None:
+            for live in list(self._live.values()):
+                self._send(live)
             held = [w for w in self._outbox if w.version is not None and not self._state.gate.admits(w.version)]
             self._outbox = deque(w for w in self._outbox if w not in held)
             self._outbox_tokens -= sum(w.num_tokens for w in held)
@@ -269,6 +326,32 @@ def _dropped(version: PolicyVersion) -> StaleWeights:
     return StaleWeights(
         f"the request was pinned to {version}, which an update dropped from this node; use another node"
     )
+
+
+def _joined(deltas: list[GenerateDelta]) -> GenerateDelta:
+    """Join deltas of one version, of which only the last may have no tokens. Raises InvalidInput if their arrays differ."""
+    first, last = deltas[0], deltas[-1]
+    parts = deltas if last.token_ids.size else deltas[:-1]
+    if any(part.arrays.keys() != first.arrays.keys() for part in parts):
+        raise InvalidInput("`arrays` must have the same names in all deltas of a request")
+
+    def column(values: list[Any]) -> Any:
+        return values[0] if len(values) == 1 else np.concatenate(values)
+
+    models = [part.logprobs_model for part in parts]
+    try:
+        return replace(
+            first,
+            token_ids=column([part.token_ids for part in parts]),
+            logprobs=column([part.logprobs for part in parts]),
+            logprobs_model=None if any(model is None for model in models) else column(models),
+            arrays={name: column([part.arrays[name] for part in parts]) for name in first.arrays},
+            kv_step_oldest=min(part.kv_step_oldest for part in parts),
+            finish=last.finish,
+            error=last.error,
+        )
+    except ValueError as err:
+        raise InvalidInput(f"the arrays of two deltas do not fit together: {err}") from err
 
 
 def _encode(live: _Live, delta: GenerateDelta) -> inference_pb2.GenerateDelta:

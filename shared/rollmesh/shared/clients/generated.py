@@ -110,6 +110,9 @@ def merged(pieces: Sequence[Segment], finish: FinishReason) -> tuple[Segment, ..
 
 
 def _joined(run: list[Segment], finish: FinishReason) -> Segment:
+    if len(run) == 1:
+        return run[0] if run[0].finish is finish else replace(run[0], finish=finish)
+
     def column(name: str) -> Any:
         parts = [getattr(piece, name) for piece in run]
         return None if any(part is None for part in parts) else np.concatenate(parts)

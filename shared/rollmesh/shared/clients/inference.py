@@ -127,6 +127,7 @@ class InferenceRouter:
             deadline_s=until_s,
             outputs=self._outputs,
             num_top=self._num_top,
+            hold_s=self._config.hold_s,
         )
         return Generation(self._pool, request)
 

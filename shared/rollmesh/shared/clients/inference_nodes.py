@@ -6,10 +6,11 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import grpc
 import numpy as np
+from msgspec import Meta
 
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference_stream import GenerateLink, ScoreLink
@@ -45,6 +46,9 @@ PINNED_NEEDS = "responses under one version (an engine with `versions_max` >= 2,
 """What an engine with one set of weights lacks for a pinned response, as errors name it."""
 
 
+HoldSeconds = Annotated[float, Meta(ge=0, le=1)]
+
+
 class RouterConfig(Settings):
     """Settings for routing requests to nodes."""
 
@@ -59,6 +63,9 @@ class RouterConfig(Settings):
     session_moves_at: PositiveInt = 4
     """A session moves to another node if its node has at least this many requests of this client and the other node, relative to its
     capacity, at most half as many. A new node thus gets its share immediately, at the cost of a prefill per session."""
+    hold_s: HoldSeconds = 0.05
+    """Longest time for which a node keeps the tokens of an unfinished response, so that they arrive in one message, in seconds. The last
+    tokens are never kept back. 0: tokens arrive as the engine emits them. A node that is lost loses the tokens that it kept."""
     sessions_max: PositiveInt = 65536
     """Maximum number of sessions with a stored node; the least recently used is evicted first. An eviction costs a prefill."""
     score_tokens_max: PositiveInt = 4096
@@ -129,6 +136,7 @@ class PendingRequest(RoutedRequest):
     params: SamplingParams
     priority: int
     labels: inference_pb2.RequestLabels
+    hold_s: float = 0.0
     received: list[int] = field(default_factory=list)
 
     def offered(self, can: coordinator_pb2.EngineCapabilities) -> Collection[str]:
@@ -151,6 +159,7 @@ class PendingRequest(RoutedRequest):
             num_resumed=len(self.received),
             outputs=self.outputs,
             num_top=self.num_top,
+            hold_s=self.hold_s,
         )
 
     def ended(self) -> FinishReason | None:
