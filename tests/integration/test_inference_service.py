@@ -197,7 +197,8 @@ async def test_collected_tokens_of_two_versions_are_separate_deltas(tmp_path: Pa
         await stream.cancel("a")
         await stream.end("a")
         steps = [delta.segment.version.step for delta in stream.of("a") if delta.HasField("segment")]
-        assert steps == sorted(steps) and set(steps) == {4, 5}
+        assert steps == sorted(steps)
+        assert set(steps) == {4, 5}
 
 
 async def test_cancel_brings_the_tokens_so_far(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ with the tokens sampled so far.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -33,7 +33,7 @@ from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
-from rollmesh.shared.codec.trajectory import encode_episode, encode_key
+from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_segment
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput
 from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
@@ -90,9 +90,11 @@ class EpisodeRunner:
                 await self._act(state, env)
         # The sessions end before scoring, because scoring must not hold jails.
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
-            samples = await self._score(lease, state)
+            with boundary("rollout"):
+                segments = [encode_segment(segment) for segment in state.recorder.segments]
+            samples = await self._score(lease, state, segments)
         episode = _episode(lease, state, samples)
-        return await self._append_payload(lease, episode)
+        return await self._append_payload(lease, episode, segments)
 
     # INIT -------------------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,9 @@ class EpisodeRunner:
 
     # SCORE ------------------------------------------------------------------------------------------------------------
 
-    async def _score(self, lease: Lease, state: EnvironmentState) -> tuple[Sample, ...]:
+    async def _score(
+        self, lease: Lease, state: EnvironmentState, segments: Sequence[types_pb2.Segment]
+    ) -> tuple[Sample, ...]:
         recorder = state.recorder
         marked = state.marked or [
             Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in recorder.leaves()
@@ -194,15 +198,15 @@ class EpisodeRunner:
         if not samples:
             return ()
         with boundary("scorer"):
-            item = score_item(lease, samples, recorder, await self._parts.scorer.columns())
+            item = score_item(lease, samples, segments, await self._parts.scorer.columns())
             rewards = await self._parts.scorer.score(lease.key.run, item)
         return scored(samples, rewards)
 
     # Append -----------------------------------------------------------------------------------------------------------
 
-    async def _append_payload(self, lease: Lease, episode: Episode) -> Report:
+    async def _append_payload(self, lease: Lease, episode: Episode, segments: Sequence[types_pb2.Segment]) -> Report:
         with boundary("rollout"):
-            message = encode_episode(episode)
+            message = encode_episode(episode, segments)
             payload = message.SerializeToString(deterministic=True)
         with boundary("bus"), tracing.span("store", SERVICE):
             message_id = f"{lease.key.episode}.{lease.key.attempt}"

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.lease import Lease
-from rollmesh.services.rollout.recorder import Recorder
-from rollmesh.shared.codec.trajectory import encode_key, encode_sample, encode_segment
+from rollmesh.shared.codec.trajectory import encode_key, encode_sample
 from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.trajectory import FinishReason, Outcome, Reward, Sample, Segment
-from rollmesh.v1 import reward_pb2
+from rollmesh.v1 import reward_pb2, types_pb2
 
 
 def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
@@ -20,26 +19,26 @@ def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
 
 
 def score_item(
-    lease: Lease, samples: Sequence[Sample], recorder: Recorder, columns: Collection[str]
+    lease: Lease, samples: Sequence[Sample], segments: Sequence[types_pb2.Segment], columns: Collection[str]
 ) -> reward_pb2.ScoreItem:
-    """Build the request. Every sample is scored on its path, with the arrays that `columns` names."""
+    """Build the request from the segments of the episode. Every sample is scored on its path, with the arrays that `columns` names."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,
         samples=[encode_sample(sample) for sample in samples],
-        segments=[encode_segment(_judged(segment, columns)) for segment in recorder.segments],
+        segments=[_judged(segment, columns) for segment in segments],
     )
 
 
-def _judged(segment: Segment, columns: Collection[str]) -> Segment:
-    return replace(
-        segment,
-        logprobs=segment.logprobs if "logprobs" in columns else None,
-        logprobs_model=None,
-        loss_mask=None,
-        sampling=-1,
-        arrays={name: values for name, values in segment.arrays.items() if name in columns},
-    )
+def _judged(segment: types_pb2.Segment, columns: Collection[str]) -> types_pb2.Segment:
+    message = types_pb2.Segment()
+    message.CopyFrom(segment)
+    for name in ("logprobs_model", "loss_mask", *(() if "logprobs" in columns else ("logprobs",))):
+        message.ClearField(name)
+    message.sampling = -1
+    for name in [name for name in message.arrays if name not in columns]:
+        del message.arrays[name]
+    return message
 
 
 def scored(samples: Sequence[Sample], rewards: Sequence[tuple[Reward, ...]]) -> tuple[Sample, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
     "u8": np.dtype("u1"),
 }
 """Element types of `TokenArray.dtype`."""
+_I32, _F32 = DTYPES["i32le"], DTYPES["f32le"]
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,14 +42,18 @@ def encode_mask(values: MaskArray) -> bytes:
     return np.ascontiguousarray(values, dtype="u1").tobytes()
 
 
-def decode_ints(data: bytes, field: str) -> IntArray:
-    """Decode i32le [n]. Raises `InvalidInput` if the size is not a multiple of 4 bytes."""
-    return _decode(data, "<i4", "i32le", field)
+def decode_ints(data: bytes, field: str, name: str = "") -> IntArray:
+    """Decode i32le [n]. Raises `InvalidInput` for `field`, or its part `name`, if the size is not a multiple of 4 bytes."""
+    if len(data) % 4:
+        _refuse_size(data, "i32le", field, name)
+    return np.frombuffer(data, dtype=_I32)
 
 
-def decode_floats(data: bytes, field: str) -> FloatArray:
-    """Decode f32le [n]. Raises `InvalidInput` if the size is not a multiple of 4 bytes."""
-    return _decode(data, "<f4", "f32le", field)
+def decode_floats(data: bytes, field: str, name: str = "") -> FloatArray:
+    """Decode f32le [n]. Raises `InvalidInput` as `decode_ints` does."""
+    if len(data) % 4:
+        _refuse_size(data, "f32le", field, name)
+    return np.frombuffer(data, dtype=_F32)
 
 
 def decode_mask(data: bytes) -> MaskArray:
@@ -79,7 +84,5 @@ def decode_array(message: types_pb2.TokenArray, field: str) -> NDArray[Any]:
     return np.frombuffer(message.inline, dtype=dtype).reshape(shape)
 
 
-def _decode(data: bytes, dtype: str, name: str, field: str) -> NDArray[Any]:
-    if len(data) % 4:
-        invalid(field, f"must be a multiple of 4 bytes for {name}, got {len(data)}")
-    return np.frombuffer(data, dtype=dtype)
+def _refuse_size(data: bytes, dtype: str, field: str, name: str) -> NoReturn:
+    invalid(f"{field}.{name}" if name else field, f"must be a multiple of 4 bytes for {dtype}, got {len(data)}")

@@ -79,11 +79,11 @@ def check_sampling_params(params: SamplingParams, field: str) -> None:
         invalid(f"{field}.seed", f"{params.seed}, expected an unsigned 64-bit number")
 
 
-def check_version(version: PolicyVersion, field: str) -> None:
-    if version.step < 0:
-        invalid(f"{field}.step", f"{version.step} is negative")
-    if version.incarnation < 0:
-        invalid(f"{field}.incarnation", f"{version.incarnation} is negative")
+def check_version(version: PolicyVersion, field: str, name: str = "") -> None:
+    """`field`, or its part `name`, holds the version."""
+    for part, number in (("step", version.step), ("incarnation", version.incarnation)):
+        if number < 0:
+            invalid(".".join(filter(None, (field, name, part))), f"{number} is negative")
 
 
 def check_sample(sample: Sample, field: str, *, num_segments: int) -> None:
@@ -114,30 +114,34 @@ def check_group_context(group: GroupContext, field: str = "group") -> None:
 
 
 def _check_key(key: EpisodeKey, field: str) -> None:
-    for name in ("run", "task", "group", "episode"):
-        if not getattr(key, name):
+    for name, value in (("run", key.run), ("task", key.task), ("group", key.group), ("episode", key.episode)):
+        if not value:
             invalid(f"{field}.{name}", "empty")
     if key.attempt < 1:
         invalid(f"{field}.attempt", f"{key.attempt}, the first try is 1")
 
 
 def _check_arrays(segment: Segment, field: str) -> None:
-    per_token = {
-        "logprobs": segment.logprobs,
-        "logprobs_model": segment.logprobs_model,
-        "loss_mask": segment.loss_mask,
-    }
-    for name, values in per_token.items():
-        if values is not None and values.shape != segment.token_ids.shape:
-            invalid(f"{field}.{name}", f"{values.size} values for {segment.num_tokens} tokens")
-    for name in ("logprobs", "logprobs_model"):
-        floats = per_token[name]
-        if floats is not None and not np.isfinite(floats).all():
+    shape, mask = segment.token_ids.shape, segment.loss_mask
+    for name, floats in (("logprobs", segment.logprobs), ("logprobs_model", segment.logprobs_model)):
+        if floats is None:
+            continue
+        if floats.shape != shape:
+            invalid(f"{field}.{name}", f"{floats.size} values for {segment.num_tokens} tokens")
+        # The square of the norm is finite only if every value is. It costs a third, and may overflow.
+        if not math.isfinite(floats.dot(floats)) and not np.isfinite(floats).all():
             where = int(np.flatnonzero(~np.isfinite(floats))[0])
             invalid(f"{field}.{name}", f"value {where} is {float(floats[where])}, expected finite numbers")
-    if segment.loss_mask is not None and bool((segment.loss_mask > 1).any()):
-        invalid(f"{field}.loss_mask", f"holds {int(segment.loss_mask.max())}, expected 0 or 1")
+    if mask is not None:
+        if mask.shape != shape:
+            invalid(f"{field}.loss_mask", f"{mask.size} values for {segment.num_tokens} tokens")
+        if mask.tobytes().strip(b"\0\1"):  # bytes other than 0 and 1
+            invalid(f"{field}.loss_mask", f"holds {int(mask.max())}, expected 0 or 1")
+    if segment.arrays:
+        _check_columns(segment, field)
 
+
+def _check_columns(segment: Segment, field: str) -> None:
     if len(segment.arrays) > ARRAYS_MAX:
         invalid(f"{field}.arrays", f"must have at most {ARRAYS_MAX} entries, got {len(segment.arrays)}")
     for name, values in segment.arrays.items():
@@ -168,7 +172,7 @@ def _check_origin(segment: Segment, field: str, num_params: int) -> None:
     if segment.source is Source.POLICY and segment.version is None:
         invalid(f"{field}.version", "missing, but POLICY tokens carry the weights that sampled them")
     if segment.version is not None:
-        check_version(segment.version, f"{field}.version")
+        check_version(segment.version, field, "version")
     if (segment.version is None) != (segment.kv_step_oldest is None):
         invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")
     if segment.kv_step_oldest is not None and segment.kv_step_oldest < 0:

@@ -7,8 +7,6 @@ builds its report with `sample_meta`, so both sides count in the same way. Works
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from rollmesh.shared.codec.summaries import sample_summary
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.v1 import types_pb2
@@ -27,19 +25,23 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
     tokens: dict[tuple[int, int], int] = {}
     num_tokens = num_sampled = 0
     shared = _indices_before(episode, sample)
-    path = []
-    for index, segment in _path(episode, sample):
-        path.append(index)
-        num_tokens += len(segment.token_ids) // _TOKEN_BYTES
-        if index not in shared and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
-            num_sampled += len(segment.token_ids) // _TOKEN_BYTES
-        num_trainable = len(segment.loss_mask) - segment.loss_mask.count(0)
-        if segment.source != types_pb2.SEGMENT_SOURCE_POLICY or not num_trainable:
+    path = _path(episode, sample)
+    for index, segment in reversed(path):
+        num_here = len(segment.token_ids) // _TOKEN_BYTES
+        num_tokens += num_here
+        if segment.source != types_pb2.SEGMENT_SOURCE_POLICY:
+            continue
+        if index not in shared:
+            num_sampled += num_here
+        loss_mask = segment.loss_mask
+        num_trainable = len(loss_mask) - loss_mask.count(0)
+        if not num_trainable:
             continue
         if not segment.HasField("version"):
             raise _mismatch(sample.sample_id, "a trainable POLICY segment has no version")
-        if (segment.version.policy or DEFAULT_POLICY) == policy:
-            weights = (segment.version.step, segment.version.incarnation)
+        version = segment.version
+        if (version.policy or DEFAULT_POLICY) == policy:
+            weights = (version.step, version.incarnation)
             tokens[weights] = tokens.get(weights, 0) + num_trainable
     return types_pb2.SampleMeta(
         sample_id=sample.sample_id,
@@ -53,7 +55,7 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
         rewards=sample.rewards,
         trainable=sample.trainable,
         num_sampled_tokens=num_sampled,
-        summary=sample_summary(episode, sample, reversed(path), text_chars=text_chars),
+        summary=sample_summary(episode, sample, path, text_chars=text_chars),
     )
 
 
@@ -74,12 +76,15 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> No
         ("trainable", meta.trainable, stamped.trainable),
         ("steps", _spans(meta), _spans(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
-        # The next ones are absent from reports of older workers and in older ledgers. The bound does not depend on them.
+        # The next one is absent from reports of older workers and in older ledgers, as the summary is. The bound does not depend on them.
         ("num_sampled_tokens", meta.num_sampled_tokens or stamped.num_sampled_tokens, stamped.num_sampled_tokens),
-        ("summary", _summary(meta.summary) or _summary(stamped.summary), _summary(stamped.summary)),
     ):
         if reported != stored:
-            raise _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")
+            raise _differs(meta, name, reported, stored)
+    summary = stamped.summary if meta.summary.ByteSize() else meta.summary
+    # Equal fields in different messages: a newer worker reports further ones.
+    if meta.summary != summary and (fields := _summary(meta.summary)) != (stored_fields := _summary(summary)):
+        raise _differs(meta, "summary", fields, stored_fields)
 
 
 def _indices_before(episode: types_pb2.Episode, sample: types_pb2.Sample) -> set[int]:
@@ -95,19 +100,24 @@ def _indices_before(episode: types_pb2.Episode, sample: types_pb2.Sample) -> set
     return found
 
 
-def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> Iterator[tuple[int, types_pb2.Segment]]:
-    """Yield the segments with their indices, from the leaf to the root."""
-    index, above = sample.leaf, len(episode.segments)
+def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> list[tuple[int, types_pb2.Segment]]:
+    """Return the segments with their indices, from the root to the leaf."""
+    segments = episode.segments
+    path = []
+    index, above = sample.leaf, len(segments)
     while index != -1:
         if not 0 <= index < above:
             raise _mismatch(sample.sample_id, f"its path has segment {index}, expected one in [0, {above})")
-        segment = episode.segments[index]
-        if len(segment.token_ids) % _TOKEN_BYTES:
-            raise _mismatch(sample.sample_id, f"segment {index} has {len(segment.token_ids)} bytes of token ids")
-        if len(segment.loss_mask) not in (0, len(segment.token_ids) // _TOKEN_BYTES):
+        segment = segments[index]
+        num_bytes, num_masked = len(segment.token_ids), len(segment.loss_mask)
+        if num_bytes % _TOKEN_BYTES:
+            raise _mismatch(sample.sample_id, f"segment {index} has {num_bytes} bytes of token ids")
+        if num_masked and num_masked != num_bytes // _TOKEN_BYTES:
             raise _mismatch(sample.sample_id, f"the loss mask of segment {index} does not have one value per token")
-        yield index, segment
+        path.append((index, segment))
         index, above = segment.parent, index
+    path.reverse()
+    return path
 
 
 def _spans(meta: types_pb2.SampleMeta) -> list[tuple[int, int, int]]:
@@ -120,6 +130,10 @@ def _summary(summary: types_pb2.SampleSummary) -> list[object]:
         return []
     turns = [(turn.segment, turn.num_tokens, turn.mean_logprob, turn.observation) for turn in summary.turns]
     return [summary.role, int(summary.finish), summary.greedy, summary.text, turns]
+
+
+def _differs(meta: types_pb2.SampleMeta, name: str, reported: object, stored: object) -> MetadataMismatch:
+    return _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")
 
 
 def _mismatch(sample_id: str, what: str) -> MetadataMismatch:

@@ -17,26 +17,32 @@ _DIGEST_BYTES = 8
 
 
 def sample_summary(
-    episode: types_pb2.Episode, sample: types_pb2.Sample, path: Iterable[int], *, text_chars: int = 0
+    episode: types_pb2.Episode,
+    sample: types_pb2.Sample,
+    path: Iterable[tuple[int, types_pb2.Segment]],
+    *,
+    text_chars: int = 0,
 ) -> types_pb2.SampleSummary:
-    """Return the summary of a sample of an episode. `path` has the indices of its segments, from the root to the leaf. `text_chars` is
-    the maximum length of the text."""
+    """Return the summary of a sample of an episode. `path` has its segments with their indices, from the root to the leaf. `text_chars`
+    is the maximum length of the text."""
     turns: list[types_pb2.TurnSummary] = []
     said: list[str] = []
+    temperatures = [params.temperature for params in episode.sampling_params]
     greedy: set[bool] = set()
     logprobs: list[float] = []
     observed, num_tokens, text = _digest(), 0, ""
-    for index in path:
-        segment = episode.segments[index]
+    for index, segment in path:
+        token_ids = segment.token_ids
         if segment.role != types_pb2.SEGMENT_ROLE_ACTION:
-            observed.update(segment.token_ids)
+            observed.update(token_ids)
             continue
-        text += "".join(message.content for message in segment.messages)
-        if segment.source == types_pb2.SEGMENT_SOURCE_POLICY and segment.token_ids:
-            num_tokens += len(segment.token_ids) // 4
-            logprobs += struct.unpack_from(f"<{len(segment.logprobs) // 4}f", segment.logprobs)
-            known = 0 <= segment.sampling < len(episode.sampling_params)
-            greedy.add(known and episode.sampling_params[segment.sampling].temperature == 0)
+        if text_chars:
+            text += "".join([message.content for message in segment.messages])
+        if token_ids and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
+            num_tokens += len(token_ids) // 4
+            packed, sampling = segment.logprobs, segment.sampling
+            logprobs += struct.unpack_from(f"<{len(packed) // 4}f", packed)
+            greedy.add(0 <= sampling < len(temperatures) and temperatures[sampling] == 0)
         if segment.finish == types_pb2.FINISH_REASON_UNSPECIFIED and index != sample.leaf:
             continue
         mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
@@ -48,7 +54,8 @@ def sample_summary(
                 observation=observed.hexdigest(),
             )
         )
-        said += [text] if text else []
+        if text:
+            said.append(text)
         observed, logprobs, num_tokens, text = _digest(), [], 0, ""
     return types_pb2.SampleSummary(
         role=sample.role,

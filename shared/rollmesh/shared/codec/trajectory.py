@@ -8,9 +8,10 @@ An empty array of a segment without tokens equals an absent one, and decodes to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
@@ -52,6 +53,10 @@ from rollmesh.v1 import types_pb2
 DEFAULT_POLICY = "main"
 
 E = TypeVar("E", bound=IntEnum)
+_MEMBERS: dict[type[IntEnum], dict[int, IntEnum]] = {
+    kind: {int(member): member for member in kind} for kind in (FinishReason, Outcome, Purpose, Role, Source)
+}
+"""Members by number. A call of the class costs twice as much."""
 
 
 # Episodes -------------------------------------------------------------------------------------------------------------
@@ -72,13 +77,13 @@ def episode_from_bytes(data: bytes) -> Episode:
     return decode_episode(message)
 
 
-def encode_episode(episode: Episode) -> types_pb2.Episode:
-    """Raises `InvalidInput`."""
+def encode_episode(episode: Episode, segments: Sequence[types_pb2.Segment] | None = None) -> types_pb2.Episode:
+    """Raises `InvalidInput`. `segments` are the messages of the episode's segments, if they were encoded before."""
     checks.check_episode(episode)
     return types_pb2.Episode(
         key=encode_key(episode.key),
         purpose=wire(episode.purpose),
-        segments=[encode_segment(s) for s in episode.segments],
+        segments=[encode_segment(s) for s in episode.segments] if segments is None else segments,
         sampling_params=[encode_sampling_params(p) for p in episode.sampling_params],
         samples=[encode_sample(s) for s in episode.samples],
         stage_s=dict(episode.stage_s),
@@ -90,7 +95,7 @@ def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episod
     """Raises `InvalidInput`."""
     episode = Episode(
         key=decode_key(message.key, f"{field}.key"),
-        purpose=_known(Purpose, message.purpose, f"{field}.purpose"),
+        purpose=_known(Purpose, message.purpose, field, "purpose"),
         segments=tuple(decode_segment(s, f"{field}.segments[{i}]") for i, s in enumerate(message.segments)),
         sampling_params=tuple(
             decode_sampling_params(p, f"{field}.sampling_params[{i}]") for i, p in enumerate(message.sampling_params)
@@ -120,25 +125,27 @@ def decode_key(message: types_pb2.EpisodeKey, field: str = "key") -> EpisodeKey:
 
 
 def encode_segment(segment: Segment) -> types_pb2.Segment:
+    logprobs, logprobs_model, loss_mask = segment.logprobs, segment.logprobs_model, segment.loss_mask
+    # An empty field equals an absent one.
     message = types_pb2.Segment(
         parent=segment.parent,
         role=wire(segment.role),
         source=wire(segment.source),
         token_ids=encode_ints(segment.token_ids),
+        logprobs=b"" if logprobs is None else encode_floats(logprobs),
+        logprobs_model=b"" if logprobs_model is None else encode_floats(logprobs_model),
+        loss_mask=b"" if loss_mask is None else encode_mask(loss_mask),
         sampling=segment.sampling,
         finish=wire(segment.finish),
         messages=[types_pb2.Message(role=m.role, content=m.content) for m in segment.messages],
     )
-    if segment.logprobs is not None:
-        message.logprobs = encode_floats(segment.logprobs)
-    if segment.logprobs_model is not None:
-        message.logprobs_model = encode_floats(segment.logprobs_model)
-    if segment.loss_mask is not None:
-        message.loss_mask = encode_mask(segment.loss_mask)
     for name, values in segment.arrays.items():
         message.arrays[name].CopyFrom(encode_array(values, f"arrays[{name}]"))
-    if segment.version is not None:
-        message.version.CopyFrom(encode_version(segment.version))
+    if (version := segment.version) is not None:
+        stamp = message.version
+        stamp.policy, stamp.step, stamp.weights_digest = version.policy, version.step, version.weights_digest
+        if version.incarnation:
+            stamp.incarnation = version.incarnation
         message.kv_step_oldest = segment.kv_step_oldest or 0
     return message
 
@@ -147,27 +154,30 @@ def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segmen
     """Check shapes and enums only; `checks.check_segment` compares it with its episode. Raises `InvalidInput`."""
     if message.media:  # rejected, not dropped, because the sender relies on it
         invalid(f"{field}.media", "not supported by this version; leave it empty")
-    source = _known(Source, message.source, f"{field}.source")
-    has_logprobs = bool(message.logprobs) or (source in SAMPLED_SOURCES and not message.token_ids)
-    has_version = message.HasField("version")
-    if not has_version and message.kv_step_oldest:
+    source = _known(Source, message.source, field, "source")
+    token_ids, logprobs, logprobs_model = message.token_ids, message.logprobs, message.logprobs_model
+    has_logprobs = bool(logprobs) or (source in SAMPLED_SOURCES and not token_ids)
+    has_version, kv_step_oldest = message.HasField("version"), message.kv_step_oldest
+    if kv_step_oldest and not has_version:
         invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")
     return Segment(
         parent=message.parent,
-        role=_known(Role, message.role, f"{field}.role"),
+        role=_known(Role, message.role, field, "role"),
         source=source,
-        token_ids=decode_ints(message.token_ids, f"{field}.token_ids"),
-        logprobs=decode_floats(message.logprobs, f"{field}.logprobs") if has_logprobs else None,
-        logprobs_model=(
-            decode_floats(message.logprobs_model, f"{field}.logprobs_model") if message.logprobs_model else None
-        ),
+        token_ids=decode_ints(token_ids, field, "token_ids"),
+        logprobs=decode_floats(logprobs, field, "logprobs") if has_logprobs else None,
+        logprobs_model=decode_floats(logprobs_model, field, "logprobs_model") if logprobs_model else None,
         loss_mask=decode_mask(message.loss_mask) if message.loss_mask else None,
-        version=decode_version(message.version, f"{field}.version") if has_version else None,
-        kv_step_oldest=message.kv_step_oldest if has_version else None,
+        version=decode_version(message.version, field, "version") if has_version else None,
+        kv_step_oldest=kv_step_oldest if has_version else None,
         sampling=message.sampling,
-        finish=_known(FinishReason, message.finish, f"{field}.finish"),
-        arrays={name: decode_array(a, f"{field}.arrays[{name[:80]}]") for name, a in message.arrays.items()},
-        messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
+        finish=_known(FinishReason, message.finish, field, "finish"),
+        arrays=(
+            {name: decode_array(a, f"{field}.arrays[{name[:80]}]") for name, a in message.arrays.items()}
+            if message.arrays
+            else {}
+        ),
+        messages=tuple([Message(role=m.role, content=m.content) for m in message.messages]),
     )
 
 
@@ -180,16 +190,17 @@ def encode_version(version: PolicyVersion) -> types_pb2.PolicyVersion:
     )
 
 
-def decode_version(message: types_pb2.PolicyVersion, field: str = "version") -> PolicyVersion:
-    """Raises `InvalidInput` for a negative step or incarnation."""
-    version = PolicyVersion(
-        policy=message.policy or DEFAULT_POLICY,
-        step=message.step,
-        incarnation=message.incarnation,
-        weights_digest=message.weights_digest,
-    )
-    checks.check_version(version, field)
+def decode_version(message: types_pb2.PolicyVersion, field: str = "version", name: str = "") -> PolicyVersion:
+    """Raises `InvalidInput` for a negative step or incarnation. `field`, or its part `name`, holds the message."""
+    version = _version(message.policy or DEFAULT_POLICY, message.step, message.incarnation, message.weights_digest)
+    checks.check_version(version, field, name)
     return version
+
+
+@lru_cache(maxsize=1024)
+def _version(policy: str, step: int, incarnation: int, weights_digest: str) -> PolicyVersion:
+    """Return one object per version, because every segment has one of a few."""
+    return PolicyVersion(policy=policy, step=step, incarnation=incarnation, weights_digest=weights_digest)
 
 
 def encode_sampling_params(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -245,7 +256,7 @@ def decode_sample(message: types_pb2.Sample, field: str = "sample") -> Sample:
         rewards=_rewards(message.rewards, f"{field}.rewards"),
         weight=message.weight,
         trainable=message.trainable,
-        finish=_known(FinishReason, message.finish, f"{field}.finish"),
+        finish=_known(FinishReason, message.finish, field, "finish"),
     )
 
 
@@ -292,7 +303,7 @@ def decode_summary(message: types_pb2.SampleSummary, field: str = "summary") -> 
         TurnSummary(segment=t.segment, num_tokens=t.num_tokens, mean_logprob=t.mean_logprob, observation=t.observation)
         for t in message.turns
     )
-    finish = _known(FinishReason, message.finish, f"{field}.finish")
+    finish = _known(FinishReason, message.finish, field, "finish")
     return SampleSummary(role=message.role, finish=finish, turns=turns, text=message.text, greedy=message.greedy)
 
 
@@ -302,9 +313,8 @@ def summary_of(episode: Episode, sample: Sample, *, text_chars: int = 0) -> Samp
         segments=[encode_segment(segment) for segment in episode.segments],
         sampling_params=[encode_sampling_params(params) for params in episode.sampling_params],
     )
-    return decode_summary(
-        sample_summary(message, encode_sample(sample), episode.path(sample.leaf), text_chars=text_chars)
-    )
+    path = [(index, message.segments[index]) for index in episode.path(sample.leaf)]
+    return decode_summary(sample_summary(message, encode_sample(sample), path, text_chars=text_chars))
 
 
 def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
@@ -348,12 +358,12 @@ def wire(value: IntEnum) -> Any:
     return int(value)
 
 
-def _known(type_: type[E], number: int, field: str) -> E:
-    try:
-        return type_(number)
-    except ValueError:
-        names = ", ".join(f"{member.value} {member.name}" for member in type_)
-        invalid(field, f"{number}, expected one of: {names}")
+def _known(type_: type[E], number: int, field: str, name: str) -> E:
+    """Return the member with this number. Raises `InvalidInput` for part `name` of `field`."""
+    if (member := _MEMBERS[type_].get(number)) is None:
+        names = ", ".join(f"{known.value} {known.name}" for known in type_)
+        invalid(f"{field}.{name}", f"{number}, expected one of: {names}")
+    return cast(E, member)
 
 
 def _rewards(messages: Iterable[types_pb2.Reward], field: str) -> tuple[Reward, ...]:
@@ -364,7 +374,7 @@ def _rewards(messages: Iterable[types_pb2.Reward], field: str) -> tuple[Reward, 
             segment=m.segment,
             scorer=m.scorer,
             evidence=m.evidence,
-            outcome=_known(Outcome, m.outcome, f"{field}[{i}].outcome"),
+            outcome=_known(Outcome, m.outcome, f"{field}[{i}]", "outcome"),
             answer=m.answer,
         )
         for i, m in enumerate(messages)
