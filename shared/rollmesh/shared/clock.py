@@ -39,6 +39,11 @@ async def time_limit(clock: Clock, limit_s: float) -> AsyncIterator[asyncio.Time
     `asyncio.timeout` distinguishes its cancellation from one by another task. Only its alarm is replaced.
     """
 
+    if isinstance(clock, SystemClock):  # the loop has the same time, and its alarm needs no task
+        async with asyncio.timeout(limit_s) as limit:
+            yield limit
+        return
+
     async def ring(limit: asyncio.Timeout) -> None:
         await clock.sleep(limit_s)
         limit.reschedule(asyncio.get_running_loop().time())

@@ -183,6 +183,11 @@ class NodePool:
         self._nodes: dict[tuple[str, str], KnownNode] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._waiting: Counter[tuple[str, str]] = Counter()
+        self._capable_nodes: dict[
+            tuple[type[RoutedRequest], Target, tuple[str, ...]], list[coordinator_pb2.FleetNode]
+        ] = {}
+        """Nodes that can serve requests of one kind, of the fleet's revision `_capable_revision`."""
+        self._capable_revision = -1
 
     @property
     def waiting_for(self) -> str:
@@ -240,9 +245,11 @@ class NodePool:
 
     def _pick(self, request: RoutedRequest) -> coordinator_pb2.FleetNode | None:
         usable = {node.node_id: node for node in self._capable(request) if self._usable(request, node)}
-        best = min(usable.values(), key=self._load, default=None)
+        if len(usable) <= 1:
+            return next(iter(usable.values()), None)
+        best = min(usable.values(), key=self._load)
         last = usable.get(self._sessions.get(request.session, "")) if request.session else None
-        return best if last is None or best is None or self._should_move(last, best) else last
+        return best if last is None or self._should_move(last, best) else last
 
     def _should_move(self, last: coordinator_pb2.FleetNode, best: coordinator_pb2.FleetNode) -> bool:
         """Return whether a prefill at the best node is cheaper than the wait at the session's node."""
@@ -257,7 +264,14 @@ class NodePool:
         return [n for n in ready if any(target.admits(version) for version in _serving(n, target))]
 
     def _capable(self, request: RoutedRequest) -> list[coordinator_pb2.FleetNode]:
-        return [node for node in self._admissible(request.target) if not request.lacking(_capabilities(node))]
+        if self._capable_revision != self._fleet.revision:
+            self._capable_revision = self._fleet.revision
+            self._capable_nodes.clear()
+        key = (type(request), request.target, request.outputs)
+        if (nodes := self._capable_nodes.get(key)) is None:
+            nodes = [node for node in self._admissible(request.target) if not request.lacking(_capabilities(node))]
+            self._capable_nodes[key] = nodes
+        return nodes
 
     def _usable(self, request: RoutedRequest, node: coordinator_pb2.FleetNode) -> bool:
         known = self._nodes.get((node.node_id, node.address))
@@ -300,20 +314,31 @@ class NodePool:
         admissible = self._capable(request)
         cause = (f"a node that serves {request.target}", self._describe(bool(admissible)))
         revision = self._fleet.revision
-        changed = asyncio.create_task(self._fleet.changed(since=revision))
-        waits: list[asyncio.Task[int] | asyncio.Task[None]] = [changed]
-        if admissible:
-            waits.append(asyncio.create_task(self._clock.sleep(self._penalty_left_s(request, admissible))))
         request.waiting_for = ": ".join(cause)
         self._waiting[cause] += 1
+        try:
+            if admissible:
+                await self._changed_within(revision, self._penalty_left_s(request, admissible))
+            else:
+                await self._fleet.changed(since=revision)
+        finally:
+            self._waiting[cause] -= 1
+            if not self._waiting[cause]:
+                del self._waiting[cause]
+        if self._fleet.revision != revision:
+            request.avoid_until_s.clear()  # a fleet change may include new weights
+
+    async def _changed_within(self, revision: int, limit_s: float) -> None:
+        """Wait until the fleet changes, at most `limit_s`."""
+        waits = [
+            asyncio.ensure_future(self._fleet.changed(since=revision)),
+            asyncio.ensure_future(self._clock.sleep(limit_s)),
+        ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-            self._waiting -= Counter([cause])
-        if self._fleet.revision != revision:
-            request.avoid_until_s.clear()  # a fleet change may include new weights
 
     def _penalty_left_s(self, request: RoutedRequest, nodes: list[coordinator_pb2.FleetNode]) -> float:
         ends = [request.avoid_until_s.get(node.node_id, 0.0) for node in nodes]
