@@ -67,6 +67,21 @@ class Calls:
             repeated = True
             await asyncio.sleep(BACKOFF_S)
 
+    async def read_for(self, method: Any, request: Any, seconds: float) -> tuple[Answer, list[Any]]:
+        """Return the messages of a stream in `seconds`, and how it ended, which is DEADLINE_EXCEEDED if it lasted longer."""
+        messages: list[Any] = []
+        answer = Answer("OK", "", "", messages)
+        try:
+            async for one in method(request, timeout=seconds):
+                messages.append(one)
+        except grpc.aio.AioRpcError as error:
+            answer = Answer(error.code().name, _reason(error), error.details() or "", messages)
+        self.log.append(f"{type(request).__name__} {_short(request)} -> {len(messages)} messages, {answer}")
+        self.counts[f"{type(request).__name__} {answer.code}"] += 1
+        if answer.code in NEVER:
+            raise Violation(f"{type(request).__name__} was answered {answer}")
+        return answer, messages
+
     async def persist(self, action: Callable[[], Awaitable[T]]) -> T:
         """Return the result of a repeatable action once the killed services are back."""
         until = time.monotonic() + self.patience_s

@@ -120,6 +120,7 @@ class Player:
             (0.3, self._read),
             (0.1, self._change),
             (0.6, trainer.publish),
+            (0.4, trainer.prefetch),
         ]
         if batch is None or lost:
             choices.append((4.0, self._lease))
@@ -127,6 +128,7 @@ class Player:
             choices += [
                 (3.5, trainer.commit),
                 (1.0, trainer.fetch),
+                (0.4, trainer.fetch_some),
                 (0.4, trainer.renew),
                 (0.3, trainer.release),
                 (0.4, trainer.checkpoint_ahead),

@@ -10,12 +10,14 @@ from typing import Any
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import types_pb2
 
-from .calls import Answer, Calls
+from .calls import LOST, Answer, Calls
 from .ends import Ends
 from .model import Checkpoint, Commit, HeldBatch, RunModel, Stamp, Violation, require
 
 USED, DROPPED = pb.SAMPLE_DISPOSITION_USED, pb.SAMPLE_DISPOSITION_DROPPED
 APPLIED, SKIPPED = pb.UPDATE_OUTCOME_APPLIED, pb.UPDATE_OUTCOME_SKIPPED
+AHEAD_S = 0.3
+"""Time for which a stream of payloads ahead of a lease is read."""
 LEASE_LOST = ("LEASE_EXPIRED", "UNKNOWN_LEASE")
 UNITS = {
     "groups": pb.BatchGeometry.UNIT_GROUPS,
@@ -265,6 +267,45 @@ class Trainer:
         for name, message in found.items():
             self._check_payload(name, message, batch)
         batch.fetched = True
+
+    async def fetch_some(self) -> None:
+        """Fetch only some samples of the batch: their episodes come, and no others."""
+        batch = self.model.batch
+        if batch is None:
+            return
+        wanted = self.rng.sample(batch.samples, self.rng.randint(1, len(batch.samples)))
+        request = pb.FetchSamplesRequest(**self.common(), lease_id=batch.lease_id, sample_ids=wanted)
+        answer = await self.calls.call(self.ends.run.FetchSamples, request)
+        if self._lost(answer) or batch.in_doubt:
+            require(answer.reason in LEASE_LOST, f"FetchSamples of a lost lease was answered {answer}")
+            batch.in_doubt = True
+            return
+        require(answer.ok, f"FetchSamples was answered {answer}")
+        names = [name for message in answer.response for name in message.sample_ids]
+        require(sorted(names) == sorted(wanted), f"{sorted(wanted)} were requested, {sorted(names)} came")
+
+    async def prefetch(self) -> None:
+        """Read the payloads ahead of a lease for a moment: each is as it was written, and not in use."""
+        request = pb.PrefetchSamplesRequest(**self.common())
+        answer, messages = await self.calls.read_for(self.ends.run.PrefetchSamples, request, AHEAD_S)
+        if self.model.stopped:
+            require(
+                answer.reason == "RUN_ENDED" or answer.code in LOST, f"prefetching after the end was answered {answer}"
+            )
+            return
+        require(answer.code in LOST, f"PrefetchSamples was answered {answer}")
+        held = self.model.batch.samples if self.model.batch is not None else ()
+        for message in messages:
+            names = tuple(message.sample_ids)
+            self.model.check_fresh(names)
+            for name in names:
+                sample = self.model.samples.get(name)
+                if sample is None:
+                    raise Violation(f"{name} was never reported")
+                require(name not in held, f"{name} is leased and was sent as READY")
+                require(not sample.contradicted, f"metadata of {name} contradicts its payload, and it was delivered")
+                stamps = _stamps_of(message.episode, name)
+                require(stamps == sample.stamps, f"payload of {name}: stamps {stamps}, written were {sample.stamps}")
 
     def _check_payload(self, name: str, message: pb.FetchSamplesResponse, batch: HeldBatch) -> None:
         """Check that the trainable tokens are within the bound by the stamps in the payload."""

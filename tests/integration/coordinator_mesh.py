@@ -215,6 +215,19 @@ class MeshParts:
         with typed_errors():
             return [response async for response in self.run.FetchSamples(request)]
 
+    async def prefetch(self, num: int, **changes: Any) -> list[run_pb2.PrefetchSamplesResponse]:
+        """The first `num` messages of PrefetchSamples."""
+        values: dict[str, Any] = {"trainer_epoch": self.epoch} | changes
+        found: list[run_pb2.PrefetchSamplesResponse] = []
+        with typed_errors():
+            call = self.run.PrefetchSamples(run_pb2.PrefetchSamplesRequest(run=self.name, **values), timeout=20)
+            async for response in call:
+                found.append(response)
+                if len(found) == num:
+                    call.cancel()
+                    break
+        return found
+
     async def state(self) -> run_pb2.RunState:
         response: run_pb2.GetRunResponse = await self.call(self.run.GetRun, run_pb2.GetRunRequest(run=self.name))
         return response.state

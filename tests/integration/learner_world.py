@@ -156,6 +156,8 @@ class World(run_pb2_grpc.RunServiceServicer):
         """Steps that no node can serve, with the cause, which WatchRun reports to the learner."""
         self.stalled: Callable[[], bool] = lambda: False
         """Whether there is no batch."""
+        self.ahead = False
+        """Whether PrefetchSamples sends the groups of the next batch. They are made then, so tests fix their stamps."""
         self._changed = asyncio.Condition()
 
     @property
@@ -257,10 +259,13 @@ class World(run_pb2_grpc.RunServiceServicer):
 
     def _next_group(self) -> str:
         if not self.ready:
-            name = f"g{len(self.episodes)}"
-            self.episodes[name] = [self.make(name, i) for i in range(self.spec.group_size)]
-            self.ready.append(name)
+            self._make_group()
         return self.ready.pop(0)
+
+    def _make_group(self) -> None:
+        name = f"g{len(self.episodes)}"
+        self.episodes[name] = [self.make(name, i) for i in range(self.spec.group_size)]
+        self.ready.append(name)
 
     def _describe(self, batch: Batch) -> run_pb2.LeaseBatchResponse:
         reply = run_pb2.LeaseBatchResponse(lease_id=batch.lease_id, lease_s=self.spec.batch_lease_s)
@@ -291,11 +296,31 @@ class World(run_pb2_grpc.RunServiceServicer):
         for one in reversed(made):  # the order of payloads is not part of the contract
             message = encode_episode(one)
             ids = [s.sample_id for s in one.samples]
+            if request.sample_ids and not set(ids) & set(request.sample_ids):
+                continue
             if self.faults.unreadable & set(ids):
                 message.segments[1].logprobs_model = b"\1"
             if ids[0] in self.restamp:
                 message.segments[1].version.step = self.restamp[ids[0]]
             yield run_pb2.FetchSamplesResponse(episode=message, sample_ids=ids)
+
+    async def PrefetchSamples(
+        self, request: run_pb2.PrefetchSamplesRequest, context: Any
+    ) -> AsyncIterator[run_pb2.PrefetchSamplesResponse]:
+        await self._around("PrefetchSamples", lambda: self._check_epoch(request))
+        sent: set[str] = set()
+        while True:
+            while self.ahead and len(self.ready) < self.spec.batch_groups:
+                self._make_group()
+            for group in [group for group in self.ready if group not in sent]:
+                sent.add(group)
+                for made in self.episodes[group]:
+                    message, ids = encode_episode(made), [s.sample_id for s in made.samples]
+                    if ids[0] in self.restamp:
+                        message.segments[1].version.step = self.restamp[ids[0]]
+                    yield run_pb2.PrefetchSamplesResponse(episode=message, sample_ids=ids)
+            async with self._changed:
+                await self._changed.wait()
 
     async def RenewBatch(self, request: run_pb2.RenewBatchRequest, context: Any) -> run_pb2.RenewBatchResponse:
         reply: run_pb2.RenewBatchResponse = await self._around("RenewBatch", lambda: self._renew(request))

@@ -16,14 +16,16 @@ from rollmesh.client.trainer import NoBatch
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.codec.trajectory import encode_episode
 from rollmesh.shared.errors import Fenced, InvalidSpec, LeaseExpired, NotPublished, Unauthenticated, Unavailable
 from rollmesh.shared.retry import RetryConfig
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
+from .coordinator_mesh import eventually
 from .external_trainer_mesh import mesh_without_learner
-from .learner_world import ACCESS, RunningWorld, World
+from .learner_world import ACCESS, RunningWorld, World, episode
 
 WEIGHTS = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones(2, np.float32)}
 QUICK = RetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
@@ -147,6 +149,51 @@ async def test_a_payload_that_contradicts_its_metadata_is_dropped_though_the_gat
         assert dict(batch.unreadable) == {"g0.1": "METADATA_MISMATCH"}
         await trainer.commit(batch)
     assert world.commits[1].dropped == {"g0.1": "METADATA_MISMATCH"}
+
+
+async def loaded_ahead(trainer: Trainer, world: World, num: int) -> None:
+    """Returns once the trainer has `num` payloads of a batch that it cannot lease yet."""
+    world.stalled, world.ahead = lambda: True, True
+    assert isinstance(await trainer.lease(wait_s=0.1), str)
+
+    async def loaded() -> bool:
+        return len(trainer._prefetch._kept) >= num
+
+    await eventually(loaded)
+    world.stalled = lambda: False
+
+
+async def test_payloads_that_were_loaded_ahead_are_not_fetched_again(running: RunningWorld) -> None:
+    async with client_of(running) as client, await client.run("r").attach(prefetch_bytes_max=1 << 20) as trainer:
+        await trainer.publish(WEIGHTS)
+        await loaded_ahead(trainer, running.world, 4)
+        batch = await next_batch(trainer)
+        assert [sample.sample_id for sample in batch.samples] == ["g0.0", "g0.1", "g1.0", "g1.1"]
+        assert [len(sample.path()) for sample in batch.samples] == [2] * 4
+        await trainer.commit(batch)
+    assert running.world.calls["FetchSamples"] == 0
+
+
+async def test_a_payload_ahead_that_contradicts_the_lease_is_fetched(running: RunningWorld) -> None:
+    async with client_of(running) as client, await client.run("r").attach(prefetch_bytes_max=1 << 20) as trainer:
+        await trainer.publish(WEIGHTS)
+        running.world.restamp = {"g1.0": 1}
+        await loaded_ahead(trainer, running.world, 4)
+        running.world.restamp = {}
+        batch = await next_batch(trainer)
+        assert [sample.episode.segments[1].version.step for sample in batch.samples] == [0] * 4
+        assert not batch.unreadable
+    assert running.world.calls["FetchSamples"] == 1
+
+
+async def test_payloads_ahead_are_bounded_and_the_rest_is_fetched(running: RunningWorld) -> None:
+    one = encode_episode(episode("g0", 0)).ByteSize()
+    async with client_of(running) as client, await client.run("r").attach(prefetch_bytes_max=3 * one) as trainer:
+        await trainer.publish(WEIGHTS)
+        await loaded_ahead(trainer, running.world, 2)
+        batch = await next_batch(trainer)
+        assert [sample.sample_id for sample in batch.samples] == ["g0.0", "g0.1", "g1.0", "g1.1"]
+    assert running.world.calls["FetchSamples"] == 1
 
 
 async def test_a_lost_reply_does_not_count_twice(running: RunningWorld) -> None:

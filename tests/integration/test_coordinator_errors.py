@@ -204,6 +204,37 @@ async def renewing_what_was_never_leased(mesh: MeshParts) -> None:
     await renew(mesh, "nonsense", mesh.epoch)
 
 
+@brings("PrefetchSamples", "NOT_FOUND", "UNKNOWN_RUN")
+async def prefetching_from_no_run(mesh: MeshParts) -> None:
+    await mesh.prefetch(1, trainer_epoch=1)
+
+
+@brings("PrefetchSamples", "INVALID_ARGUMENT", "")
+async def prefetching_nothing(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.prefetch(1, geometry=pb.BatchGeometry(amount=0))
+
+
+@brings("PrefetchSamples", "ABORTED", "FENCED")
+async def prefetching_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.attach()
+    await mesh.prefetch(1, trainer_epoch=mesh.epoch - 1)
+
+
+@brings("PrefetchSamples", "FAILED_PRECONDITION", "NO_LEARNER")
+async def prefetching_from_an_export(mesh: MeshParts) -> None:
+    await mesh.begin(export_groups=2)
+    await mesh.prefetch(1)
+
+
+@brings("PrefetchSamples", "OUT_OF_RANGE", "RUN_ENDED")
+async def prefetching_after_the_end(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await mesh.prefetch(1)
+
+
 @brings("RenewBatch", "ABORTED", "FENCED")
 async def renewing_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()

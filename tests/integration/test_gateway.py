@@ -65,6 +65,39 @@ async def test_a_lease_is_fetched_whole_and_again(mesh: MeshParts) -> None:
     assert await mesh.fetch(batch.lease_id) == fetched
 
 
+async def test_payloads_of_the_next_batch_come_as_they_become_ready_and_lease_nothing(mesh: MeshParts) -> None:
+    await mesh.begin(batch_groups=2)
+    ahead = asyncio.create_task(mesh.prefetch(4))
+    await mesh.generate(await mesh.acquire(6), step=0)
+    found = {name: one.episode for one in await ahead for name in one.sample_ids}
+    assert (await mesh.state()).samples.live == 6
+    batch = await mesh.lease(1)
+    assert {s.meta.sample_id for s in batch.samples} == set(found), "the first two of three READY groups"
+    fetched = {name: one.episode for one in await mesh.fetch(batch.lease_id) for name in one.sample_ids}
+    assert found == fetched
+    again = {name for one in await mesh.prefetch(2) for name in one.sample_ids}
+    assert len(again) == 2
+    assert not again & set(found), "leased samples are not READY"
+
+
+async def test_a_fetch_may_name_the_samples_that_are_missing(mesh: MeshParts) -> None:
+    batch = await leased(mesh)
+    names = [s.meta.sample_id for s in batch.samples]
+    found = await mesh.fetch(batch.lease_id, sample_ids=[names[2], "of another lease"])
+    assert [list(one.sample_ids) for one in found] == [[names[2]]]
+    shards = [await mesh.fetch(batch.lease_id, index, 2, sample_ids=names[:2]) for index in range(2)]
+    assert sorted(name for shard in shards for one in shard for name in one.sample_ids) == sorted(names[:2])
+
+
+async def test_a_payload_that_cannot_be_read_is_left_to_the_fetch_of_the_lease(mesh: MeshParts) -> None:
+    await mesh.begin(group_size=1, batch_groups=2)
+    reports = [await mesh.finished(lease, step=0) for lease in await mesh.acquire(2)]
+    reports[0].samples[0].steps[0].num_tokens -= 1
+    assert await mesh.report(reports) == ["", ""]
+    (found,) = await mesh.prefetch(1)
+    assert list(found.sample_ids) == [reports[1].samples[0].sample_id]
+
+
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 async def test_shards_are_the_lease_each_sample_once_and_even(mesh: MeshParts, num_shards: int) -> None:
     batch = await leased(mesh, num_groups=5)

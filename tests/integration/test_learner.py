@@ -34,7 +34,7 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.fault_points import Hook
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.trajectory import GroupContext, TrainingSample
+from rollmesh.shared.trajectory import Episode, GroupContext, TrainingSample
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.trainer.checkpoint_files import list_checkpoints
@@ -232,6 +232,30 @@ async def test_a_learner_killed_at_any_moment_goes_on_as_if_it_had_not_been(
         assert weights(world, (5, world.incarnation)) == expected
 
 
+@pytest.mark.parametrize("moment", list(LearnerFaultPoint))
+async def test_a_learner_killed_while_payloads_are_loaded_ahead_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, moment: LearnerFaultPoint
+) -> None:
+    def stamped(group: str, index: int) -> Episode:
+        return episode(group, index, reward=float(index % 2))
+
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path / "straight") as running:
+        running.world.make = stamped
+        await train(running, config(tmp_path / "straight", prefetch_bytes_max=0))
+        assert running.world.calls["PrefetchSamples"] == 0
+        expected = weights(running.world, (5, 0))
+    async with RunningWorld(tmp_path) as running:
+        world = running.world
+        world.make, world.ahead = stamped, True
+        update = 4 if moment in (LearnerFaultPoint.MID_CHECKPOINT, LearnerFaultPoint.CHECKPOINTED) else 3
+        await train_and_die(running, settings, moment, update=update)
+        await train(running, settings)
+        assert world.calls["PrefetchSamples"] == 2
+        check_once(world, settings)
+        assert weights(world, (5, world.incarnation)) == expected
+
+
 @pytest.mark.parametrize("checkpoint_every", [1, 2])
 async def test_a_learner_killed_with_the_next_update_in_memory_and_a_version_half_published_goes_on(
     tmp_path: Path, checkpoint_every: int
@@ -372,14 +396,15 @@ async def test_a_depot_that_moved_after_the_attach_is_found_again(tmp_path: Path
 
 
 async def test_a_batch_with_a_lost_payload_is_released_and_leased_again(tmp_path: Path) -> None:
+    settings = config(tmp_path, prefetch_bytes_max=0)
     async with RunningWorld(tmp_path) as running:
         running.world.faults.refuse["FetchSamples"] = [PayloadLost("gone")]
-        node = await train(running, config(tmp_path))
+        node = await train(running, settings)
         assert (running.world.calls["ReleaseBatch"], node.progress.num_attached) == (1, 1)
         running.world.spec.updates_max = 6
         running.world.faults.refuse["FetchSamples"] = [PayloadLost("gone") for _ in range(99)]
         with pytest.raises(DataLoss):
-            await train(running, config(tmp_path))
+            await train(running, settings)
 
 
 async def test_an_unreadable_payload_costs_its_own_sample_only(tmp_path: Path) -> None:

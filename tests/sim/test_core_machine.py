@@ -86,6 +86,10 @@ class CoreMachine(RuleBasedStateMachine):
     def trainer_leases(self) -> None:
         self.tolerate(self.world.lease_batch)
 
+    @rule()
+    def trainer_reads_ahead(self) -> None:
+        self.world.read_ahead()
+
     @rule(updates=st.integers(1, 4), stragglers=st.integers(0, 5))
     def run_goes_on(self, updates: int, stragglers: int) -> None:
         for _ in range(updates):

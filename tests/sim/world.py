@@ -37,7 +37,7 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.core.state import GroupPhase, State
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.versions import PolicyVersion
 
@@ -96,6 +96,8 @@ class World:
     published: list[tuple[int, int]] = field(default_factory=list)
     """Every announced (incarnation, step), oldest first: what a node may have served."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    ahead: set[str] = field(default_factory=set)
+    """Groups that were read ahead of their lease."""
 
     # --- the coordinator -------------------------------------------------------------------------------------
 
@@ -261,6 +263,22 @@ class World:
         self.serve_questions()
         if isinstance(answer, i.BatchGrant) and answer.lease_id:
             t.lease, t.stepped = answer, False
+
+    def read_ahead(self) -> None:
+        """Read the samples of the next batch ahead of its lease: READY ones, each once while it stays READY."""
+        t, core = self.trainer, self.core
+        request = i.WatchReady(ticket=0, trainer_epoch=t.epoch, **NAMES)
+        try:
+            found = core.ready_ahead(request, self.ahead)
+        except Refusal as refusal:
+            assert refusal.reason in ("FENCED", "RUN_ENDED"), refusal
+            return
+        assert not core.ready_ahead(request, self.ahead)
+        for sample in found:
+            group = core.state.groups[sample.group]
+            assert group.phase is GroupPhase.READY
+            assert sample.meta.sample_id in {live.sample_id for live in group.live_samples()}
+            assert sample.payload.sequence > 0
 
     def release_and_repeat(self) -> None:
         """Release the batch, and repeat the release late, when the next batch may be held. It must not release that

@@ -1163,22 +1163,28 @@ class GetBatchRequest(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     trainer_epoch: _builtins.int
     """Epoch of the trainer that holds the lease."""
     lease_id: _builtins.str
     """Id of the batch lease."""
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Samples of the lease that are requested. Empty means all."""
+
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         trainer_epoch: _builtins.int = ...,
         lease_id: _builtins.str = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "run", b"run", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "run", b"run", "sample_ids", b"sample_ids", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1207,6 +1213,70 @@ class GetBatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetBatchResponse: _TypeAlias = GetBatchResponse  # noqa: Y015
+
+@_typing.final
+class WatchReadyRequest(_message.Message):
+    """A request for the READY samples of the next batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run."""
+    policy: _builtins.str
+    """Policy of the trainer. Empty means "main"."""
+    learner: _builtins.str
+    """Learner of the trainer. Empty means "main"."""
+    trainer_epoch: _builtins.int
+    """Epoch of the trainer."""
+    @_builtins.property
+    def geometry(self) -> _run_pb2.BatchGeometry:
+        """Size of its batches. Absent means `batch_groups` of the run."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        learner: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
+        geometry: _run_pb2.BatchGeometry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "learner", b"learner", "policy", b"policy", "run", b"run", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReadyRequest: _TypeAlias = WatchReadyRequest  # noqa: Y015
+
+@_typing.final
+class WatchReadyResponse(_message.Message):
+    """Samples that became READY since the last message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[_run_pb2.LeasedSample]:
+        """The samples with their payload references. `staleness` and `mask_below_step` are not set, because they depend on the update."""
+
+    def __init__(
+        self,
+        *,
+        samples: _abc.Iterable[_run_pb2.LeasedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReadyResponse: _TypeAlias = WatchReadyResponse  # noqa: Y015
 
 @_typing.final
 class GetMeshRequest(_message.Message):

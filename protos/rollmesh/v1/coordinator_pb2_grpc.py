@@ -76,6 +76,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchResponse.FromString,
                 _registered_method=True)
+        self.WatchReady = channel.unary_stream(
+                '/rollmesh.v1.CoordinatorService/WatchReady',
+                request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyResponse.FromString,
+                _registered_method=True)
         self.GetMesh = channel.unary_unary(
                 '/rollmesh.v1.CoordinatorService/GetMesh',
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetMeshRequest.SerializeToString,
@@ -166,6 +171,14 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchReady(self, request, context):
+        """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
+        Errors: those of PrefetchSamples.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMesh(self, request, context):
         """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
         it before Join. The gateway forwards this call, so users need only its address.
@@ -229,6 +242,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetBatch,
                     request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchResponse.SerializeToString,
+            ),
+            'WatchReady': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReady,
+                    request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyResponse.SerializeToString,
             ),
             'GetMesh': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMesh,
@@ -459,6 +477,33 @@ class CoordinatorService(object):
             '/rollmesh.v1.CoordinatorService/GetBatch',
             rollmesh_dot_v1_dot_coordinator__pb2.GetBatchRequest.SerializeToString,
             rollmesh_dot_v1_dot_coordinator__pb2.GetBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReady(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.CoordinatorService/WatchReady',
+            rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyRequest.SerializeToString,
+            rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,10 @@ class CoordinatorServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
     """
+    WatchReady: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchReadyRequest, _coordinator_pb2.WatchReadyResponse]
+    """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
+    Errors: those of PrefetchSamples.
+    """
     GetMesh: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetMeshRequest, _coordinator_pb2.GetMeshResponse]
     """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
     it before Join. The gateway forwards this call, so users need only its address.
@@ -131,6 +135,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Returns the contents of a batch lease, for the gateway.
     Errors:
       NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
+    """
+    WatchReady: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchReadyRequest, _coordinator_pb2.WatchReadyResponse]  # type: ignore[assignment]
+    """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
+    Errors: those of PrefetchSamples.
     """
     GetMesh: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetMeshRequest, _coordinator_pb2.GetMeshResponse]  # type: ignore[assignment]
     """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
@@ -235,6 +243,16 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns the contents of a batch lease, for the gateway.
         Errors:
           NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchReady(
+        self,
+        request: _coordinator_pb2.WatchReadyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchReadyResponse], _abc.AsyncIterator[_coordinator_pb2.WatchReadyResponse]]:
+        """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
+        Errors: those of PrefetchSamples.
         """
 
     @_abc_1.abstractmethod

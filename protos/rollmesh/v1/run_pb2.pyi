@@ -665,6 +665,7 @@ class FetchSamplesRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SHARD_INDEX_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
     trainer_epoch: _builtins.int
@@ -675,6 +676,12 @@ class FetchSamplesRequest(_message.Message):
     """Index of the requested shard, from 0."""
     num_shards: _builtins.int
     """Number of shards; 0 means 1."""
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Leased samples whose episodes are requested, for a trainer that has the others from PrefetchSamples. Empty means all. Ids that are
+        not in the lease are ignored. Shards divide the requested episodes.
+        """
+
     def __init__(
         self,
         *,
@@ -683,10 +690,11 @@ class FetchSamplesRequest(_message.Message):
         lease_id: _builtins.str = ...,
         shard_index: _builtins.int = ...,
         num_shards: _builtins.int = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "num_shards", b"num_shards", "run", b"run", "shard_index", b"shard_index", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "num_shards", b"num_shards", "run", b"run", "sample_ids", b"sample_ids", "shard_index", b"shard_index", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -730,6 +738,76 @@ class FetchSamplesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchSamplesResponse: _TypeAlias = FetchSamplesResponse  # noqa: Y015
+
+@_typing.final
+class PrefetchSamplesRequest(_message.Message):
+    """A request for payloads ahead of their lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run. MUST be set."""
+    policy: _builtins.str
+    """Policy that the trainer trains. Empty means "main"."""
+    learner: _builtins.str
+    """Learner of the trainer. Empty means "main"."""
+    trainer_epoch: _builtins.int
+    """Epoch from AttachTrainer."""
+    @_builtins.property
+    def geometry(self) -> Global___BatchGeometry:
+        """Size of the batches that the trainer leases. Absent means `batch_groups` of the run."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        learner: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
+        geometry: Global___BatchGeometry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "learner", b"learner", "policy", b"policy", "run", b"run", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchSamplesRequest: _TypeAlias = PrefetchSamplesRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchSamplesResponse(_message.Message):
+    """One episode with READY samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODE_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def episode(self) -> _types_pb2.Episode:
+        """The episode as generated."""
+
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of its samples that were READY."""
+
+    def __init__(
+        self,
+        *,
+        episode: _types_pb2.Episode | None = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "sample_ids", b"sample_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchSamplesResponse: _TypeAlias = PrefetchSamplesResponse  # noqa: Y015
 
 @_typing.final
 class RenewBatchRequest(_message.Message):

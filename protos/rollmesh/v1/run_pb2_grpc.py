@@ -70,6 +70,11 @@ class RunServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.FetchSamplesRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_run__pb2.FetchSamplesResponse.FromString,
                 _registered_method=True)
+        self.PrefetchSamples = channel.unary_stream(
+                '/rollmesh.v1.RunService/PrefetchSamples',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.PrefetchSamplesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.PrefetchSamplesResponse.FromString,
+                _registered_method=True)
         self.RenewBatch = channel.unary_unary(
                 '/rollmesh.v1.RunService/RenewBatch',
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.RenewBatchRequest.SerializeToString,
@@ -226,6 +231,23 @@ class RunServiceServicer(object):
         DATA_LOSS PAYLOAD_LOST: the sample stream no longer stores a payload; ReleaseBatch and lease again. A payload that is stored but
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message has `failure`.
         INVALID_ARGUMENT: shard index not below shard count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PrefetchSamples(self, request, context):
+        """Streams payloads of READY samples that the next LeaseBatch will probably lease, as they become READY, so that a trainer can load
+        them while it waits or trains. It leases nothing and changes nothing: the samples MAY end unused, or be leased later. A trainer MUST
+        train only on samples of a lease, with the rewards, the staleness and the `mask_below_step` of the lease. The stream follows the first
+        READY groups in order of admission, up to `geometry`, and each group is sent about once. It lasts until the caller cancels it. Payloads that are
+        gone or cannot be read are omitted, because FetchSamples reports them. Use one stream per trainer session.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN: CreateRun first.
+        INVALID_ARGUMENT: an amount below 1.
+        ABORTED FENCED: a newer trainer has attached.
+        FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
+        OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. Lease as before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -412,6 +434,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.FetchSamples,
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.FetchSamplesRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_run__pb2.FetchSamplesResponse.SerializeToString,
+            ),
+            'PrefetchSamples': grpc.unary_stream_rpc_method_handler(
+                    servicer.PrefetchSamples,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.PrefetchSamplesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.PrefetchSamplesResponse.SerializeToString,
             ),
             'RenewBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewBatch,
@@ -664,6 +691,33 @@ class RunService(object):
             '/rollmesh.v1.RunService/FetchSamples',
             rollmesh_dot_v1_dot_run__pb2.FetchSamplesRequest.SerializeToString,
             rollmesh_dot_v1_dot_run__pb2.FetchSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.RunService/PrefetchSamples',
+            rollmesh_dot_v1_dot_run__pb2.PrefetchSamplesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.PrefetchSamplesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -125,6 +125,19 @@ class RunServiceStub:
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message has `failure`.
       INVALID_ARGUMENT: shard index not below shard count.
     """
+    PrefetchSamples: _grpc.UnaryStreamMultiCallable[_run_pb2.PrefetchSamplesRequest, _run_pb2.PrefetchSamplesResponse]
+    """Streams payloads of READY samples that the next LeaseBatch will probably lease, as they become READY, so that a trainer can load
+    them while it waits or trains. It leases nothing and changes nothing: the samples MAY end unused, or be leased later. A trainer MUST
+    train only on samples of a lease, with the rewards, the staleness and the `mask_below_step` of the lease. The stream follows the first
+    READY groups in order of admission, up to `geometry`, and each group is sent about once. It lasts until the caller cancels it. Payloads that are
+    gone or cannot be read are omitted, because FetchSamples reports them. Use one stream per trainer session.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      INVALID_ARGUMENT: an amount below 1.
+      ABORTED FENCED: a newer trainer has attached.
+      FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
+      OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. Lease as before.
+    """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]
     """Extends a batch lease by a full term from now.
     Errors:
@@ -291,6 +304,19 @@ class RunServiceAsyncStub(RunServiceStub):
       DATA_LOSS PAYLOAD_LOST: the sample stream no longer stores a payload; ReleaseBatch and lease again. A payload that is stored but
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message has `failure`.
       INVALID_ARGUMENT: shard index not below shard count.
+    """
+    PrefetchSamples: _aio.UnaryStreamMultiCallable[_run_pb2.PrefetchSamplesRequest, _run_pb2.PrefetchSamplesResponse]  # type: ignore[assignment]
+    """Streams payloads of READY samples that the next LeaseBatch will probably lease, as they become READY, so that a trainer can load
+    them while it waits or trains. It leases nothing and changes nothing: the samples MAY end unused, or be leased later. A trainer MUST
+    train only on samples of a lease, with the rewards, the staleness and the `mask_below_step` of the lease. The stream follows the first
+    READY groups in order of admission, up to `geometry`, and each group is sent about once. It lasts until the caller cancels it. Payloads that are
+    gone or cannot be read are omitted, because FetchSamples reports them. Use one stream per trainer session.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      INVALID_ARGUMENT: an amount below 1.
+      ABORTED FENCED: a newer trainer has attached.
+      FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
+      OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. Lease as before.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]  # type: ignore[assignment]
     """Extends a batch lease by a full term from now.
@@ -497,6 +523,25 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           DATA_LOSS PAYLOAD_LOST: the sample stream no longer stores a payload; ReleaseBatch and lease again. A payload that is stored but
             cannot be read, or that contradicts the reported metadata, does not fail the call: its message has `failure`.
           INVALID_ARGUMENT: shard index not below shard count.
+        """
+
+    @_abc_1.abstractmethod
+    def PrefetchSamples(
+        self,
+        request: _run_pb2.PrefetchSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_run_pb2.PrefetchSamplesResponse], _abc.AsyncIterator[_run_pb2.PrefetchSamplesResponse]]:
+        """Streams payloads of READY samples that the next LeaseBatch will probably lease, as they become READY, so that a trainer can load
+        them while it waits or trains. It leases nothing and changes nothing: the samples MAY end unused, or be leased later. A trainer MUST
+        train only on samples of a lease, with the rewards, the staleness and the `mask_below_step` of the lease. The stream follows the first
+        READY groups in order of admission, up to `geometry`, and each group is sent about once. It lasts until the caller cancels it. Payloads that are
+        gone or cannot be read are omitted, because FetchSamples reports them. Use one stream per trainer session.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN: CreateRun first.
+          INVALID_ARGUMENT: an amount below 1.
+          ABORTED FENCED: a newer trainer has attached.
+          FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
+          OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. Lease as before.
         """
 
     @_abc_1.abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rollmesh.shared.codec.metadata import check_metadata
@@ -87,10 +88,22 @@ class BatchAssembler:
         self._unreadable.update(dict.fromkeys(names, reason or "UNREADABLE"))
         _log.warning("samples are unreadable and will be dropped: ids=%s reason=%s cause=%s", names, reason, cause)
 
+    def add_ahead(self, message: run_pb2.PrefetchSamplesResponse) -> None:
+        """Add one episode that was loaded before the lease. One that contradicts the lease is omitted, hence fetched again."""
+        names = [name for name in message.sample_ids if name in self._leased]
+        with suppress(MetadataMismatch):
+            for name in names:
+                check_metadata(message.episode, self._leased[name].meta)
+            self._found.update({name: BatchSample(self._leased[name], message.episode) for name in names})
+
+    def missing(self) -> list[str]:
+        """Return the leased samples that did not arrive yet."""
+        return [name for name in self._leased if name not in self._found and name not in self._unreadable]
+
     def finish(self) -> Batch:
         """Return the batch in the order of the lease. Raises `PayloadLost` if a sample did not arrive."""
         names = list(self._leased)
-        if missing := [name for name in names if name not in self._found and name not in self._unreadable]:
+        if missing := self.missing():
             raise PayloadLost(
                 f"{len(missing)} leased samples did not arrive, first {missing[0]}; release the batch and lease again",
                 sample_id=missing[0],

@@ -77,11 +77,14 @@ class Run(RunCalls):
         holder: str = "",
         dropped: Mapping[str, str] | None = None,
         applied: bool = True,
+        prefetch_bytes_max: int = 0,
     ) -> Trainer:
         """Attach as the only trainer of the run, with the state of the caller's checkpoint: its last update and the digest after it.
 
         `dropped` (sample id -> reason) and `applied` are those of the commit of `last_update`, whose reply may be lost. Without them an
         update that dropped samples or was skipped cannot be rolled forward. Use the trainer as a context.
+
+        With `prefetch_bytes_max`, up to so many bytes of payloads are loaded while the trainer waits or trains, so that `fetch` finds them.
 
         Raises `UnknownRun`, `DigestMismatch` (the checkpoint belongs to another history), `UnknownUpdate`.
         """
@@ -112,7 +115,9 @@ class Run(RunCalls):
             lease_s=reply.lease_s,
             spec=reply.spec,
         )
-        return Trainer(self, attached, digest=digest, depot=reply.weights_address)
+        return Trainer(
+            self, attached, digest=digest, depot=reply.weights_address, prefetch_bytes_max=prefetch_bytes_max
+        )
 
     async def state(self) -> run_pb2.RunState:
         """Return the current state: sample counts, evaluations, waiting components and their reasons."""

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from rollmesh.client.batch import Batch, BatchAssembler, BatchLease
 from rollmesh.client.calls import RunCalls
+from rollmesh.client.prefetch import Prefetch
 from rollmesh.client.renewal import Renewal
 from rollmesh.client.tensors import Array, write_safetensors
 from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded
@@ -61,7 +62,9 @@ class CommitResult:
 class Trainer:
     """A trainer session, created by `Run.attach`. Use it as an async context, in one task."""
 
-    def __init__(self, run: RunCalls, attached: Attachment, *, digest: str, depot: str) -> None:
+    def __init__(
+        self, run: RunCalls, attached: Attachment, *, digest: str, depot: str, prefetch_bytes_max: int = 0
+    ) -> None:
         self.attached = attached
         """Epoch, incarnation, resolution of samples in doubt, spec of the run."""
         self.update = attached.next_update - 1
@@ -75,6 +78,7 @@ class Trainer:
         self._depot = depot
         self._lease_id = ""
         self._renewal: Renewal | None = None
+        self._prefetch = Prefetch(run, trainer_epoch=attached.trainer_epoch, bytes_max=prefetch_bytes_max)
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,7 +91,7 @@ class Trainer:
                 if self._lease_id:
                     await self.release()
         finally:
-            await self.abandon()
+            await self.close()
 
     # Batches ----------------------------------------------------------------------------------------------------------
 
@@ -123,6 +127,7 @@ class Trainer:
         """
         if self._lease_id:
             await self.release()
+        self._prefetch.start()
         update, limit_s = self.update + 1, wait_s + self._gateway.config.call_s
         request = run_pb2.LeaseBatchRequest(**self._holding(), update=update, wait_s=wait_s, geometry=geometry)
         reply: run_pb2.LeaseBatchResponse = await self._run.ask("LeaseBatch", request, limit_s)
@@ -137,19 +142,30 @@ class Trainer:
 
     async def fetch(self, lease: BatchLease, *, on_first: Callable[[], Awaitable[None]] | None = None) -> Batch:
         """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`, `UnknownLease`."""
-        request = run_pb2.FetchSamplesRequest(
-            run=self._run.name, trainer_epoch=self.attached.trainer_epoch, lease_id=lease.lease_id, num_shards=1
-        )
+        ahead = self._prefetch.take([sample.meta.sample_id for sample in lease.samples])
+        if ahead and on_first is not None:
+            await on_first()
 
         async def receive() -> Batch:
-            batch, num = BatchAssembler(lease), 0
-            stream = self._gateway.stream("FetchSamples", request, self._gateway.config.fetch_s)
-            async with aclosing(stream) as episodes:
-                async for message in episodes:
-                    batch.add(message)
-                    num += 1
-                    if num == 1 and on_first is not None:
-                        await on_first()
+            batch = BatchAssembler(lease)
+            for loaded in ahead:
+                batch.add_ahead(loaded)
+            if missing := batch.missing():
+                request = run_pb2.FetchSamplesRequest(
+                    run=self._run.name,
+                    trainer_epoch=self.attached.trainer_epoch,
+                    lease_id=lease.lease_id,
+                    num_shards=1,
+                    sample_ids=missing if ahead else (),
+                )
+                stream = self._gateway.stream("FetchSamples", request, self._gateway.config.fetch_s)
+                async with aclosing(stream) as episodes:
+                    num = len(ahead)
+                    async for message in episodes:
+                        batch.add(message)
+                        num += 1
+                        if num == 1 and on_first is not None:
+                            await on_first()
             return batch.finish()
 
         return await self._run.retry(receive)
@@ -197,6 +213,11 @@ class Trainer:
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
             await renewal.__aexit__(None, None, None)
+
+    async def close(self) -> None:
+        """End the session as a crash does: `abandon`, and load nothing ahead of its lease."""
+        await self.abandon()
+        await self._prefetch.close()
 
     def check(self) -> None:
         """Raise the cause if the lease of the open batch is lost, so that a long update can stop early."""

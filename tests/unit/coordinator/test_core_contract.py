@@ -82,6 +82,48 @@ def test_a_repeated_lease_says_how_long_it_still_runs_and_keeps_its_geometry() -
     assert run.lease(1).lease_s == 60.0
 
 
+def ahead(run: CoreRun, known: set[str], **fields: Any) -> list[str]:
+    request = i.WatchReady(**trainer(run, ticket=0, **fields))
+    return [sample.meta.sample_id for sample in run.core.ready_ahead(request, known)]
+
+
+def test_the_samples_ahead_are_those_of_the_next_batch_each_once_and_are_not_leased() -> None:
+    run = CoreRun(max_staleness=2, batch_groups=2, group_size=1)
+    run.begin()
+    known: set[str] = set()
+    assert ahead(run, known) == []
+    made = run.generate(3, step=0)
+    facts = len(run.facts)
+    assert ahead(run, known) == made[:2]
+    assert ahead(run, known) == []
+    assert ahead(run, set(), unit=SAMPLES, amount=3) == made
+    assert len(run.facts) == facts, "reading ahead decides nothing"
+    assert ids(run.lease(1)) == made[:2]
+    assert ahead(run, known) == made[2:]
+    run.ask(i.ReleaseBatch, **trainer(run, lease_id=run.lease(1).lease_id))
+    assert ahead(run, known) == made[:2], "they were leased in between"
+
+
+def test_a_fenced_trainer_and_an_ended_run_read_nothing_ahead() -> None:
+    run = CoreRun()
+    run.begin()
+    with pytest.raises(Refusal, match="fenced") as fenced:
+        ahead(run, set(), trainer_epoch=run.epoch - 1)
+    assert fenced.value.reason == "FENCED"
+    run.ask(i.StopRun, reason="enough")
+    with pytest.raises(Refusal, match="has ended") as ended:
+        ahead(run, set())
+    assert ended.value.reason == "RUN_ENDED"
+
+
+def test_a_gateway_reads_only_the_samples_that_it_names() -> None:
+    run, batch = leased()
+    wanted = ids(batch)[1:3]
+    fields = {"policy": "", "learner": "", "trainer_epoch": run.epoch, "lease_id": batch.lease_id}
+    assert ids(run.ask(i.GetBatch, **fields)) == ids(batch)
+    assert ids(run.ask(i.GetBatch, **fields, sample_ids=tuple(wanted))) == wanted
+
+
 @pytest.mark.parametrize(
     ("unit", "most"),
     [(i.GeometryUnit.GROUPS, 4), (SAMPLES, 4 * 2 * 4 * 4096), (TOKENS, 4 * 2 * 4 * 4096 * (2**31 - 1))],

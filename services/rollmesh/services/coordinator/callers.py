@@ -98,14 +98,18 @@ class Callers:
         self._put(QueuedRead(read, answer))
         return await answer
 
-    async def watch(self, read: Callable[[Core, LedgerHead], T]) -> AsyncIterator[T]:
-        """Yield `read` now and after changes, at most every `watch_interval_s`. A slow watcher skips states."""
+    async def watch(
+        self, read: Callable[[Core, LedgerHead], T], *, interval_s: float | None = None
+    ) -> AsyncIterator[T]:
+        """Yield `read` now and after changes, at most every `interval_s` or else `watch_interval_s`. A slow watcher skips states."""
+        if interval_s is None:
+            interval_s = self._limits.watch_interval_s
         self._num_watchers += 1
         try:
             while True:
                 changed = self._changed
                 yield await self.read(read)
-                await self._clock.sleep(self._limits.watch_interval_s)
+                await self._clock.sleep(interval_s)
                 await self._idle(changed)
         finally:
             self._num_watchers -= 1

@@ -181,6 +181,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         raise Unimplemented("the coordinator stores no payloads; call the gateway")
         yield  # makes it a stream
 
+    async def PrefetchSamples(
+        self, request: pb.PrefetchSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.PrefetchSamplesResponse]:
+        raise Unimplemented("the coordinator stores no payloads; call the gateway")
+        yield  # makes it a stream
+
     async def StreamSamples(
         self, request: pb.StreamSamplesRequest, context: Context
     ) -> AsyncIterator[pb.StreamSamplesResponse]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import known_member
@@ -19,6 +21,7 @@ from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.translate import from_wire, to_wire
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe
@@ -26,6 +29,8 @@ from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 
 REPORTS_MAX = 4096
+READY_INTERVAL_S = 0.05
+"""Minimum time between two messages of WatchReady, in seconds: about the latency of a small payload."""
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
@@ -206,10 +211,30 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         driver = await self._runs.get(request.run)
         batch: i.BatchGrant = await driver.submit(
             lambda ticket: i.GetBatch(
-                ticket=ticket, policy="", learner="", trainer_epoch=request.trainer_epoch, lease_id=request.lease_id
+                ticket=ticket,
+                policy="",
+                learner="",
+                trainer_epoch=request.trainer_epoch,
+                lease_id=request.lease_id,
+                sample_ids=tuple(request.sample_ids),
             )
         )
         return pb.GetBatchResponse(samples=translate.leased_samples(batch.samples))
+
+    async def WatchReady(self, request: pb.WatchReadyRequest, context: Context) -> AsyncIterator[pb.WatchReadyResponse]:
+        validation.check_trainer(request)
+        asked, known = translate.watch_ready(request), set[str]()
+        driver = await self._runs.get(request.run)
+
+        def read(core: Core, _: LedgerHead) -> tuple[i.LeasedSample, ...]:
+            try:
+                return core.ready_ahead(asked, known)
+            except Refusal as refusal:
+                raise translate.to_error(refusal) from refusal
+
+        async for samples in driver.watch(read, interval_s=READY_INTERVAL_S):
+            if samples:
+                yield pb.WatchReadyResponse(samples=translate.leased_samples(samples))
 
 
 def _acquired(run: str, acquired: i.Acquired) -> pb.AcquireRolloutsResponse:

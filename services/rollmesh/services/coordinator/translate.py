@@ -124,11 +124,7 @@ def _sample_meta(message: types_pb2.SampleMeta) -> SampleMeta:
 
 
 def lease_batch(ticket: int, request: run_pb2.LeaseBatchRequest, wait: float) -> i.LeaseBatch:
-    unit = known_member(i.GeometryUnit, request.geometry.unit or run_pb2.BatchGeometry.UNIT_GROUPS)
-    if unit is None:
-        raise invalid("geometry.unit", f"is {request.geometry.unit}; expected 1 to {len(i.GeometryUnit)}")
-    if request.HasField("geometry") and request.geometry.amount < 1:
-        raise invalid("geometry.amount", f"is {request.geometry.amount}; expected at least 1")
+    unit, amount = _geometry(request)
     return i.LeaseBatch(
         ticket=ticket,
         policy=request.policy or DEFAULT_NAME,
@@ -136,9 +132,32 @@ def lease_batch(ticket: int, request: run_pb2.LeaseBatchRequest, wait: float) ->
         trainer_epoch=request.trainer_epoch,
         update=request.update,
         unit=unit,
-        amount=request.geometry.amount,
+        amount=amount,
         wait_s=wait,
     )
+
+
+def watch_ready(request: coordinator_pb2.WatchReadyRequest) -> i.WatchReady:
+    unit, amount = _geometry(request)
+    return i.WatchReady(
+        ticket=0,
+        policy=request.policy or DEFAULT_NAME,
+        learner=request.learner or DEFAULT_NAME,
+        trainer_epoch=request.trainer_epoch,
+        unit=unit,
+        amount=amount,
+    )
+
+
+def _geometry(
+    request: run_pb2.LeaseBatchRequest | coordinator_pb2.WatchReadyRequest,
+) -> tuple[i.GeometryUnit, int]:
+    unit = known_member(i.GeometryUnit, request.geometry.unit or run_pb2.BatchGeometry.UNIT_GROUPS)
+    if unit is None:
+        raise invalid("geometry.unit", f"is {request.geometry.unit}; expected 1 to {len(i.GeometryUnit)}")
+    if request.HasField("geometry") and request.geometry.amount < 1:
+        raise invalid("geometry.amount", f"is {request.geometry.amount}; expected at least 1")
+    return unit, request.geometry.amount
 
 
 def leased_samples(samples: Sequence[i.LeasedSample]) -> list[run_pb2.LeasedSample]:

@@ -67,6 +67,10 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         _refuse("GetBatch")
 
+    async def WatchReady(self, request: pb.WatchReadyRequest, context: Context) -> AsyncIterator[pb.WatchReadyResponse]:
+        _refuse("WatchReady")
+        yield  # makes this method a generator
+
 
 def _refuse(verb: str) -> NoReturn:
     raise Unimplemented(f"the gateway does not forward {verb}; call the coordinator, whose address GetMesh returns")

@@ -8,12 +8,13 @@ it forwards, for the audit.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.payloads import PayloadReader, episodes_of, shard
-from rollmesh.shared.errors import FieldViolation, InvalidInput, Unimplemented
+from rollmesh.shared.errors import FieldViolation, InvalidInput, PayloadLost, Unimplemented
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
@@ -113,12 +114,36 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
             what = f"is {request.shard_index}; expected 0 to {num_shards - 1}, below num_shards"
             raise InvalidInput(f"shard_index {what}", violations=[FieldViolation("shard_index", what)])
         ask = coordinator_pb2.GetBatchRequest(
-            run=request.run, trainer_epoch=request.trainer_epoch, lease_id=request.lease_id
+            run=request.run,
+            trainer_epoch=request.trainer_epoch,
+            lease_id=request.lease_id,
+            sample_ids=request.sample_ids,
         )
         batch = await self._forward(self._coordinator.GetBatch, ask, context)
         chosen = shard(episodes_of(batch.samples), request.shard_index, num_shards)
         async for response in self._payloads.read(request.run, chosen):
             yield response
+
+    async def PrefetchSamples(
+        self, request: pb.PrefetchSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.PrefetchSamplesResponse]:
+        geometry = request.geometry if request.HasField("geometry") else None
+        ask = coordinator_pb2.WatchReadyRequest(
+            run=request.run,
+            policy=request.policy,
+            learner=request.learner,
+            trainer_epoch=request.trainer_epoch,
+            geometry=geometry,
+        )
+        call = self._coordinator.WatchReady(ask, timeout=context.time_remaining())
+        try:
+            async for ready in call:
+                with suppress(PayloadLost):  # FetchSamples of the lease reports it
+                    async for found in self._payloads.read(request.run, episodes_of(ready.samples)):
+                        if not found.HasField("failure"):
+                            yield pb.PrefetchSamplesResponse(episode=found.episode, sample_ids=found.sample_ids)
+        finally:
+            call.cancel()
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         raise Unimplemented("SubmitTasks is not implemented; configure a task file at the data service")

@@ -64,6 +64,9 @@ class LearnerConfig(UpdateConfig):
     """Maximum number of consecutive versions that canary nodes may refuse. With one more the learner fails with their cause. Meanwhile it
     continues to train and publish within the staleness bound. At max_staleness 0 the first refusal ends it, because generation needs the
     newest version."""
+    prefetch_bytes_max: Annotated[NonNegativeInt, LIVE] = 256 << 20
+    """Maximum size of payloads that are loaded while the learner waits for a batch or trains, in bytes, so that it does not wait for them
+    after the lease. 0 fetches every payload after the lease."""
     wait_s: Annotated[float, Meta(gt=0, le=60), LIVE] = 10.0
     """Maximum wait of one request for a batch, in seconds, at most 60. Then the learner reports the wait and retries."""
     stop_s: Annotated[PositiveFloat, LIVE] = 60.0

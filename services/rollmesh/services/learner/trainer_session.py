@@ -80,7 +80,12 @@ async def begin_session(parts: Parts) -> TrainerSession:
             parts.progress.last_error = damage
             _log.error("%s", damage)
         position = restored.position
-        trainer = await parts.run.attach(last_update=position.update, digest=position.digest, holder=parts.holder)
+        trainer = await parts.run.attach(
+            last_update=position.update,
+            digest=position.digest,
+            holder=parts.holder,
+            prefetch_bytes_max=parts.config.prefetch_bytes_max,
+        )
     attached = trainer.attached
     if attached.next_update != position.update + 1:
         raise WrongUpdate(
@@ -135,7 +140,7 @@ class TrainerSession:
         finally:
             await self._drop_publication()
             # An open batch is in doubt now: the next attach compares the checkpoint with the ledger.
-            await self._trainer.abandon()
+            await self._trainer.close()
 
     # Publishing -------------------------------------------------------------------------------------------------------
 

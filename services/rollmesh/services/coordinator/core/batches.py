@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from rollmesh.services.coordinator.core import bound, rollouts
@@ -98,7 +100,29 @@ def _is_all(ctx: DecisionContext) -> bool:
     return not on_their_way and bound.num_admissible(ctx.state) == 0
 
 
-def _wanted(ctx: DecisionContext, request: i.LeaseBatch | None) -> tuple[i.GeometryUnit, int]:
+def ready_ahead(ctx: DecisionContext, request: i.WatchReady, known: set[str]) -> tuple[i.LeasedSample, ...]:
+    """Return the READY samples of the next batch outside the groups in `known`, which becomes the groups of that batch
+    and other READY ones of before. This decides nothing: the lease does."""
+    check_trains(ctx)
+    check_epoch(ctx, request)
+    if ctx.state.ended or ctx.state.stopping:
+        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}")
+    unit, amount = _wanted(ctx, request)
+    ready = ctx.state.training_groups(GroupPhase.READY)
+    fresh: list[GroupState] = []
+    total = 0
+    for group in ready:
+        if total >= amount:
+            break
+        total += _size(group, unit)
+        if group.group not in known:
+            fresh.append(group)
+    known &= {group.group for group in ready}
+    known |= {group.group for group in fresh}
+    return tuple(_ready_sample(group, sample) for group in fresh for sample in group.live_samples())
+
+
+def _wanted(ctx: DecisionContext, request: i.LeaseBatch | i.WatchReady | None) -> tuple[i.GeometryUnit, int]:
     if request is None or request.amount == 0:
         return i.GeometryUnit.GROUPS, ctx.spec.batch_groups
     return request.unit, request.amount
@@ -195,6 +219,14 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.BatchGrant:
 
 def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
     spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=batch.bound)
+    return replace(
+        _ready_sample(group, sample),
+        staleness=bound.sample_staleness(spans, update=batch.update),
+        mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=batch.bound),
+    )
+
+
+def _ready_sample(group: GroupState, sample: SampleState) -> i.LeasedSample:
     meta = sample.meta
     if meta.summary.text:  # the members of the groups have it
         meta = msgspec.structs.replace(meta, summary=msgspec.structs.replace(meta.summary, text=""))
@@ -203,8 +235,8 @@ def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) ->
         group=group.group,
         task=group.task.task_id,
         payload=group.episodes[sample.episode].payload,
-        staleness=bound.sample_staleness(spans, update=batch.update),
-        mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=batch.bound),
+        staleness=0,
+        mask_below_step=0,
     )
 
 
@@ -224,10 +256,13 @@ def group_members(group: GroupState) -> i.GroupMembers:
 
 
 def get_batch(ctx: DecisionContext, request: i.GetBatch) -> None:
-    """Reply with the contents of a lease, for the gateway. The request has no policy."""
+    """Reply with the samples of a lease, for the gateway. The request has no policy."""
     if request.trainer_epoch != ctx.clock.trainer_epoch:
         refuse("FENCED", f"trainer epoch {request.trainer_epoch} is fenced by {ctx.clock.trainer_epoch}")
-    ctx.reply(request.ticket, _describe_batch(ctx, held_batch(ctx, request.lease_id)))
+    batch, wanted = held_batch(ctx, request.lease_id), set(request.sample_ids)
+    samples = ((g, s) for g in (ctx.state.groups[name] for name in batch.groups) for s in g.live_samples())
+    found = tuple(_leased_sample(g, s, batch) for g, s in samples if not wanted or s.sample_id in wanted)
+    ctx.reply(request.ticket, i.BatchGrant(lease_id=batch.lease_id, samples=found))
 
 
 def renew_batch(ctx: DecisionContext, request: i.RenewBatch) -> None:

@@ -178,6 +178,12 @@ class Core:
             found["groups"] = f"{finalizing} wait for the reward service to finalize them"
         return found
 
+    def ready_ahead(self, request: i.WatchReady, known: set[str]) -> tuple[i.LeasedSample, ...]:
+        """Return READY samples for the next batch, see `batches.ready_ahead`. Raises Refusal."""
+        if self.state.spec is None:
+            refuse("UNKNOWN_RUN", "no such run; CreateRun first")
+        return batches.ready_ahead(DecisionContext(self.state, self.ephemeral, 0.0), request, known)
+
     def idle_s(self, now: float) -> float:
         """Return the seconds since the last progress."""
         return now - self.ephemeral.progressed_at

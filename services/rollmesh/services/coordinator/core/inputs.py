@@ -231,6 +231,14 @@ class LeaseBatch(TrainerRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WatchReady(TrainerRequest):
+    """A request to read, not to decide: `Core.ready_ahead` answers it."""
+
+    unit: GeometryUnit = GeometryUnit.GROUPS
+    amount: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSample:
     meta: SampleMeta
     group: str
@@ -271,6 +279,8 @@ class BatchGrant:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetBatch(TrainerRequest):
     lease_id: str
+    sample_ids: tuple[str, ...] = ()
+    """Samples of the lease that are requested; empty means all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
