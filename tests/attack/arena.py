@@ -23,10 +23,11 @@ from rollmesh.services.sandbox.config import PoolsConfig, ProfileConfig, Sandbox
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import SeededIds
 
-from . import online
+from . import online, sharing
 from .attack import Attack, Verdict, mismatch
 from .internet import Internet, internet
 from .judging import Bench, bench
@@ -69,8 +70,16 @@ class Score:
 class Scene:
     """One attacker's session, for attacks that use other commands besides `run`."""
 
-    def __init__(self, engine: JailEngine, facts: Mapping[str, object], attack: Attack, judging: Bench | None) -> None:
+    def __init__(
+        self,
+        engine: JailEngine,
+        facts: Mapping[str, object],
+        attack: Attack,
+        judging: Bench | None,
+        calls: sharing.SharedCalls,
+    ) -> None:
         self._engine = engine
+        self._calls = calls
         self._facts = facts
         self._attack = attack
         self._bench = judging
@@ -103,6 +112,26 @@ class Scene:
             return (await self._engine.run("later", Program(code=code), wall_s)).result
         finally:
             await self._engine.end("later")
+
+    async def shared(self, function: str, text: str, tenant: str = "run") -> RunResult:
+        """Call a function in a session that the calls of `tenant` share."""
+        self.result = await self._calls.call(function, text, tenant)
+        self.received.append(str(self.result))
+        return self.result
+
+    @property
+    def leases(self) -> Sessions:
+        """The leases of the shared sessions."""
+        return self._calls.sessions
+
+    @property
+    def shared_ids(self) -> list[str]:
+        return list(self.leases.owners())
+
+    @property
+    def num_shared(self) -> int:
+        """Number of shared sessions so far."""
+        return self.leases.counts().created
 
     async def judged(self, kind: str, source: str) -> str:
         """Judge a candidate by hidden tests, in separate sessions."""
@@ -143,8 +172,12 @@ class Scene:
 class Arena:
     """The arena of the attacks. Create it with `arena()`."""
 
-    def __init__(self, engine: JailEngine, world: World, layout: Internet | None, judging: Bench | None) -> None:
+    def __init__(
+        self, engine: JailEngine, config: SandboxConfig, world: World, layout: Internet | None, judging: Bench | None
+    ) -> None:
         self.engine = engine
+        self._config = config
+        self._ids = SeededIds(1)
         self._bench = judging
         self.world = world
         self._place = layout
@@ -158,7 +191,8 @@ class Arena:
         """Run one attack."""
         await self.engine.open("attacker", attack.profile, self.engine.limits(attack.profile), tenant=attack.name)
         before = await self._look()
-        scene = Scene(self.engine, self._facts, attack, self._bench)
+        calls = sharing.SharedCalls(self.engine, self._config, self._ids)
+        scene = Scene(self.engine, self._facts, attack, self._bench, calls)
         lost: list[str] = []
         try:
             async with self.neighbor.timed(attack.name), asyncio.timeout(60):
@@ -169,6 +203,7 @@ class Arena:
         except Exception as error:  # noqa: BLE001 - whatever the service raised to its user is the finding
             alive, lost = False, [f"the service raised {error!r}"]
         finally:
+            await calls.end()
             await self.engine.end("attacker")
         faults = [*lost, *_faults(attack, scene, alive=alive), *self._leaks(scene), *await self._harm(before)]
         return Score(name=attack.name, verdict=_verdict(attack, scene), faults=faults)
@@ -273,7 +308,9 @@ async def arena(
         if layout is not None:  # its zygote would be mistaken for a process that an attack left
             await engine.open("first", online.INNER, engine.limits(online.INNER))
             await engine.end("first")
-        made = Arena(engine, world, layout, judge)
+        await engine.open("second", sharing.PROFILE, engine.limits(sharing.PROFILE))  # for the same reason
+        await engine.end("second")
+        made = Arena(engine, config, world, layout, judge)
         await made.neighbor.open()
         yield made
 
@@ -281,7 +318,7 @@ async def arena(
 def _config(layout: Internet | None, folder: Path, *, leaky: bool) -> SandboxConfig:
     """The configuration without ready sessions, because processes and descriptors that did not exist before count as
     left by an attack."""
-    profiles = {"python": ProfileConfig(limits=LIMITS)}
+    profiles = {"python": ProfileConfig(limits=LIMITS), sharing.PROFILE: sharing.profile(LIMITS)}
     egress: Mapping[str, EgressConfig] = {}
     if layout is not None:
         profiles |= online.profiles(LIMITS)

@@ -15,6 +15,7 @@ from .families import (
     network,
     replies,
     sessions,
+    sharing,
     timing,
     verdicts,
 )
@@ -22,6 +23,7 @@ from .families import (
 FAMILIES: tuple[Family, ...] = (
     filesystem.FAMILY,
     sessions.FAMILY,
+    sharing.FAMILY,
     network.FAMILY,
     egress.FAMILY,
     kernel.PROC_FAMILY,

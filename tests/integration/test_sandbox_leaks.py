@@ -36,12 +36,13 @@ ACCESS = Access(token="t")
 SERVICE = """
 import asyncio, json, sys
 from pathlib import Path
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import SandboxConfig, SharedConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.rpc.access import Access
 
 async def main():
-    config = SandboxConfig(ttl_s=2.0, reap_every_s=0.2)
+    shared = SharedConfig(idle_s=0.5, calls_max=20)
+    config = SandboxConfig(ttl_s=2.0, reap_every_s=0.2, shared=shared)
     node = SandboxNode(config, node_id="sandbox-0", access=Access(token="t"), state_dir=Path(sys.argv[1]))
     async with node:
         print(json.dumps(node.address), flush=True)
@@ -70,6 +71,7 @@ class Load:
     chance: random.Random
     num_opened: int = 0
     num_failed: int = 0
+    num_called: int = 0
     numbers: list[int] = field(default_factory=list)
 
     async def work(self, link: WorkLink, life: int, until: int) -> None:
@@ -84,6 +86,11 @@ class Load:
         opening = pb.OpenSession(profile=self.chance.choice(("python", "calc")), owner="leaks")
         await link.request(pb.WorkRequest(session_id=session_id, open=opening), limit_s=WAIT_S)
         self.num_opened += 1
+        if self.chance.random() < 0.2:
+            call = pb.StatelessCall(function="call", arguments=["6*7"])
+            tenant = self.chance.choice(("a", "b"))
+            assert (await link.call(call, profile="calc", tenant=tenant, limit_s=WAIT_S)).result == "42"
+            self.num_called += 1
         if self.chance.random() < 0.3:
             code = self.chance.choice(CODES)
             await link.request(pb.WorkRequest(session_id=session_id, run=pb.RunCode(code=code)), limit_s=WAIT_S)
@@ -159,7 +166,8 @@ async def test_no_session_leaves_a_trace_however_often_the_service_is_killed(tmp
     gone_s.append(await until_empty(traces.living))
     assert traces.left() == []
     assert load.num_opened >= NUM_SESSIONS
+    assert load.num_called > NUM_SESSIONS // 10
     print(
-        f"\n{load.num_opened:,} sessions, {NUM_KILLS} kills, {load.num_failed} commands failed with them; "
+        f"\n{load.num_opened:,} sessions, {load.num_called:,} calls in shared sessions, {NUM_KILLS} kills, {load.num_failed} commands failed with them; "
         f"all gone after {max(gone_s):.2f} s at most; last life: {created} created, {ended}"
     )

@@ -25,6 +25,8 @@ ENTRIES_MAX = 64
 """Entries of a container up to which its content is compared. Of a larger one only the length is compared."""
 _CONTAINERS = (list, dict, set, bytearray)
 _SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGINT, signal.SIGTERM)
+_WARNINGS = "__warningregistry__"
+"""Name that a warning adds to the module which causes it. It is removed after the call."""
 _ALWAYS = ("outcome", "result", "wall_s", "cpu_s")
 
 
@@ -73,6 +75,7 @@ class StateWatch:
     def changed(self) -> str:
         """Return the first difference in words; empty if there is none."""
         for scope, before in self._scopes:
+            scope.pop(_WARNINGS, None)
             if scope != before:
                 return f"global name {_first_difference(scope, before)}"
         for name, value, kept in self._containers:
