@@ -16,6 +16,7 @@ BENCHES = (
     "prefix",
     "versions",
     "admission_latency",
+    "rows_per_step",
     "mesh_turn",
     "mesh_modes",
     "sandbox",

@@ -8,8 +8,9 @@ than `hold_s` is never followed by a hold, so large models and large batches run
 A step is not held when holding cannot add rows:
 - `ROWS_FULL` rows are live, or as many as there are slots;
 - fewer than `ARRIVALS_MIN` requests are expected within `hold_s`, by the rate of the last `RATE_S` seconds;
-- every session of the last `SESSIONS_S` seconds has a live request. A session waits for its answer, so a single client, or any number of
-  them that only wait for the model, runs without a hold. Requests without a session count as one session.
+- half of the sessions of the last `SESSIONS_S` seconds or more have a live request, so that waiting could not double the rows. A session
+  waits for its answer, so a single client, or any number of them that mostly wait for the model, runs without a hold. Requests without a
+  session count as one session.
 
 Changes only when steps run. The tokens of a request do not depend on it. Time is passed in, and the class has no thread.
 """
@@ -72,7 +73,7 @@ class StepPace:
         """Return the number of live sequences from which waiting for more is useless."""
         while self._sessions and next(iter(self._sessions.values())) < now_s - SESSIONS_S:
             self._sessions.popitem(last=False)
-        return min(self._rows_full, len(self._sessions))
+        return min(self._rows_full, len(self._sessions) // 2)
 
     def _weighted(self, now_s: float) -> float:
         return self._arrivals * math.exp((self._arrived_s - now_s) / RATE_S) if self._arrivals else 0.0
