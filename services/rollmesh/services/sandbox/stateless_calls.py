@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import CallsDone, FunctionCall, RunOutcome, RunResult
-from rollmesh.services.sandbox.metrics import SHARED_CALLS, SHARED_ENDED
+from rollmesh.services.sandbox.metrics import SHARED_CALLS, SHARED_ENDED, START_SECONDS
 from rollmesh.services.sandbox.sessions import Sessions, checked_wall_s
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import (
@@ -249,7 +249,7 @@ class StatelessCalls:
             shared = None
         if shared is not None:
             return shared
-        made = _SharedSession(self._ids.new("shared"))
+        made, began_s = _SharedSession(self._ids.new("shared")), self._clock.monotonic_s()
         await self._sessions.open(
             made.session_id,
             profile=group.profile,
@@ -259,6 +259,7 @@ class StatelessCalls:
             tenant=group.tenant,
             shared=True,
         )
+        observe(START_SECONDS, self._clock.monotonic_s() - began_s)
         return made
 
     async def _settle(
