@@ -26,7 +26,7 @@ INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 SUCCESS, REWARD, BEFORE, GOOD, BAD = "#0b6e99", "#c9a227", "#b8c4ce", "#3a7d44", "#b23a48"
 PHASE_COLORS = {
     "train": "#0b6e99", "wait": "#c9a227", "publish": "#6c8ea4", "checkpoint": "#8f7aa6", "fetch": "#74a892",
-    "commit": "#a3b18a", "attach": "#b8c4ce", "other": "#dde3e8",
+    "decode": "#c2d3a7", "commit": "#a3b18a", "attach": "#b8c4ce", "other": "#dde3e8",
 }  # fmt: skip
 SAMPLE_COLORS = {
     "trained": GOOD, "filtered": "#b8c4ce", "cancelled": "#d5dce2", "stale": "#c9a227", "failed": BAD,

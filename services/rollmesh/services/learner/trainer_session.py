@@ -256,7 +256,8 @@ class TrainerSession:
         batch = await self._fetch(lease)
         if batch is None:
             return None
-        decoded = await parts.compute.run(lambda: decode_batch(batch))
+        with parts.progress.during("decode"):
+            decoded = await parts.compute.run(lambda: decode_batch(batch))
         trace.fetched(decoded.traceparents)
         with trace.part(TRAIN):
             result = await self._step(lease, decoded)
