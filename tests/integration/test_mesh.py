@@ -172,7 +172,7 @@ async def test_generation_and_training_go_on_without_each_other_as_far_as_the_bo
     tmp_path: Path, model: Path
 ) -> None:
     eta, batch = 2, 4
-    async with Mesh(config(model, updates_max=0), run_dir=tmp_path / "run") as mesh:
+    async with Mesh(config(model, updates_max=0, admit_early=True), run_dir=tmp_path / "run") as mesh:
         operator = Operator(mesh)
         await operator.until(lambda s: policy(s).applied_step >= 2)
         await mesh.service("learner").stop()

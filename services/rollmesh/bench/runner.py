@@ -15,6 +15,7 @@ BENCHES = (
     "engine",
     "prefix",
     "versions",
+    "admission",
     "admission_latency",
     "rows_per_step",
     "mesh_turn",

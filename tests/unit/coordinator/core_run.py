@@ -86,9 +86,11 @@ class CoreRun:
         self.attach()
         self.publish(0)
 
-    def generate(self, num: int, *, step: int, incarnation: int = 0, summary: SampleSummary = NO_SUMMARY) -> list[str]:
+    def generate(
+        self, num: int, *, step: int, incarnation: int = 0, summary: SampleSummary = NO_SUMMARY, wait_s: float = 1.0
+    ) -> list[str]:
         """Lease and finish `num` episodes of one sample each. Return the sample ids."""
-        acquired: i.Acquired = self.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=1.0)
+        acquired: i.Acquired = self.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=wait_s)
         reports = []
         for lease in acquired.leases:
             meta = SampleMeta(

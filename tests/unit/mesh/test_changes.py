@@ -57,6 +57,7 @@ def test_the_file_and_the_recorded_spec_agree_on_what_may_change() -> None:
     assert live == {
         *(
             "max_staleness",
+            "admit_early",
             "publish_every",
             "tries_max",
             "episode_lease_s",

@@ -11,6 +11,11 @@ SAMPLES = gauge(
 )  # fmt: skip
 DROPPED = gauge("rollmesh_coordinator_samples_by_reason", "Samples that ended, by end and reason.", "run", "reason")
 GROUPS = gauge("rollmesh_coordinator_groups", "Training groups by state.", "run", "state")
+AHEAD = gauge(
+    "rollmesh_coordinator_admission_ahead_groups",
+    "Groups ahead of the update after the published step, by limit: admitted now, demand of the learner, bound.",
+    "run", "limit",
+)  # fmt: skip
 LEASES = gauge(
     "rollmesh_coordinator_leases", "Held leases: of episodes, of batches, of batches in doubt.", "run", "kind"
 )
@@ -47,6 +52,6 @@ APPEND_SECONDS = histogram(
 )
 NODES = gauge("rollmesh_coordinator_nodes", "Nodes of the fleet.", "kind", "state")
 METRICS = (
-    SAMPLES, DROPPED, GROUPS, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, STEP, TOKENS, REWARD, POSITION,
+    SAMPLES, DROPPED, GROUPS, AHEAD, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, STEP, TOKENS, REWARD, POSITION,
     APPEND_SECONDS, NODES,
 )  # fmt: skip

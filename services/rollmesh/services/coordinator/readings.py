@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from rollmesh.services.coordinator.core import demand
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import EpisodeStatus, SampleCounters, State
 from rollmesh.services.coordinator.metrics import (
+    AHEAD,
     DROPPED,
     GROUPS,
     LEASES,
@@ -48,6 +50,10 @@ def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
         *_samples(run, core.state.eval_counters, "eval"),
         *(Reading(DROPPED, num, (run, reason)) for reason, num in state.samples.reasons.items()),
         *(Reading(GROUPS, policy.groups.get(phase, 0), (run, phase)) for phase in GROUP_STATES),
+        *(
+            Reading(AHEAD, num, (run, limit))
+            for limit, num in demand.ahead_groups(core.state, core.ephemeral.demand).items()
+        ),
         *_queues(run, core),
         Reading(STALENESS, staleness, (run,)),
         *_clock(run, policy),

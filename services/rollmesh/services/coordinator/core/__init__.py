@@ -18,6 +18,7 @@ and it serves live operation, recovery, audit and simulator.
 | inputs.py           | requests with the caller's ticket, and their replies                           |
 | decision_context.py | what one decision reads and writes: state, ephemeral state, effects            |
 | bound.py            | the staleness bound and admission: the arithmetic of docs/staleness.md         |
+| demand.py           | admission on demand: how many groups the learner needs ahead; ephemeral        |
 | rollouts.py         | decides on groups and episodes                                                 |
 | reports.py          | decides on reports of finished episodes                                        |
 | epochs.py           | decides who trains, and on batches that the last trainer left                  |

@@ -80,10 +80,11 @@ def next_intended_update(state: State) -> int:
     n counts the groups of committed updates and all live groups: in progress, READY, leased or in doubt. Filtered,
     failed and stale groups are not in it.
     """
-    return intended_update(admitted=_num_ahead(state), batch=state.the_spec.batch_groups)
+    return intended_update(admitted=num_ahead(state), batch=state.the_spec.batch_groups)
 
 
-def _num_ahead(state: State) -> int:
+def num_ahead(state: State) -> int:
+    """Return n: groups of committed updates and all live groups that no committed update has."""
     on_the_way = state.training_groups(
         GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY, GroupPhase.LEASED, GroupPhase.IN_DOUBT
     )
@@ -108,7 +109,7 @@ def num_admissible(state: State) -> int:
     last_update = clock.published.step + 1 + spec.max_staleness
     if spec.updates_max:
         last_update = min(last_update, spec.updates_max)
-    return max(0, last_update * spec.batch_groups - _num_ahead(state))
+    return max(0, last_update * spec.batch_groups - num_ahead(state))
 
 
 def out_of_reach(state: State, to_update: int) -> list[GroupState]:

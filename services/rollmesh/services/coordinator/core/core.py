@@ -18,6 +18,7 @@ from rollmesh.services.coordinator.core import (
     batches,
     changes,
     commits,
+    demand,
     ending,
     epochs,
     limits,
@@ -139,6 +140,7 @@ class Core:
         for batch in self.state.batches.values():
             if not batch.in_doubt:
                 self.ephemeral.batch_deadlines[batch.lease_id] = now + ctx.spec.batch_lease_s
+        demand.resume(self.state, self.ephemeral.demand)
         for result in self.state.open_evals():
             self.ephemeral.eval_deadlines[(result.step, result.incarnation)] = now + ctx.spec.eval_s_max
         self._pump(ctx)
@@ -210,6 +212,7 @@ class Core:
         limits.notice_limits(ctx)
         rollouts.request_eval(ctx)
         unserved = batches.grant_batches(ctx)
+        demand.observe(ctx.state, ctx.ephemeral.demand, ctx.now, unserved=unserved)
         limits.notice_exhaustion(ctx, unserved=unserved)
         ending.finish(ctx)
         rollouts.request_tasks(ctx)

@@ -55,6 +55,9 @@ class RunSettings(Settings):
     max_staleness: Annotated[int, Meta(ge=0, le=EPISODES_LIVE_MAX - 1), LIVE] = 2
     """eta: largest number of updates between the oldest trained token and its update. 0 is on-policy. A larger value hides longer tails
     and trains on older samples (docs/staleness.md)."""
+    admit_early: Annotated[bool, LIVE] = False
+    """Whether groups are admitted as early as the bound allows. By default they are admitted on demand: samples that would only wait for a
+    busy learner are generated later, from newer weights (docs/staleness.md)."""
     batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Groups (tasks) per update."""
     group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from math import ceil
 
-from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import bound, demand
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import (
@@ -108,25 +108,33 @@ def why_no_work(ctx: DecisionContext) -> str:
         if ctx.spec.exports:
             return f"nothing: all {state.num_groups} groups are admitted, {live} have not ended"
         return f"admission: {live} groups live, published step {clock.published.step}, eta {ctx.spec.max_staleness}"
+    if num_wanted(ctx) == 0:
+        ready, busy = len(state.training_groups(GroupPhase.READY)), len(demand.on_their_way(state))
+        return f"demand: {ready} READY groups and {busy} on their way are enough until the learner finishes an update"
     return ctx.ephemeral.data_waiting or "tasks from the data service"
+
+
+def num_wanted(ctx: DecisionContext) -> int:
+    """Return how many groups are admitted now: within the bound, and as many as the learner needs ahead."""
+    return demand.num_wanted(ctx.state, ctx.ephemeral.demand)
 
 
 def request_tasks(ctx: DecisionContext) -> None:
     """Request tasks while workers wait and admission has room. Replayed dead letters come first."""
     purpose, split = (Purpose.EXPORT, ctx.spec.export_split) if ctx.spec.exports else (Purpose.TRAIN, "")
     for replay in list(ctx.state.replays):
-        if _demand(ctx) > 0 and bound.num_admissible(ctx.state) > 0:
+        if _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
             _reserve(ctx, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
-    demand = _demand(ctx)
-    if demand <= 0 or ctx.ephemeral.drawing or ctx.ephemeral.exhausted:
+    lacking = _num_lacking(ctx)
+    if lacking <= 0 or ctx.ephemeral.drawing or ctx.ephemeral.exhausted:
         return
-    num = min(bound.num_admissible(ctx.state), ceil(demand / ctx.spec.group_size), DRAW_MAX)
+    num = min(num_wanted(ctx), ceil(lacking / ctx.spec.group_size), DRAW_MAX)
     if num > 0:
         ctx.ephemeral.drawing = True
         ctx.effect(DrawTasks(purpose, ctx.state.next_draw, num, split))
 
 
-def _demand(ctx: DecisionContext) -> int:
+def _num_lacking(ctx: DecisionContext) -> int:
     """Return the number of episodes that workers wait for and that are not pending."""
     return sum(w.num_max for w in ctx.ephemeral.workers) - len(ctx.state.pending)
 
@@ -139,7 +147,7 @@ def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
     ctx.ephemeral.drawing = False
     ctx.ephemeral.data_waiting = "" if answer.tasks else "the data service has no more tasks"
     for draw, task in answer.tasks:
-        if bound.num_admissible(ctx.state) == 0:
+        if num_wanted(ctx) == 0:
             return
         _reserve(ctx, answer.purpose, task, draw)
 
