@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.bench.cpu_profile import Profile
-from rollmesh.bench.mesh_modes_profile import LIBRARIES, MODEL, by_part
+from rollmesh.bench.race_profile import LIBRARIES, MODEL, by_part
 
 
 def test_by_part_puts_generation_and_training_into_their_parts_and_loses_nothing() -> None:
