@@ -124,4 +124,4 @@ bench: setup ## run all benchmarks of docs/benchmarks.md
 	$(BIN)/rollmesh bench
 
 clean: ## remove everything that the targets created
-	rm -rf $(VENV) $(VLLM_VENV) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .venv-trl .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The baseline of `rollmesh bench mesh_modes`: real engine, trainer and episodes, without a mesh."""
+"""The baseline of `rollmesh bench race`: real engine, trainer and episodes, without a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from rollmesh.bench.bare_loop import BareLoop
-from rollmesh.bench.mesh_modes_arm import Work, run_config
+from rollmesh.bench.race_work import RaceWork, race_config
+from rollmesh.bench.warm_model import CONFIG
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
@@ -47,7 +48,11 @@ def model(tmp_path: Path) -> Path:
 
 
 def small_config(model: Path) -> MeshConfig:
-    config = run_config(Work(mode="bare", eta=0, model=str(model), warm=0, num=1, num_profiled=0))
+    work = RaceWork(
+        mode="bare", config=str(CONFIG), eta=0, filtered=False, seed=3, model=str(model), folder=str(model.parent),
+        updates=1, snapshot_every=1, num_profiled=0, limit_s=60.0,
+    )  # fmt: skip
+    config = race_config(work)
     return msgspec.structs.replace(
         config,
         learner=msgspec.structs.replace(config.learner, optimizer=OptimizerConfig(lr=7e-4)),

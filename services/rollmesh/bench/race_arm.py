@@ -159,7 +159,11 @@ class MeshArm:
 
 
 def _seen(update: int, metrics: dict[str, float | None], seconds: dict[str, float]) -> UpdateSeen:
-    ages = {name.split("/")[1]: value or 0.0 for name, value in metrics.items() if name.startswith("lag/") and name.endswith("/tokens")}
+    ages = {
+        name.split("/")[1]: value or 0.0
+        for name, value in metrics.items()
+        if name.startswith("lag/") and name.endswith("/tokens")
+    }
     return UpdateSeen(
         update=update,
         samples=metrics["samples/used"] or 0.0,
@@ -181,10 +185,12 @@ async def open_arm(work: RaceWork) -> AsyncIterator[RaceArm]:
             yield BareArm(loop, work, clock)
         return
     own = Mesh if work.mode == "mesh" else Supervisor
-    async with own(config, run_dir=folder / "run", base_dir=folder) as mesh:
-        async with open_channel(mesh.layout.gateway, access=mesh.layout.access) as channel:
-            profiled = (lambda: profiled_by_process(mesh)) if isinstance(mesh, Supervisor) else profiled_here
-            yield MeshArm(mesh, work, clock, run_pb2_grpc.RunServiceStub(channel), profiled)
+    async with (
+        own(config, run_dir=folder / "run", base_dir=folder) as mesh,
+        open_channel(mesh.layout.gateway, access=mesh.layout.access) as channel,
+    ):
+        profiled = (lambda: profiled_by_process(mesh)) if isinstance(mesh, Supervisor) else profiled_here
+        yield MeshArm(mesh, work, clock, run_pb2_grpc.RunServiceStub(channel), profiled)
 
 
 async def main() -> None:

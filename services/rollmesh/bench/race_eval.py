@@ -29,7 +29,7 @@ class EvalWork(msgspec.Struct, frozen=True, kw_only=True):
 
 def success(folder: Path, work: EvalWork) -> float:
     """Return the share of correct episodes at temperature 1."""
-    model = load_model(folder).eval()
+    model = load_model(folder).train(False)
     torch.manual_seed(SEED)
     tasks = [task for task in work.tasks for _ in range(work.num_samples)]
     with torch.inference_mode():

@@ -53,10 +53,10 @@ class RacePlayer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: RaceLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._end, self._call, self._call_end = tokenizer.convert_tokens_to_ids(
-            ["<|end|>", "<tool_call>", "</tool_call>"]
+        self._end, self._call, self._call_end = (
+            tokenizer.get_vocab()[tag] for tag in ("<|end|>", "<tool_call>", "</tool_call>")
         )
-        self._sampling = GenerationConfig(
+        self._sampling = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -110,15 +110,18 @@ class RacePlayer:
             return False
         body = ids[:-1]
         if not body or body[-1] != self._call_end or self._call not in body:
-            found = _ANSWER.findall(self._tokenizer.decode(body))
+            found = _ANSWER.findall(self._text(body))
             episode.correct = float(bool(found) and found[-1].strip() == task.answer)
             return False
         if last:
             return False
         start = len(body) - body[::-1].index(self._call)
-        result = encode_tool_result(self._tokenizer, calc.call(self._tokenizer.decode(body[start:-1])))
+        result = encode_tool_result(self._tokenizer, calc.call(self._text(body[start:-1])))
         if len(episode.prompt_ids) + len(episode.completion_ids) + len(result) >= self._limits.context_tokens:
             return False
         episode.completion_ids += result
         episode.mask += [0] * len(result)
         return True
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ BENCHES = (
     "admission_latency",
     "rows_per_step",
     "mesh_turn",
-    "mesh_modes",
     "sandbox",
     "switch_interval",
     "telemetry",
@@ -31,29 +30,31 @@ BENCHES = (
     "recipes",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm",)
-"""Modules that run by name only, because they need another environment. `methods` is a command with its own options."""
+BY_NAME = ("vllm", "race", "demo_time")
+"""Modules that run by name only: they need another environment, or another checkout. `methods` is a command with its own options."""
+WITH_OPTIONS = ("race", "demo_time")
+"""Modules whose `run` has further options."""
 METHODS = "methods"
 
 
-def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None) -> bool:
+def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None, options: Mapping[str, Any]) -> bool:
     """Run the benches in `names`, or `BENCHES` if it is empty. Return whether they met their targets, which short runs do not judge.
 
-    Raises InvalidInput for an unknown bench."""
+    `options` are for `WITH_OPTIONS`. Raises InvalidInput for an unknown bench."""
     if METHODS in names:
         raise InvalidInput(f"NAME must be `{METHODS}` alone or other benches; got {', '.join(names)}")
     known = (*BENCHES, *BY_NAME, METHODS)
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput(f"NAME must be one of {', '.join(known)}; got {unknown[0]!r}")
-    results = [_run(name, quick) for name in names or BENCHES]
+    results = [_run(name, quick, options if name in WITH_OPTIONS else {}) for name in names or BENCHES]
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=2) + "\n")
     return quick or all(target["met"] for result in results for target in result["targets"])
 
 
-def _run(name: str, quick: bool) -> dict[str, Any]:
+def _run(name: str, quick: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     before = machine()
-    report: Report = importlib.import_module(f"rollmesh.bench.{name}").run(quick)
+    report: Report = importlib.import_module(f"rollmesh.bench.{name}").run(quick, **options)
     after = machine()
     print(report.text())
     print(

@@ -47,15 +47,30 @@ def bench(
             show_default=False,
         ),
     ] = "",
-    seeds: Annotated[str, typer.Option(help="With `methods`: seeds, separated by commas.")] = "0,1,2",
+    seeds: Annotated[
+        str, typer.Option(help="With `methods`, `race` and `demo_time`: seeds, separated by commas.")
+    ] = "0,1,2",
+    old: Annotated[
+        Path | None,
+        typer.Option(
+            help="With `race` and `demo_time`: another checkout with an environment in .venv, to compare with.",
+            show_default=False,
+        ),
+    ] = None,
+    updates: Annotated[int, typer.Option(help="With `race`: updates of each arm.", min=5)] = 50,
     lr: Annotated[str, typer.Option(help="With `methods`: learning rates, separated by commas.")] = "5e-4",
     cpu_s: Annotated[
         float, typer.Option("--cpu-s", help="With `methods`: budget of this call, in CPU seconds.")
     ] = 3600.0,
     processes: Annotated[int, typer.Option(help="With `methods`: arms that run at once, with one thread each.")] = 1,
-    out: Annotated[Path, typer.Option(help="With `methods`: folder of records, initial models and the report.")] = Path(
-        "bench-methods"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With `methods` and `race`: folder of records, initial models and the report. Arms with a record are not run again. "
+            "Default: bench-methods with `methods`, a temporary folder with `race`.",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[
         bool, typer.Option("--report", help="With `methods`: write the report from the records and run nothing.")
     ] = False,
@@ -66,7 +81,7 @@ def bench(
 ) -> None:
     """Measure engine and mesh against baselines of the same run. docs/benchmarks.md explains the results.
 
-    `rollmesh bench methods` trains tiny models with recipes and compares each with its baseline. It writes a record when a run ends, and
+    A bench that misses one of its targets fails with exit code 1. `rollmesh bench methods` trains tiny models with recipes and compares each with its baseline. It writes a record when a run ends, and
     resumes.
     """
     with report_errors():
@@ -74,7 +89,10 @@ def bench(
         if names != ["methods"]:
             from rollmesh.bench.runner import run_benches
 
-            if not run_benches(names or [], quick=quick, json_file=json_file):
+            options: dict[str, Any] = {"seeds": _numbers("--seeds", seeds, int), "old": old}
+            if names == ["race"]:
+                options |= {"updates": updates, "out": out}
+            if not run_benches(names or [], quick=quick, json_file=json_file, options=options):
                 raise typer.Exit(FAILED)
             return
         from rollmesh.bench.methods import MethodsOptions
@@ -87,7 +105,7 @@ def bench(
             lrs=_numbers("--lr", lr, float),
             cpu_s=cpu_s,
             processes=processes,
-            out=out,
+            out=out or Path("bench-methods"),
             any_commit=any_commit,
             quick=quick,
         )
