@@ -123,7 +123,7 @@ def race_config(work: RaceWork) -> MeshConfig:
     values["run"] |= {"seed": work.seed, "max_staleness": work.eta, "updates_max": 0, "eval_every": 0}
     values["learner"] |= {"checkpoint_every": work.snapshot_every, "keep_last": 1000, "tensorboard": False}
     if not work.filtered:
-        values["reward"] |= {"finalizer": {"name": "keep_all"}}
+        values["reward"] = {**values.get("reward", {}), "finalizer": {"name": "keep_all"}}
     return config_from_dict(MeshConfig, values)
 
 
