@@ -54,7 +54,7 @@ class NetworkConfig(Settings):
     """Host that is advertised to other nodes; empty means `host`. Required if `host` is 0.0.0.0 or ::."""
     direct: bool = True
     """Whether calls between services that share a process and an event loop skip the socket. They keep their deadlines, limits and errors.
-    Calls with TLS, between processes and from the learner's thread use gRPC in either case."""
+    Calls with TLS, between processes and between event loops use gRPC in either case."""
 
     def check_fields(self) -> None:
         if is_wildcard(self.host) and not self.advertise:

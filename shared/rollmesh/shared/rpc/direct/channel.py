@@ -7,7 +7,6 @@ call goes through gRPC. A stream stays on the transport on which it began.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -38,8 +37,8 @@ class DirectChannel(grpc.aio.Channel):
         self._servers: dict[str, DirectServer] | None = None
         self._closed = False
         self._open: set[DirectRpc] = set()
-        self._waiting: deque[tuple[DirectServer, DirectRpc]] = deque()
-        """Calls beyond the server's limit for a connection."""
+        self._waiting: dict[DirectRpc, DirectServer] = {}
+        """Calls beyond the server's limit for a connection, in order. They are not served before another call ends."""
 
     def unary_unary(self, method: str, *coders: Any, **options: Any) -> Any:
         return self._callable("unary_unary", DirectUnaryUnaryCall, method, *coders, **options)
@@ -94,7 +93,8 @@ class DirectChannel(grpc.aio.Channel):
 
     def _start(self, server: DirectServer, rpc: DirectRpc) -> None:
         if len(self._open) >= server.channel_rpcs_max:
-            self._waiting.append((server, rpc))
+            self._waiting[rpc] = server
+            rpc.on_finish(lambda: self._waiting.pop(rpc, None))
             return
         self._open.add(rpc)
         rpc.on_finish(lambda: self._finished(rpc))
@@ -102,11 +102,9 @@ class DirectChannel(grpc.aio.Channel):
 
     def _finished(self, rpc: DirectRpc) -> None:
         self._open.discard(rpc)
-        while self._waiting:
-            server, waiting = self._waiting.popleft()
-            if waiting.status is None:
-                self._start(server, waiting)
-                return
+        if self._waiting:
+            waiting = next(iter(self._waiting))
+            self._start(self._waiting.pop(waiting), waiting)
 
     async def close(self, grace: float | None = None) -> None:
         """Wait up to `grace` seconds for calls in progress, then cancel them. Later calls raise UsageError."""
@@ -114,7 +112,7 @@ class DirectChannel(grpc.aio.Channel):
         running = [rpc.finished() for rpc in self._open]
         if grace and running:
             await asyncio.wait(running, timeout=grace)
-        for rpc in [*self._open, *(waiting for _, waiting in self._waiting)]:
+        for rpc in [*self._waiting, *self._open]:
             rpc.cancel(_CLOSED)
         if self._socket is not None:
             await self._socket.close(grace)
