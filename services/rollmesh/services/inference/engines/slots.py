@@ -101,8 +101,11 @@ class Slots:
         self.kv_len[slot] = num_tokens
 
     def pure(self, version: PolicyVersion) -> NDArray[np.int64]:
-        """Return the slots whose whole cache was computed under `version`."""
-        return np.array([slot for slot, held in enumerate(self.kv_version) if held == version], np.int64)
+        """Return the slots with a cache of which `version` computed every position."""
+        computed = np.flatnonzero(self.kv_len)
+        versions = self.kv_version
+        same = [slot for slot in computed.tolist() if versions[slot] is version or versions[slot] == version]
+        return np.array(same, np.int64)
 
     def _shared(self, slot: int, token_ids: IntArray, version: PolicyVersion) -> int:
         """Return how many positions of a slot that `version` computed a sequence shares."""
