@@ -58,8 +58,8 @@ def check_segment(segment: Segment, field: str, *, index: int, num_params: int) 
         invalid(f"{field}.parent", f"{segment.parent}, expected {ROOT} (root) or an earlier segment, below {index}")
     if segment.token_ids.ndim != 1:
         invalid(f"{field}.token_ids", f"expected one dimension, found {segment.token_ids.ndim}")
-    if segment.num_tokens and int(segment.token_ids.min()) < 0:
-        invalid(f"{field}.token_ids", f"token {int(segment.token_ids.min())} is negative")
+    if segment.token_ids.size and (least := int(np.minimum.reduce(segment.token_ids))) < 0:
+        invalid(f"{field}.token_ids", f"token {least} is negative")
     _check_arrays(segment, field)
     _check_origin(segment, field, num_params)
 

@@ -80,15 +80,17 @@ def episode_from_bytes(data: bytes) -> Episode:
 def encode_episode(episode: Episode, segments: Sequence[types_pb2.Segment] | None = None) -> types_pb2.Episode:
     """Raises `InvalidInput`. `segments` are the messages of the episode's segments, if they were encoded before."""
     checks.check_episode(episode)
-    return types_pb2.Episode(
+    message = types_pb2.Episode(
         key=encode_key(episode.key),
         purpose=wire(episode.purpose),
         segments=[encode_segment(s) for s in episode.segments] if segments is None else segments,
         sampling_params=[encode_sampling_params(p) for p in episode.sampling_params],
         samples=[encode_sample(s) for s in episode.samples],
-        stage_s=dict(episode.stage_s),
         traceparent=episode.traceparent,
     )
+    for stage, seconds in episode.stage_s.items():
+        message.stage_s[stage] = seconds  # a map in the constructor costs several times as much
+    return message
 
 
 def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episode:
