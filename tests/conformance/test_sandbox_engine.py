@@ -11,7 +11,7 @@ import pytest
 from rollmesh.sandbox_runtime import landlock
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import RunOutcome, SandboxEngine, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import FunctionCall, RunOutcome, RunResult, SandboxEngine, SnapshotTooLarge
 from rollmesh.services.sandbox.node import make_engine
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import SeededIds
@@ -191,3 +191,26 @@ async def test_snapshot_that_does_not_load_leaves_no_session(engine: SandboxEngi
     with pytest.raises(UnknownSession):
         await call(engine, "1+1")
     await open_session(engine)
+
+
+async def test_calls_at_once_have_their_results_in_order_and_share_the_session(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    names = ["call", "call", "solve", "call"]
+    calls = [FunctionCall(function=name, arguments=[f"{n}+1"], wall_s=1.0) for n, name in enumerate(names)]
+    done = await engine.call_all("s", calls, 10.0)
+    assert [getattr(result, "result", type(result)) for result in done.results] == ["1", "2", InvalidInput, "4"]
+    assert (done.changed, done.end) == ("", None)
+    assert await call(engine, "6*7") == "42"
+
+
+async def test_calls_of_an_unknown_session_are_rejected(engine: SandboxEngine) -> None:
+    with pytest.raises(UnknownSession):
+        await engine.call_all("s", [FunctionCall(function="call", arguments=["1+1"], wall_s=1.0)], 1.0)
+
+
+async def test_after_its_slice_a_session_begins_no_further_call(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    calls = [FunctionCall(function="call", arguments=["1+1"], wall_s=1.0)] * 4
+    done = await engine.call_all("s", calls, 1e-9)
+    assert [result.result for result in done.results if isinstance(result, RunResult)] in (["2"], ["2"] * 4)
+    assert done.end is None

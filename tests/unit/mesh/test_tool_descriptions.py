@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.tools import tool_schema
 from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError
 
 
 def described(tool: dict[str, object], profile: dict[str, object]) -> ToolConfig:
@@ -44,3 +47,17 @@ def test_a_tool_for_code_takes_code() -> None:
     function = tool_schema("python", rollout_config(MeshConfig()).tools["python"])["function"]
     assert function["description"] == "Run python code and return its output."
     assert list(function["parameters"]["properties"]) == ["code"]
+
+
+def test_a_profile_decides_which_tools_may_be_stateless_and_a_tool_may_decline() -> None:
+    assert [tool.stateless for tool in rollout_config(MeshConfig()).tools.values()] == [True, None]
+    profile: dict[str, object] = {"prelude": "def look(text): pass\ndef keep(text): pass\n", "stateless": ["look"]}
+    assert described({"function": "look"}, profile).stateless is True
+    assert described({"function": "look", "stateless": False}, profile).stateless is False
+    assert described({"function": "keep"}, profile).stateless is False
+    with pytest.raises(ConfigError, match=r"`sandbox.profiles.own.stateless` lacks its function 'keep'; add it there"):
+        described({"function": "keep", "stateless": True}, profile)
+    with pytest.raises(ConfigError, match="must be absent or false without `function`"):
+        described({"stateless": True}, profile)
+    with pytest.raises(ConfigError, match="must be empty with a repository or egress"):
+        described({"function": "look"}, profile | {"egress": "web"})

@@ -96,6 +96,20 @@ async def test_slow_sandbox_waits_by_the_clock_and_alike_for_a_session() -> None
     assert drawn != pytest.approx(await waits(2, "s"))
 
 
+async def test_slow_sandbox_delays_a_stateless_call_by_its_key() -> None:
+    async def wait_of(key: str) -> float:
+        clock = ManualClock()
+        sandbox = SlowSandbox(LocalSandbox({"call": str.upper}), ToolLatencyConfig(distribution="lognormal"), clock)
+        call = asyncio.ensure_future(sandbox.call_stateless("calc", "call", "x", tenant="run", call_key=key))
+        await asyncio.sleep(0)
+        delay_s = clock.next_deadline_s() - clock.monotonic_s()
+        clock.advance(delay_s)
+        assert (await call).result == "X"
+        return delay_s
+
+    assert await wait_of("e.1") == await wait_of("e.1") != await wait_of("e.2")
+
+
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
