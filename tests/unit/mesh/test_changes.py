@@ -46,7 +46,13 @@ def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
         *("data.epochs_max", "data.catch_up_s_max", "data.runs_max", "data.snapshot_records"),
         *("reward.concurrency_max", "reward.queue_samples_max", "rollout.session_ttl_s"),
         *("learner.directory", "learner.device", "learner.threads", "learner.checkpoint_every", "learner.keep_last"),
-        *("learner.quarantined_max", "learner.wait_s", "learner.stop_s", "learner.tensorboard"),
+        *(
+            "learner.quarantined_max",
+            "learner.wait_s",
+            "learner.stop_s",
+            "learner.tensorboard",
+            "learner.prefetch_bytes_max",
+        ),
     }
 
 
