@@ -28,9 +28,10 @@ from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.fetcher import Fetcher
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.shared.weights.servicer import BlobServicer
-from rollmesh.shared.weights.transfer import Fetcher, TransferConfig
+from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 from ..unit.shared.safetensors_files import write_safetensors

@@ -136,7 +136,10 @@ class WeightManifest(_message.Message):
         KIND_FULL: WeightManifest._Kind.ValueType  # 1
         """A whole state dict."""
         KIND_LORA: WeightManifest._Kind.ValueType  # 2
-        """A low-rank adapter. Not implemented: every engine returns UNIMPLEMENTED."""
+        """A whole state dict and a low-rank adapter to it: the files of the base, and `adapter_config.json` and
+        `adapter_model.safetensors` as peft writes them. Versions with the same base share its chunks, so only the adapter is uploaded
+        and fetched. Nodes merge it before the engine loads the weights.
+        """
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
         """Kind of the weights."""
@@ -146,7 +149,10 @@ class WeightManifest(_message.Message):
     KIND_FULL: WeightManifest.Kind.ValueType  # 1
     """A whole state dict."""
     KIND_LORA: WeightManifest.Kind.ValueType  # 2
-    """A low-rank adapter. Not implemented: every engine returns UNIMPLEMENTED."""
+    """A whole state dict and a low-rank adapter to it: the files of the base, and `adapter_config.json` and
+    `adapter_model.safetensors` as peft writes them. Versions with the same base share its chunks, so only the adapter is uploaded
+    and fetched. Nodes merge it before the engine loads the weights.
+    """
 
     KIND_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
@@ -154,17 +160,12 @@ class WeightManifest(_message.Message):
     TIED_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
     PROBE_TOLERANCE_FIELD_NUMBER: _builtins.int
-    DELTA_BASE_FIELD_NUMBER: _builtins.int
     kind: Global___WeightManifest.Kind.ValueType
     """Kind of the weights."""
     dtype: _builtins.str
     """Element types of the stored tensors: "float32", "bfloat16", or several joined by commas. Informational; the files decide."""
     probe_tolerance: _builtins.float
     """Largest |log-prob difference| that a probe may have, in nats; 0 means 0.01."""
-    delta_base: _builtins.str
-    """Weights digest of the version that the files are a delta to. Empty means whole files. Not implemented: deltas return
-    UNIMPLEMENTED.
-    """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightFile]:
         """The files, in order."""
@@ -186,11 +187,10 @@ class WeightManifest(_message.Message):
         tied: _abc.Iterable[_builtins.str] | None = ...,
         probes: _abc.Iterable[Global___WeightProbe] | None = ...,
         probe_tolerance: _builtins.float = ...,
-        delta_base: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_base", b"delta_base", "dtype", b"dtype", "files", b"files", "kind", b"kind", "probe_tolerance", b"probe_tolerance", "probes", b"probes", "tied", b"tied"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "kind", b"kind", "probe_tolerance", b"probe_tolerance", "probes", b"probes", "tied", b"tied"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -319,19 +319,29 @@ class FetchRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """Hex SHA-256 of the blob."""
     offset: _builtins.int
     """Offset of the first byte to return."""
+    base: _builtins.str
+    """Hex SHA-256 of a blob of the same size that the caller has, such as the same part of the version before. The source sends a delta
+    to it if it stores both and the delta is small, else the blob. Empty: the caller has none.
+    """
+    wait_s: _builtins.float
+    """Longest time to wait for a blob that is not stored yet, such as one that is on its way to this source, in seconds. At most 60."""
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         offset: _builtins.int = ...,
+        base: _builtins.str = ...,
+        wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "digest", b"digest", "offset", b"offset", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,21 +349,28 @@ Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
 
 @_typing.final
 class FetchResponse(_message.Message):
-    """One piece of a blob."""
+    """One piece of a blob, or of a delta."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """The next bytes, at most 2 MiB."""
+    delta: _builtins.bool
+    """Whether all pieces together are a delta from `base` to the blob. A delta is one byte W and a zstd frame. The frame has the bytes of
+    (base xor blob): the first byte of each value of W bytes, then the second one of each, and so on; bytes after the last whole value
+    follow in order. Check the digest of the result, and fetch the blob without `base` if it is another.
+    """
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
+        delta: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "delta", b"delta"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,9 +82,11 @@ class BlobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
+        """Streams one blob in pieces of at most 2 MiB, from `offset`. Repeatable. To a caller that has a similar blob (`base`) the source may
+        send a delta instead.
         Errors:
-        NOT_FOUND UNKNOWN_BLOB: not stored here; use another source.
+        NOT_FOUND UNKNOWN_BLOB: not stored here, also after `wait_s`; use another source.
+        INVALID_ARGUMENT: the offset is beyond the end, or not 0 with a `base`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

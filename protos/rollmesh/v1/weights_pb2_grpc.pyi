@@ -58,9 +58,11 @@ class BlobServiceStub:
       INVALID_ARGUMENT: no digest, a chunk over 2 MiB, or more bytes than announced.
     """
     Fetch: _grpc.UnaryStreamMultiCallable[_weights_pb2.FetchRequest, _weights_pb2.FetchResponse]
-    """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
+    """Streams one blob in pieces of at most 2 MiB, from `offset`. Repeatable. To a caller that has a similar blob (`base`) the source may
+    send a delta instead.
     Errors:
-      NOT_FOUND UNKNOWN_BLOB: not stored here; use another source.
+      NOT_FOUND UNKNOWN_BLOB: not stored here, also after `wait_s`; use another source.
+      INVALID_ARGUMENT: the offset is beyond the end, or not 0 with a `base`.
     """
     ReleaseRun: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReleaseRunRequest, _weights_pb2.ReleaseRunResponse]
     """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
@@ -85,9 +87,11 @@ class BlobServiceAsyncStub(BlobServiceStub):
       INVALID_ARGUMENT: no digest, a chunk over 2 MiB, or more bytes than announced.
     """
     Fetch: _aio.UnaryStreamMultiCallable[_weights_pb2.FetchRequest, _weights_pb2.FetchResponse]  # type: ignore[assignment]
-    """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
+    """Streams one blob in pieces of at most 2 MiB, from `offset`. Repeatable. To a caller that has a similar blob (`base`) the source may
+    send a delta instead.
     Errors:
-      NOT_FOUND UNKNOWN_BLOB: not stored here; use another source.
+      NOT_FOUND UNKNOWN_BLOB: not stored here, also after `wait_s`; use another source.
+      INVALID_ARGUMENT: the offset is beyond the end, or not 0 with a `base`.
     """
     ReleaseRun: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReleaseRunRequest, _weights_pb2.ReleaseRunResponse]  # type: ignore[assignment]
     """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
@@ -127,9 +131,11 @@ class BlobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.FetchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.FetchResponse], _abc.AsyncIterator[_weights_pb2.FetchResponse]]:
-        """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
+        """Streams one blob in pieces of at most 2 MiB, from `offset`. Repeatable. To a caller that has a similar blob (`base`) the source may
+        send a delta instead.
         Errors:
-          NOT_FOUND UNKNOWN_BLOB: not stored here; use another source.
+          NOT_FOUND UNKNOWN_BLOB: not stored here, also after `wait_s`; use another source.
+          INVALID_ARGUMENT: the offset is beyond the end, or not 0 with a `base`.
         """
 
     @_abc_1.abstractmethod

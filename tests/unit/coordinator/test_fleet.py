@@ -347,3 +347,22 @@ def test_draining_node_gets_nothing_new() -> None:
     fleet.drain("a")
     assert commands(fleet.plan(goal(version(0), version(1)), 0.0)) == []
     assert fleet.usable(NodeKind.INFERENCE) == []
+
+
+def test_nodes_that_fetch_a_version_form_a_line_and_late_ones_ask_those_that_have_it() -> None:
+    fleet, v = fleet_of("b", "c", "d", "e"), version(1)
+    fleet.plan(goal(v), 0.0)
+
+    def feeders(node_id: str, of: PolicyVersion = v) -> list[str]:
+        return [node.node_id for node in fleet.feeders(node_id, of)]
+
+    assert [feeders(node_id) for node_id in "bcde"] == [[], ["b"], ["c", "b"], ["d", "c"]], "no node waits for itself"
+    assert feeders("c", version(2)) == []
+    for node_id in "bcde":
+        serve(fleet, node_id, v)
+    fleet.joined(node_id="a", kind=NodeKind.INFERENCE, address="127.0.0.1:1", capacity=1, runs=(), active=None, now=1.0)
+    fleet.plan(goal(v), 1.0)
+    assert feeders("a") == ["e", "d"]
+    fleet.lost("e")
+    fleet.plan(goal(v), 1.1)
+    assert feeders("a") == ["d", "c"], "a node without a stream feeds no other"

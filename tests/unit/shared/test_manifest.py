@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.shared.errors import InvalidInput, Unimplemented
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import (
@@ -83,13 +83,6 @@ def test_a_misleading_manifest_is_refused(
     with pytest.raises(InvalidInput) as caught:
         check_manifest(manifest)
     assert message in str(caught.value)
-
-
-def test_adapters_and_deltas_say_that_they_are_not_implemented(tmp_path: Path) -> None:
-    manifest = parse_manifest(built(tmp_path).data)
-    manifest.delta_base = "0" * 64
-    with pytest.raises(Unimplemented):
-        check_manifest(manifest)
 
 
 def test_owner_names_run_policy_step_and_incarnation() -> None:

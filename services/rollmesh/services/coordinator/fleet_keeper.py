@@ -2,12 +2,14 @@
 
 A node has one stream; a new join replaces it. Commands wait in a bounded queue per stream. The coordinator disconnects
 a node that does not drain its queue; the node joins again and gets the full state. A changed fleet view is sent to all
-nodes, at most once per `PLAN_S`.
+nodes. The fleet is updated every `PLAN_S`, and at once when a version is announced or a node has followed a weight command, because each
+of these is a step on the way of a version to the fleet.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
@@ -25,7 +27,7 @@ from rollmesh.services.coordinator.core.fleet import (
     WeightGoal,
 )
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
-from rollmesh.shared.clock import Clock
+from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.engine_capabilities import EngineCapabilities
 from rollmesh.shared.errors import (
     FailedPrecondition,
@@ -42,7 +44,7 @@ from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
-"""Time between two updates of the fleet, in seconds."""
+"""Longest time between two updates of the fleet, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -105,6 +107,7 @@ class FleetKeeper:
         self._commands_max = commands_max
         self._streams: dict[str, NodeStream] = {}
         self._picture: bytes = b""
+        self._due = asyncio.Event()
 
     @property
     def fleet(self) -> Fleet:
@@ -114,8 +117,15 @@ class FleetKeeper:
     async def run(self) -> None:
         """Update the fleet periodically: missing heartbeats, weight commands, fleet views."""
         while True:
+            self._due.clear()
             await self.step()
-            await self._clock.sleep(PLAN_S)
+            with contextlib.suppress(TimeoutError):
+                async with time_limit(self._clock, PLAN_S):
+                    await self._due.wait()
+
+    def hurry(self) -> None:
+        """Update the fleet without waiting for the next period."""
+        self._due.set()
 
     async def step(self) -> None:
         """Update the fleet once."""
@@ -186,6 +196,7 @@ class FleetKeeper:
                 run=fl.run_of(node, self._goals()),
                 now=now,
             )
+            self.hurry()
         if report.leaving:
             self._fleet.left(node.node_id)
 
@@ -255,7 +266,8 @@ class FleetKeeper:
             _log.info("node state changed: node=%s state=%s %s", event.node_id, event.state.name, event.cause)
 
     def _weight_command(self, event: fl.SendWeights) -> pb.WeightCommand:
-        sources = [node.address for node in self._fleet.usable(NodeKind.DEPOT)]
+        feeders = self._fleet.feeders(event.node_id, event.version)
+        sources = [node.address for node in (*feeders, *self._fleet.usable(NodeKind.DEPOT))]
         command = pb.WeightCommand(verb=pb.WeightCommand.Verb.ValueType(event.verb), sources=sources)
         encode_into(event.version, command.version)
         for version in event.retain:

@@ -167,6 +167,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 version=version,
             )
         )
+        self._keeper.hurry()
         return pb.PublishVersionResponse()
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:

@@ -7,7 +7,7 @@ from typing import Literal
 from rollmesh.shared.membership import MembershipConfig
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
 
 
@@ -50,5 +50,9 @@ class InferenceConfig(Settings):
     """The gRPC server."""
     membership: MembershipConfig = MembershipConfig()
     """The stream to the coordinator."""
+    delta_bytes_max: NonNegativeInt = 256 << 20
+    """Memory for deltas that arrived, for other nodes. 0 keeps none."""
+    egress_bytes_per_s: NonNegativeFloat = 0.0
+    """Limit of what this node sends to other nodes, in bytes per second; 0 means unlimited."""
     transfer: TransferConfig = TransferConfig()
     """How chunks are fetched."""

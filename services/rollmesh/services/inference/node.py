@@ -24,6 +24,8 @@ from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.byte_rate import ByteRate
+from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.servicer import BlobServicer
 from rollmesh.v1 import coordinator_pb2, inference_pb2_grpc, weights_pb2_grpc
 
@@ -55,10 +57,14 @@ class InferenceNode(JoinedNode):
             membership=config.membership,
             clock=clock,
         )
-        self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes)
+        self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes, durable=False)
         self.engine = make_engine(config, base_dir)
         self.state = ServingState(self.engine, node_id=node_id, policy=config.policy)
-        self.keeper = WeightKeeper(self.state, self.store, lambda a: open_channel(a, access=access), config)
+        self._deltas = DeltaCache(self.store, bytes_max=config.delta_bytes_max)
+        self._egress = ByteRate(config.egress_bytes_per_s)
+        self.keeper = WeightKeeper(
+            self.state, self.store, lambda a: open_channel(a, access=access), config, deltas=self._deltas
+        )
         self._engine_name = config.engine.name
         self._drain_s = config.drain_s
         self._servicer = InferenceServicer(self.state, config)
@@ -73,12 +79,14 @@ class InferenceNode(JoinedNode):
     async def build(self, stack: AsyncExitStack) -> None:
         stack.callback(self.store.close)
         await asyncio.to_thread(self.store.start)
+        stack.push_async_callback(self._deltas.close)
         stack.push_async_callback(self.engine.close)
         await self.engine.start()
         stack.push_async_callback(self.keeper.close)
         self.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self._servicer)
         self.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, WeightServicer(self.keeper, self.store))
-        self.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, BlobServicer(self.store, writable=False))
+        blobs = BlobServicer(self.store, writable=False, deltas=self._deltas, egress=self._egress)
+        self.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, blobs)
 
     async def run(self) -> None:
         """Work until the command to drain. Raises EngineFailed if the engine reports that it cannot run again in this process."""

@@ -33,10 +33,11 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.digests import check_digest
+from rollmesh.shared.weights.fetcher import Fetcher, OpenChannel
 from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, version_owner
 from rollmesh.shared.weights.probes import probes_of
-from rollmesh.shared.weights.transfer import Fetcher, OpenChannel
 from rollmesh.v1 import weights_pb2
 
 T = TypeVar("T")
@@ -46,12 +47,21 @@ class WeightKeeper:
     """The versions of one node. A call continues if its caller is cancelled, and a second call for the same version joins it."""
 
     def __init__(
-        self, state: ServingState, store: BlobStore, open_channel: OpenChannel, config: InferenceConfig
+        self,
+        state: ServingState,
+        store: BlobStore,
+        open_channel: OpenChannel,
+        config: InferenceConfig,
+        *,
+        deltas: DeltaCache | None = None,
     ) -> None:
         self._state = state
         self._store = store
         self._open_channel = open_channel
         self._config = config
+        self._deltas = deltas
+        self._active: weights_pb2.WeightManifest | None = None
+        """Manifest of the active version, whose chunks are the bases of deltas."""
         self._prepared: dict[PolicyVersion, weights_pb2.WeightManifest] = {}
         self._preparing: dict[PolicyVersion, asyncio.Task[int]] = {}
         self._activating: dict[PolicyVersion, asyncio.Task[float]] = {}
@@ -101,10 +111,11 @@ class WeightKeeper:
     # Prepare ----------------------------------------------------------------------------------------------------------
 
     async def _prepare(self, version: PolicyVersion, sources: Sequence[str]) -> int:
-        fetcher = Fetcher(self._store, self._open_channel, self._config.transfer)
+        fetcher = Fetcher(self._store, self._open_channel, self._config.transfer, self._deltas)
         try:
             async with asyncio.timeout(self._config.prepare_s):
-                manifest = await fetcher.version(version.weights_digest, sources, owner=version_owner(version))
+                owner, base = version_owner(version), self._active
+                manifest = await fetcher.version(version.weights_digest, sources, owner=owner, base=base)
                 await self._load(version, manifest)
         except TimeoutError as err:
             raise DeadlineExceeded(f"{version} was not prepared within prepare_s = {self._config.prepare_s}") from err
@@ -148,6 +159,7 @@ class WeightKeeper:
             if manifest is None:
                 raise NotPrepared(f"{version} is not prepared on this node; prepare it first", version=version)
             self._probe_error = await self._swap_and_judge(version, manifest, kv, retain)
+            self._active = manifest
             self._forget_others(version)
             return self._probe_error
 

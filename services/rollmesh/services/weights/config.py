@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from rollmesh.shared.membership import MembershipConfig
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 
 
 class DepotConfig(Settings):
@@ -21,6 +21,10 @@ class DepotConfig(Settings):
     versions_max: Annotated[int, Meta(ge=2)] = 4
     """Newest versions kept per policy of each run, one that is being uploaded included. Nodes fetch the newest; older ones serve nodes that
     are late, and a roll-back to a checkpoint uploads its own."""
+    delta_bytes_max: NonNegativeInt = 256 << 20
+    """Memory for deltas between versions, which nodes with the version before fetch instead of whole chunks. 0 computes none."""
+    egress_bytes_per_s: NonNegativeFloat = 0.0
+    """Limit of what the depot sends, in bytes per second; 0 means unlimited."""
     server: ServerConfig = ServerConfig()
     """The gRPC server."""
     membership: MembershipConfig = MembershipConfig()

@@ -16,6 +16,8 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.byte_rate import ByteRate
+from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.v1 import coordinator_pb2, weights_pb2_grpc
 
 
@@ -36,11 +38,18 @@ class DepotNode(JoinedNode):
             clock=clock,
         )
         self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes)
-        self._versions_max = config.versions_max
+        self._config = config
 
     async def build(self, stack: AsyncExitStack) -> None:
         stack.callback(self.store.close)
         await asyncio.to_thread(self.store.start)
-        blobs = DepotBlobServicer(self.store, versions_max=self._versions_max)
+        config, deltas = self._config, DeltaCache(self.store, bytes_max=self._config.delta_bytes_max)
+        stack.push_async_callback(deltas.close)
+        blobs = DepotBlobServicer(
+            self.store,
+            versions_max=config.versions_max,
+            deltas=deltas if config.delta_bytes_max else None,
+            egress=ByteRate(config.egress_bytes_per_s),
+        )
         self.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, blobs)
         self.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, DepotWeightServicer(self.store))

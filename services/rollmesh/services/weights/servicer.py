@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterable
 from rollmesh.shared.errors import Unimplemented
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.byte_rate import ByteRate
+from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.servicer import BlobServicer, ManifestServicer
 from rollmesh.v1 import weights_pb2
 
@@ -19,8 +21,15 @@ _OWNER = re.compile(r"weights:(?P<policy>.+)@(?P<step>\d+)\.(?P<incarnation>\d+)
 class DepotBlobServicer(BlobServicer):
     """BlobService that keeps the newest versions of each run's policy."""
 
-    def __init__(self, store: BlobStore, *, versions_max: int) -> None:
-        super().__init__(store, writable=True)
+    def __init__(
+        self,
+        store: BlobStore,
+        *,
+        versions_max: int,
+        deltas: DeltaCache | None = None,
+        egress: ByteRate | None = None,
+    ) -> None:
+        super().__init__(store, writable=True, deltas=deltas, egress=egress)
         self._versions_max = versions_max
 
     async def Put(

@@ -31,13 +31,17 @@ PARTIAL_SUFFIX = ".partial"
 class BlobStore:
     """One directory of blobs with a quota. `start` before use, `close` after."""
 
-    def __init__(self, directory: Path, *, quota_bytes: int) -> None:
+    def __init__(self, directory: Path, *, quota_bytes: int, durable: bool = True) -> None:
+        """Blobs of a `durable` store are on the disk before they are visible; those of another one may be lost with the host."""
+        self.durable = durable
         self.directory = directory.absolute()
         self._quota_bytes = quota_bytes
         self._sizes: dict[str, int] = {}
         self._verified: set[str] = set()
         self._reserved_bytes = 0
         self._partial_numbers = itertools.count()
+        self._arrivals: dict[str, set[asyncio.Future[None]]] = {}
+        """Futures that are done when the blob is stored, one for each caller that waits."""
         self._owners = OwnerJournal(self.directory / "owners.jsonl")
         self._lock: BinaryIO | None = None
 
@@ -76,6 +80,20 @@ class BlobStore:
     def missing(self, digests: Iterable[str]) -> list[str]:
         """Return the digests that are not stored, in order. A damaged blob is detected at its first use and is missing from then on."""
         return [digest for digest in digests if digest not in self._sizes]
+
+    async def arrival(self, digest: str, limit_s: float) -> None:
+        """Wait until a blob is stored, at most `limit_s` seconds."""
+        if digest in self._sizes:
+            return
+        arrived = asyncio.get_running_loop().create_future()
+        waiting = self._arrivals.setdefault(digest, set())
+        waiting.add(arrived)
+        try:
+            await asyncio.wait([arrived], timeout=limit_s)
+        finally:
+            waiting.discard(arrived)
+            if not waiting:
+                self._arrivals.pop(digest, None)
 
     async def open(self, digest: str) -> Path:
         """Return the path of a stored blob whose hash this store has verified. Raises `UnknownBlob`."""
@@ -170,6 +188,8 @@ class BlobStore:
         partial.replace(self.directory / digest)
         self._sizes[digest] = (self.directory / digest).stat().st_size
         self._verified.add(digest)
+        for arrived in self._arrivals.pop(digest, ()):
+            arrived.set_result(None)
 
     async def _verify(self, path: Path, digest: str) -> None:
         if digest in self._verified:
@@ -275,4 +295,5 @@ class PartialBlob:
     def _flush(self) -> None:
         with disk_told(self._path.parent):
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._store.durable:
+                os.fsync(self._file.fileno())

@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
 from rollmesh.shared.codec.refusal import invalid, refuse_unknown
-from rollmesh.shared.errors import InvalidInput, Unimplemented
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import check_digest, sha256_hex
 from rollmesh.v1 import weights_pb2
@@ -25,6 +26,9 @@ from rollmesh.v1 import weights_pb2
 CHUNK_BYTES = 16 << 20
 """What a lost transfer costs at most; small models are one chunk, which needs no putting together."""
 CHUNK_BYTES_MAX = 64 << 20
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""The files of a low-rank adapter, as peft names them."""
 PROBE_TOLERANCE = 0.01
 """Nats. Reordered float32 sums differ by 1e-5; a stale layer of a small model showed 1e-1 and more."""
 _HEADER_BYTES_MAX = 100 << 20
@@ -65,6 +69,7 @@ def is_version_of(owner: str, run: str) -> bool:
 def build_manifest(
     files: Mapping[str, Path],
     *,
+    adapter: Mapping[str, Path] = MappingProxyType({}),
     tied: Sequence[str] = (),
     probes: Sequence[weights_pb2.WeightProbe] = (),
     probe_tolerance: float = PROBE_TOLERANCE,
@@ -72,15 +77,16 @@ def build_manifest(
 ) -> BuiltManifest:
     """Reads and hashes the safetensors files (about 1.8 GB/s): call it in a thread. Together they are one whole state dict.
 
-    Raises `InvalidInput` for a file that is not safetensors, OSError for one that cannot be read. The same files, probes
+    With an `adapter`, the two files of peft by their names, the version is that state dict with the adapter. Its chunks are those of the
+    versions with the same base, so only the adapter travels. Raises `InvalidInput` for a file that is not safetensors, OSError for one that cannot be read. The same files, probes
     and settings give the same digest.
     """
     if not 0 < chunk_bytes <= CHUNK_BYTES_MAX:
         invalid("chunk_bytes", f"{chunk_bytes}, expected 1 to {CHUNK_BYTES_MAX}")
     chunks: dict[str, ChunkSource] = {}
     manifest = weights_pb2.WeightManifest(
-        kind=weights_pb2.WeightManifest.KIND_FULL,
-        files=[_file(name, files[name], chunk_bytes, chunks) for name in sorted(files)],
+        kind=weights_pb2.WeightManifest.KIND_LORA if adapter else weights_pb2.WeightManifest.KIND_FULL,
+        files=[_file(name, path, chunk_bytes, chunks) for name, path in sorted({**files, **adapter}.items())],
         dtype=",".join(sorted(set().union(*(safetensors_dtypes(path) for path in files.values())))),
         tied=sorted(tied),
         probes=probes,
@@ -92,7 +98,7 @@ def build_manifest(
 
 
 def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
-    """The manifest in verified bytes. Raises `InvalidInput`, and `Unimplemented` for kinds this version cannot load."""
+    """The manifest in verified bytes. Raises `InvalidInput`."""
     manifest = weights_pb2.WeightManifest()
     try:
         manifest.ParseFromString(data)
@@ -107,12 +113,10 @@ def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
 
 
 def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
-    """Raises `InvalidInput` naming the field, `Unimplemented` for adapters and deltas."""
+    """Raises `InvalidInput` naming the field."""
     refuse_unknown(manifest, "manifest")
-    if manifest.kind == weights_pb2.WeightManifest.KIND_LORA or manifest.delta_base:
-        raise Unimplemented("low-rank adapters and deltas are not implemented; upload the whole state dict")
-    if manifest.kind != weights_pb2.WeightManifest.KIND_FULL:
-        invalid("manifest.kind", f"{manifest.kind}, expected {weights_pb2.WeightManifest.KIND_FULL} (full)")
+    if manifest.kind not in (weights_pb2.WeightManifest.KIND_FULL, weights_pb2.WeightManifest.KIND_LORA):
+        invalid("manifest.kind", f"{manifest.kind}, expected 1 (full) or 2 (adapter)")
     if not manifest.files:
         invalid("manifest.files", "empty")
     names = [file.name for file in manifest.files]
@@ -120,6 +124,9 @@ def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
         _check_file(file, f"manifest.files[{index}]")
         if names.count(file.name) > 1:
             invalid(f"manifest.files[{index}].name", f"{file.name!r} is given twice")
+    is_adapter = manifest.kind == weights_pb2.WeightManifest.KIND_LORA
+    if is_adapter != ({ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names)) or (is_adapter and len(names) < 3):
+        invalid("manifest.files", f"an adapter has {ADAPTER_CONFIG}, {ADAPTER_WEIGHTS} and the files of its base")
     if not (math.isfinite(manifest.probe_tolerance) and manifest.probe_tolerance >= 0):
         invalid("manifest.probe_tolerance", f"{manifest.probe_tolerance}, expected a finite number, 0 or more")
     for index, probe in enumerate(manifest.probes):

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 
+from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.byte_rate import ByteRate
+from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.host import host_id
 from rollmesh.shared.weights.manifest import is_version_of, parse_manifest
+from rollmesh.shared.weights.transfer import DIGESTS_MAX, PIECE_BYTES, PIECE_BYTES_MAX, WAIT_S_MAX
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
-
-PIECE_BYTES_MAX = 2 << 20
-"""Largest piece of a blob in one message; throughput falls to a quarter above 4 MiB."""
-PIECE_BYTES = 1 << 20
-DIGESTS_MAX = 10_000
 
 
 class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
     """`writable` is False on nodes: they serve what they fetched and store nothing for others."""
 
-    def __init__(self, store: BlobStore, *, writable: bool) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        *,
+        writable: bool,
+        deltas: DeltaCache | None = None,
+        egress: ByteRate | None = None,
+    ) -> None:
+        """Without `deltas`, every blob is sent whole. `egress` limits what is sent."""
         self._store = store
         self._writable = writable
+        self._deltas = deltas
+        self._egress = egress or ByteRate(0)
 
     async def Has(self, request: weights_pb2.HasRequest, context: Context) -> weights_pb2.HasResponse:
         if len(request.digests) > DIGESTS_MAX:
@@ -50,10 +59,21 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
     async def Fetch(
         self, request: weights_pb2.FetchRequest, context: Context
     ) -> AsyncIterator[weights_pb2.FetchResponse]:
-        pieces = self._store.read(request.digest, offset=request.offset, piece_bytes=PIECE_BYTES)
+        if not 0 <= request.wait_s <= WAIT_S_MAX:
+            invalid("wait_s", f"{request.wait_s}, expected 0 to {WAIT_S_MAX:g}")
+        if request.base and request.offset:
+            invalid("offset", f"{request.offset}, but a blob that may come as a delta is sent from its beginning")
+        if request.wait_s:
+            await self._store.arrival(request.digest, request.wait_s)
+        delta = await self._deltas.get(request.base, request.digest) if request.base and self._deltas else None
+        if delta is not None:
+            pieces = _cut(delta)
+        else:
+            pieces = self._store.read(request.digest, offset=request.offset, piece_bytes=PIECE_BYTES)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
-                yield weights_pb2.FetchResponse(data=piece)
+                await self._egress.take(len(piece))
+                yield weights_pb2.FetchResponse(data=piece, delta=delta is not None)
 
     async def ReleaseRun(
         self, request: weights_pb2.ReleaseRunRequest, context: Context
@@ -64,6 +84,11 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
             raise InvalidInput("`run` must name a run", violations=[FieldViolation("run", "must name a run")])
         owners = [owner for owner in self._store.owners if is_version_of(owner, request.run)]
         return weights_pb2.ReleaseRunResponse(freed_bytes=sum(self._store.release(owner) for owner in owners))
+
+
+async def _cut(data: bytes) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
 
 
 async def _pieces(first: weights_pb2.PutRequest, rest: AsyncIterable[weights_pb2.PutRequest]) -> AsyncIterator[bytes]:

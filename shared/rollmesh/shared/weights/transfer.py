@@ -1,7 +1,7 @@
-"""Moving versions between stores: a trainer's upload, a node's fetch.
+"""A trainer's upload of a version, and the limits of transfers in both directions (`fetcher` brings versions to nodes).
 
-Nothing is trusted that was not hashed here. On one host bytes do not cross a socket: an upload writes chunks into the store's own
-directory (which verifies them when they are claimed), a fetch links the peer's file.
+On one host bytes do not cross a socket: an upload writes chunks into the store's own directory, which verifies them when they are claimed.
+Free of numpy, because thin clients upload.
 """
 
 from __future__ import annotations
@@ -9,26 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import grpc
+from msgspec import Meta
 
-from rollmesh.shared.errors import HashMismatch, MeshError, UnknownBlob
+from rollmesh.shared.errors import HashMismatch
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX, BlobStore, PartialBlob
+from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX
 from rollmesh.shared.weights.host import host_id
-from rollmesh.shared.weights.manifest import BuiltManifest, ChunkSource, chunk_sizes, parse_manifest
-from rollmesh.shared.weights.servicer import DIGESTS_MAX, PIECE_BYTES
+from rollmesh.shared.weights.manifest import BuiltManifest, ChunkSource
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
-MANIFEST_BYTES_MAX = 8 << 20
-"""Reserved while a manifest is fetched, whose size is not known before; 8 MiB name about 1 TB in chunks."""
-_ROUNDS = 2
-"""A blob begun at a bad source and ended at a good one shows only at its end; the second round starts it clean at each."""
+DIGESTS_MAX = 10_000
+"""Most digests in one call of Has."""
+PIECE_BYTES = 1 << 20
+"""Size of the pieces in which blobs are sent."""
+PIECE_BYTES_MAX = 2 << 20
+"""Largest piece of a blob in one message; throughput falls to a quarter above 4 MiB."""
+WAIT_S_MAX = 60.0
+"""Longest time that a call waits for a blob, in seconds."""
 
 
 class TransferConfig(Settings):
@@ -38,15 +42,14 @@ class TransferConfig(Settings):
     """Blobs on their way at once. More hides latency to far sources; on one host the disk is the limit."""
     blob_deadline_s: PositiveFloat = 120.0
     """Limit of one blob's transfer from one source."""
+    stall_s: PositiveFloat = 5.0
+    """Time without a byte after which another source is asked, in seconds."""
+    peer_wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 2.0
+    """Time to wait for a blob that is on its way to a source, in seconds. The last source is not waited for."""
+    ingress_bytes_per_s: NonNegativeFloat = 0.0
+    """Limit of what this process receives, in bytes per second; 0 means unlimited."""
     same_host: bool = True
     """Whether a peer's directory on this host is used instead of the network."""
-
-
-OpenChannel = Callable[[str], grpc.aio.Channel]
-"""Opens a channel to host:port, with the run's token."""
-
-
-# Upload ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ async def upload(
     uploader = _Uploader(channel, owner, config or TransferConfig())
     await uploader.look(list(built.chunks))
     limit = asyncio.Semaphore(uploader.config.concurrency)
-    async with _first_error(), asyncio.TaskGroup() as group:
+    async with first_error(), asyncio.TaskGroup() as group:
         for digest, source in built.chunks.items():
             group.create_task(uploader.store_within(limit, digest, source))
     await uploader.send(built.weights_digest, built.data)  # small: one message is cheaper than a file
@@ -152,108 +155,8 @@ def _write_blob(directory: Path, digest: str, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-# Fetch ----------------------------------------------------------------------------------------------------------------
-
-
-class Fetcher:
-    """Brings blobs from several sources into a store. Channels stay open until `close`."""
-
-    def __init__(self, store: BlobStore, open_channel: OpenChannel, config: TransferConfig | None = None) -> None:
-        self.fetched_bytes = 0
-        """Bytes that crossed the network, since start."""
-        self._store = store
-        self._open_channel = open_channel
-        self._config = config or TransferConfig()
-        self._channels: dict[str, grpc.aio.Channel] = {}
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
-        self._channels.clear()
-
-    async def version(self, digest: str, sources: Sequence[str], *, owner: str) -> weights_pb2.WeightManifest:
-        """Stores the manifest and every chunk of it; returns the manifest.
-
-        Raises `UnknownBlob` if no source has a blob, `HashMismatch` if none has it right, `DiskFull`, `InvalidInput`.
-        """
-        await self.blob(digest, sources, owner=owner)
-        path = await self._store.open(digest)
-        manifest = parse_manifest(await asyncio.to_thread(path.read_bytes))
-        limit = asyncio.Semaphore(self._config.concurrency)
-        async with _first_error(), asyncio.TaskGroup() as group:
-            for chunk, size_bytes in chunk_sizes(manifest).items():
-                group.create_task(self._blob_within(limit, chunk, sources, owner, size_bytes))
-        return manifest
-
-    async def blob(
-        self, digest: str, sources: Sequence[str], *, owner: str, size_bytes_max: int = MANIFEST_BYTES_MAX
-    ) -> None:
-        """Stores one blob, from the first source that has it right."""
-        with contextlib.suppress(HashMismatch, UnknownBlob):  # ours is damaged: fetch it again
-            if await self._store.claim(digest, owner=owner):
-                return
-        if self._config.same_host and await self._link(digest, sources, owner):
-            return
-        with self._store.partial(digest, size_bytes_max) as partial:
-            await self._download(partial, digest, sources, owner)
-
-    async def _blob_within(
-        self, limit: asyncio.Semaphore, digest: str, sources: Sequence[str], owner: str, size_bytes: int
-    ) -> None:
-        async with limit:
-            await self.blob(digest, sources, owner=owner, size_bytes_max=size_bytes)
-
-    async def _link(self, digest: str, sources: Sequence[str], owner: str) -> bool:
-        for source in sources:
-            try:
-                with typed_errors():
-                    reply = await self._stub(source).Has(weights_pb2.HasRequest(digests=[digest]))
-            except MeshError:
-                continue  # an unreachable source is the download's business
-            here = reply.host_id and reply.host_id == host_id() and digest not in reply.missing
-            if here and await self._store.adopt(Path(reply.directory) / digest, digest, owner=owner):
-                return True
-        return False
-
-    async def _download(self, partial: PartialBlob, digest: str, sources: Sequence[str], owner: str) -> None:
-        failure: MeshError = UnknownBlob(f"there is no source for blob {digest}; upload it again", digest=digest)
-        for source in list(sources) * _ROUNDS:
-            try:
-                await self._receive(partial, digest, source)
-                await partial.commit(owner=owner)
-                return
-            except HashMismatch as err:
-                partial.reset()
-                failure = err
-            except MeshError as err:
-                failure = _weightier(failure, err)
-        raise failure
-
-    async def _receive(self, partial: PartialBlob, digest: str, source: str) -> None:
-        """Appends what `source` has beyond what is there: a broken transfer goes on where it stopped."""
-        request = weights_pb2.FetchRequest(digest=digest, offset=partial.written_bytes)
-        with typed_errors():
-            async for reply in self._stub(source).Fetch(request, timeout=self._config.blob_deadline_s):
-                if partial.too_long_with(len(reply.data)):
-                    raise HashMismatch(f"{source} sends more bytes of blob {digest} than it has", digest=digest)
-                await partial.write(reply.data)
-                self.fetched_bytes += len(reply.data)
-
-    def _stub(self, source: str) -> Any:
-        if source not in self._channels:
-            self._channels[source] = self._open_channel(source)
-        return weights_pb2_grpc.BlobServiceStub(self._channels[source])
-
-
-def _weightier(failure: MeshError, err: MeshError) -> MeshError:
-    """A wrong hash says more than a source that is away, and that more than one that doesn't have it."""
-    if isinstance(failure, HashMismatch):
-        return failure
-    return failure if isinstance(err, UnknownBlob) and not isinstance(failure, UnknownBlob) else err
-
-
 @contextlib.asynccontextmanager
-async def _first_error() -> AsyncIterator[None]:
+async def first_error() -> AsyncIterator[None]:
     """Unwraps a TaskGroup's group into the first error in it: callers catch `DiskFull`, not groups."""
     try:
         yield

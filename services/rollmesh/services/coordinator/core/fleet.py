@@ -20,6 +20,8 @@ from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
+FEEDERS_MAX = 2
+"""Nodes that a node may fetch a version from, besides the depot."""
 LEFT = "left cleanly"
 """Cause of a node that is DEAD because it reported that it leaves."""
 RETRY_S = 2.0
@@ -304,6 +306,23 @@ class Fleet:
         """Return usable nodes of a kind, by id."""
         ready = (n for n in self.nodes.values() if n.kind is kind and n.state is NodeState.READY)
         return sorted(ready, key=lambda n: n.node_id)
+
+    def feeders(self, node_id: str, version: PolicyVersion) -> list[Node]:
+        """Return the nodes from which a node fetches a version before it asks the depot, best first.
+
+        The nodes that fetch a version at the same time form a line by id, in which each forwards the chunks that it has stored. So the
+        depot sends a version once, and every link carries it once. The second feeder helps when the first fails. A node that comes later
+        fetches from those that have the version.
+        """
+        line = []
+        for node in sorted(self._healthy(), key=lambda n: n.node_id):
+            has = version in (node.active, node.prepared, *node.held)
+            if node.node_id != node_id and (
+                has or (node.ordered == (WeightVerb.PREPARE, version) and node.node_id < node_id)
+            ):
+                line.append(node)
+        before = [n for n in line if n.node_id < node_id]
+        return [*reversed(before), *reversed(line[len(before) :])][:FEEDERS_MAX]
 
     def next_deadline(self) -> float | None:
         """Return the earliest time at which a missing heartbeat changes the state of a node."""

@@ -10,12 +10,14 @@ import concurrent.futures
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from rollmesh.services.inference.engine import WeightsMismatch
+from rollmesh.services.inference.engines.adapters import merge_adapter
 from rollmesh.services.inference.engines.execution import chooses_experts
 from rollmesh.services.inference.engines.model_spec import read_config
 from rollmesh.services.inference.engines.prepared_files import PreparedFiles, files_in, keep_files
@@ -84,8 +86,11 @@ class ModelFolder:
 
     def _keep(self, files: Mapping[str, Path], folder: Path) -> None:
         torch.set_num_threads(1)
-        self._expected.check(files)
         try:
-            keep_files(files, folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(prefix="merged-", dir=folder.parent) as scratch:
+                merged = merge_adapter(files, Path(scratch))
+                self._expected.check(merged)
+                keep_files(merged, folder)
         except OSError as err:
             raise WeightsMismatch(f"the files cannot be kept in {folder}: {err}") from err

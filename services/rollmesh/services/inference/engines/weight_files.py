@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.services.inference.engine import WeightsMismatch
+from rollmesh.shared.weights.manifest import ADAPTER_WEIGHTS
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -28,6 +29,8 @@ def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...
     Raises WeightsMismatch naming the first tensor that is missing, unknown, not finite or has another shape.
     """
     found: Shapes = {}
+    if ADAPTER_WEIGHTS in files:
+        raise WeightsMismatch("attached servers take whole weights: merge the adapter before it is published")
     for name in sorted(files):
         for key, shape, blocks in _tensors(name, files[name]):
             if not all(map(_is_finite, blocks)):

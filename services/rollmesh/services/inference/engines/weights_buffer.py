@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rollmesh.services.inference.engine import WeightsMismatch
+from rollmesh.services.inference.engines.adapters import Adapter, base_files
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.weights.manifest import ADAPTER_WEIGHTS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 W = TypeVar("W")
@@ -53,15 +55,21 @@ class WeightsBuffer(Generic[W]):
 
 
 def read_state(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Read safetensors files that together hold one state dict. Raises WeightsRejected for a file that is not readable, a
+    """Read safetensors files that together hold one state dict, and merge the adapter if they have one. Raises WeightsRejected for a file that is not readable, a
     tensor that occurs twice, has a dtype that is not supported, or has a value that is not finite."""
     state: dict[str, Tensor] = {}
-    for name in sorted(files):
-        for key, tensor in _read_file(name, files[name]):
+    base = base_files(files)
+    for name in sorted(base):
+        for key, tensor in _read_file(name, base[name]):
             if key in state:
                 raise WeightsMismatch(f"tensor {key} is in two files, the second is {name}: send each tensor once")
             check_values(key, tensor)
             state[key] = tensor
+    if ADAPTER_WEIGHTS in files:
+        adapter = Adapter(files)
+        for key in state:
+            adapter.merge_into(state, key)
+        adapter.check_used()
     return state
 
 

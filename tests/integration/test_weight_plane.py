@@ -1,0 +1,206 @@
+"""Versions between nodes: deltas, forwarding in a line, sources that lie, stall or vanish. Over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.server import RpcServer
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.byte_rate import ByteRate
+from rollmesh.shared.weights.delta import encode_delta
+from rollmesh.shared.weights.delta_cache import DeltaCache
+from rollmesh.shared.weights.fetcher import Fetcher
+from rollmesh.shared.weights.servicer import BlobServicer
+from rollmesh.shared.weights.transfer import TransferConfig
+from rollmesh.v1 import weights_pb2, weights_pb2_grpc
+
+from .weight_mesh import ACCESS, SERVER, depot, publish
+
+CHUNK = 1 << 16
+QUICK = TransferConfig(same_host=False, stall_s=0.2, peer_wait_s=0.2)
+
+
+class Peer:
+    """A store with a fetcher and a BlobService, as a node has."""
+
+    def __init__(self, store: BlobStore, fetch: Fetcher, address: str, servicer: BlobServicer) -> None:
+        self.store, self.fetch, self.address, self.servicer = store, fetch, address, servicer
+
+    async def content(self, manifest: weights_pb2.WeightManifest) -> bytes:
+        return b"".join([(await self.store.open(c.digest)).read_bytes() for f in manifest.files for c in f.chunks])
+
+
+@contextlib.asynccontextmanager
+async def peer(
+    folder: Path, kind: type[BlobServicer] = BlobServicer, transfer: TransferConfig = QUICK
+) -> AsyncIterator[Peer]:
+    store = BlobStore(folder, quota_bytes=64 << 20, durable=False)
+    store.start()
+    deltas = DeltaCache(store, bytes_max=1 << 20)
+    fetch = Fetcher(store, lambda address: open_channel(address, access=ACCESS), transfer, deltas)
+    servicer = kind(store, writable=False, deltas=deltas)
+    async with RpcServer(SERVER, access=ACCESS) as server:
+        server.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, servicer)
+        await server.start()
+        yield Peer(store, fetch, server.address, servicer)
+    await fetch.close()
+    await deltas.close()
+    store.close()
+
+
+def file(folder: Path, name: str, *, change: float = 0.0) -> dict[str, Path]:
+    """A safetensors file of four chunks. `change` is the share of its values that differ in their lowest bit from those of change 0."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(CHUNK).astype("<f4").view("<u4")
+    values[np.random.default_rng(1).random(CHUNK) < change] ^= 1
+    header = b'{"w":{"dtype":"F32","shape":[%d],"data_offsets":[0,%d]}}' % (CHUNK, 4 * CHUNK)
+    path = folder / name
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    return {"model.safetensors": path}
+
+
+async def two_versions(folder: Path, address: str) -> list[str]:
+    """Upload two versions that differ in few bits. Return their digests."""
+    made = [file(folder, "a"), file(folder, "b", change=0.01)]
+    return [(await publish(address, n, one, chunk_bytes=CHUNK))[0].weights_digest for n, one in enumerate(made, 1)]
+
+
+async def test_a_node_with_the_version_before_fetches_deltas_and_forwards_them(tmp_path: Path) -> None:
+    async with depot(tmp_path) as source, peer(tmp_path / "p") as first, peer(tmp_path / "q") as second:
+        one, two = await two_versions(tmp_path, source.address)
+        for node in (first, second):
+            await node.fetch.version(one, [source.address], owner="v1")
+        before = [node.fetch.fetched_bytes for node in (first, second)]
+        base = weights_pb2.WeightManifest.FromString((await first.store.open(one)).read_bytes())
+        manifest = await first.fetch.version(two, [source.address], owner="v2", base=base)
+        await second.fetch.version(two, [first.address], owner="v2", base=base)
+        assert await first.content(manifest) == await second.content(manifest) == (tmp_path / "b").read_bytes()
+        moved = [node.fetch.fetched_bytes - start for node, start in zip((first, second), before, strict=True)]
+        assert moved[0] == moved[1] < 0.05 * (tmp_path / "b").stat().st_size
+
+
+async def test_a_node_whose_base_is_gone_gets_whole_chunks(tmp_path: Path) -> None:
+    async with depot(tmp_path) as source, peer(tmp_path / "p") as node:
+        one, two = await two_versions(tmp_path, source.address)
+        base = weights_pb2.WeightManifest.FromString((await source.store.open(one)).read_bytes())
+        manifest = await node.fetch.version(two, [source.address], owner="v2", base=base)
+        assert await node.content(manifest) == (tmp_path / "b").read_bytes()
+        assert node.fetch.fetched_bytes > (tmp_path / "b").stat().st_size
+
+
+class WrongDeltas(BlobServicer):
+    """A source that sends deltas of other weights."""
+
+    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
+        if request.base:
+            size = (await self._store.open(request.digest)).stat().st_size
+            yield weights_pb2.FetchResponse(data=encode_delta(bytes(size), b"x" * size), delta=True)
+        else:
+            async for reply in super().Fetch(request, context):
+                yield reply
+
+
+async def test_a_wrong_delta_is_noticed_and_the_whole_chunk_fetched(tmp_path: Path) -> None:
+    async with (
+        depot(tmp_path) as source,
+        peer(tmp_path / "l", WrongDeltas) as liar,
+        peer(tmp_path / "p") as node,
+    ):
+        one, two = await two_versions(tmp_path, source.address)
+        for other in (liar, node):
+            await other.fetch.version(one, [source.address], owner="v1")
+        base = weights_pb2.WeightManifest.FromString((await node.store.open(one)).read_bytes())
+        await liar.fetch.version(two, [source.address], owner="v2")
+        manifest = await node.fetch.version(two, [liar.address], owner="v2", base=base)
+        assert await node.content(manifest) == (tmp_path / "b").read_bytes()
+
+
+async def test_a_line_of_nodes_begins_before_the_first_one_has_the_version(tmp_path: Path) -> None:
+    """The last node asks first; each waits for the chunks of the node before it, and the depot sends the version once."""
+    async with contextlib.AsyncExitStack() as stack:
+        source = await stack.enter_async_context(depot(tmp_path))
+        line = [await stack.enter_async_context(peer(tmp_path / str(n), transfer=LINE)) for n in range(4)]
+        one, _ = await two_versions(tmp_path, source.address)
+        sources = [[source.address], *([node.address, source.address] for node in line)]
+        tasks = []
+        for node, of in reversed(list(zip(line, sources, strict=False))):
+            tasks.append(asyncio.create_task(node.fetch.version(one, of, owner="v")))
+            await asyncio.sleep(0)
+        manifest, *_ = await asyncio.gather(*tasks)
+        assert {await node.content(manifest) for node in line} == {(tmp_path / "a").read_bytes()}
+        size = (tmp_path / "a").stat().st_size
+        assert all(size < node.fetch.fetched_bytes < 1.1 * size for node in line)
+
+
+LINE = TransferConfig(same_host=False, peer_wait_s=10.0)
+
+
+class Stalls(BlobServicer):
+    """A source that sends the first byte of each blob, and no other."""
+
+    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
+        async for reply in super().Fetch(request, context):
+            yield weights_pb2.FetchResponse(data=reply.data[:1])
+            await asyncio.Event().wait()
+
+
+async def test_a_source_that_stalls_is_left_for_the_next_one(tmp_path: Path) -> None:
+    async with depot(tmp_path) as source, peer(tmp_path / "s", Stalls) as slow, peer(tmp_path / "p") as node:
+        one, _ = await two_versions(tmp_path, source.address)
+        await slow.fetch.version(one, [source.address], owner="v")
+        manifest = await node.fetch.version(one, [slow.address, source.address], owner="v")
+        assert await node.content(manifest) == (tmp_path / "a").read_bytes()
+
+
+async def test_all_sources_without_the_blob_end_in_one_error_after_the_wait(tmp_path: Path) -> None:
+    async with peer(tmp_path / "s") as empty, peer(tmp_path / "p") as node:
+        with pytest.raises(MeshError, match="is not stored here"):
+            await node.fetch.version("0" * 64, [empty.address, empty.address], owner="v")
+        assert node.store.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (weights_pb2.FetchRequest(digest="0" * 64, wait_s=61), "wait_s"),
+        (weights_pb2.FetchRequest(digest="0" * 64, wait_s=-1), "wait_s"),
+        (weights_pb2.FetchRequest(digest="0" * 64, wait_s=float("nan")), "wait_s"),
+        (weights_pb2.FetchRequest(digest="0" * 64, base="1" * 64, offset=1), "offset"),
+        (weights_pb2.FetchRequest(digest="../../etc/passwd"), "digest"),
+        (weights_pb2.FetchRequest(digest="0" * 64, base="../x"), "not stored|digest"),
+    ],
+)
+async def test_a_bad_request_names_its_field(tmp_path: Path, request_: weights_pb2.FetchRequest, message: str) -> None:
+    async with peer(tmp_path / "s") as node, open_channel(node.address, access=ACCESS) as channel:
+        stub = weights_pb2_grpc.BlobServiceStub(channel)
+        with pytest.raises(MeshError, match=message), typed_errors():
+            async for _ in stub.Fetch(request_):
+                pass
+
+
+async def test_a_limited_source_sends_no_faster(tmp_path: Path) -> None:
+    taken: list[int] = []
+
+    class Counts(ByteRate):
+        async def take(self, num_bytes: int) -> None:
+            taken.append(num_bytes)
+
+    async with depot(tmp_path) as source, peer(tmp_path / "p") as node:
+        one, _ = await two_versions(tmp_path, source.address)
+        await node.fetch.version(one, [source.address], owner="v")
+        node.servicer._egress = Counts(1.0)
+        async with open_channel(node.address, access=ACCESS) as channel:
+            request = weights_pb2.FetchRequest(digest=one)
+            async for _ in weights_pb2_grpc.BlobServiceStub(channel).Fetch(request):
+                pass
+        assert sum(taken) == (await node.store.open(one)).stat().st_size
