@@ -36,7 +36,7 @@ from rollmesh.bench.methods import commit
 from rollmesh.bench.race_env import trl_python
 from rollmesh.bench.race_eval import EvalWork
 from rollmesh.bench.race_play import RaceTask
-from rollmesh.bench.race_work import Mark, RaceMode, RaceRun, RaceWork, UpdateSeen, race_config, race_limits
+from rollmesh.bench.race_work import RaceMark, RaceMode, RaceRun, RaceWork, UpdateSeen, race_config, race_limits
 from rollmesh.bench.report import BenchTarget, Report, spread
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.families.calc import CalcOracle
@@ -448,7 +448,7 @@ def _allowed(record: RaceRecord) -> float:
     return (generation_s + training_s) / max(generation_s, training_s, _cpu_s(record) / 2)
 
 
-def _ends(record: RaceRecord) -> tuple[Mark, Mark]:
+def _ends(record: RaceRecord) -> tuple[RaceMark, RaceMark]:
     """Return the marks between which updates are counted: the last warm one, and the last."""
     marks = record.run.marks
     first = next((mark for mark in marks if mark.update >= WARM), marks[0])
@@ -490,7 +490,7 @@ def _reached(record: RaceRecord) -> int | None:
     return min((update for update, success in record.success.items() if success >= SUCCESS), default=None)
 
 
-def _until(record: RaceRecord, update: int, value: Callable[[Mark], float], mean_s: float) -> float:
+def _until(record: RaceRecord, update: int, value: Callable[[RaceMark], float], mean_s: float) -> float:
     """Return the cost up to an update, without start-up: the first update is counted as a mean one."""
     first = record.run.marks[0]
     at = next(mark for mark in record.run.marks if mark.update >= update)

@@ -19,7 +19,7 @@ import msgspec
 
 from rollmesh.bench.bare_loop import BareLoop
 from rollmesh.bench.race_profile import MODEL, profiled_by_process, profiled_here
-from rollmesh.bench.race_work import Mark, RaceClock, RaceRun, RaceWork, UpdateSeen, race_config
+from rollmesh.bench.race_work import RaceClock, RaceMark, RaceRun, RaceWork, UpdateSeen, race_config
 from rollmesh.mesh import Mesh
 from rollmesh.mesh.interpreter_tuning import tune_process
 from rollmesh.mesh.running_mesh import RunningMesh
@@ -37,7 +37,7 @@ PROFILE_S_MAX = 60.0
 class RaceArm(Protocol):
     """A running training."""
 
-    async def until(self, update: int) -> Mark:
+    async def until(self, update: int) -> RaceMark:
         """Wait until the update is made, and return the mark of the newest one."""
         ...
 
@@ -55,7 +55,7 @@ class RaceArm(Protocol):
 
 
 async def run_arm(arm: RaceArm, work: RaceWork) -> RaceRun:
-    marks: list[Mark] = []
+    marks: list[RaceMark] = []
     while not marks or (marks[-1].update < work.updates and marks[-1].wall_s < work.limit_s):
         marks.append(await arm.until(marks[-1].update + 1 if marks else 1))
     parts, model_share = await _parts(arm, marks[-1].update + work.num_profiled)
@@ -89,7 +89,7 @@ class BareArm:
         self._clock = clock
         self._updates: list[UpdateSeen] = []
 
-    async def until(self, update: int) -> Mark:
+    async def until(self, update: int) -> RaceMark:
         while len(self._updates) < update:
             result = await self._loop.update()
             self._updates.append(_seen(result.update, dict(result.metrics), {}))
@@ -131,7 +131,7 @@ class MeshArm:
         self._size = 0
         self.profiled = profiled
 
-    async def until(self, update: int) -> Mark:
+    async def until(self, update: int) -> RaceMark:
         while True:
             if self._file.exists() and (size := self._file.stat().st_size) > self._size:
                 self._size = size

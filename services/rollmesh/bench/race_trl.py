@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rollmesh.bench.race_play import RacePlayer
-from rollmesh.bench.race_work import Mark, RaceClock, RaceRun, RaceWork, UpdateSeen, race_config, race_limits
+from rollmesh.bench.race_work import RaceClock, RaceMark, RaceRun, RaceWork, UpdateSeen, race_config, race_limits
 from rollmesh.trainer.model_files import load_model, load_tokenizer, write_weights
 from rollmesh.trainer.optim import lr_at, make_adamw
 
@@ -43,7 +43,7 @@ class TrlArm(TrainerCallback):
         self._tasks = {task.question: task for task in work.tasks}
         self._generation_s = self._generation_cpu_s = self._tokens = self._success = 0.0
         self._first_cpu_s = self._first_generation_cpu_s = 0.0
-        self.marks: list[Mark] = []
+        self.marks: list[RaceMark] = []
         self.updates: list[UpdateSeen] = []
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:

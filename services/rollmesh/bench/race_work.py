@@ -45,7 +45,7 @@ class RaceWork(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks in the order of the mesh, for TRL."""
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True):
+class RaceMark(msgspec.Struct, frozen=True, kw_only=True):
     """The state after an update."""
 
     update: int
@@ -76,7 +76,7 @@ class UpdateSeen(msgspec.Struct, frozen=True, kw_only=True):
 class RaceRun(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an arm."""
 
-    marks: tuple[Mark, ...]
+    marks: tuple[RaceMark, ...]
     updates: tuple[UpdateSeen, ...]
     parts: dict[str, float]
     """Share of CPU by part in [0, 1]; model compute belongs to its service. Empty if there was no time to profile."""
@@ -92,9 +92,9 @@ class RaceClock:
         self._off_s = self._off_cpu_s = 0.0
         self._paused = (0.0, 0.0)
 
-    def mark(self, update: int, dropped: int = 0) -> Mark:
+    def mark(self, update: int, dropped: int = 0) -> RaceMark:
         wall_s, cpu_s = self._now()
-        return Mark(update=update, wall_s=wall_s - self._off_s, cpu_s=cpu_s - self._off_cpu_s, dropped=dropped)
+        return RaceMark(update=update, wall_s=wall_s - self._off_s, cpu_s=cpu_s - self._off_cpu_s, dropped=dropped)
 
     def pause(self) -> None:
         self._paused = self._now()

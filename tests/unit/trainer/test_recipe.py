@@ -147,6 +147,7 @@ def test_the_command_lists_the_recipes_with_their_files() -> None:
         "group_size_min": 1,
         "group_size_odd": False,
         "whole_groups": False,
+        "given_solutions": False,
     }
     needs = {name: one["needs"] for name, one in by_name.items()}
     assert needs["grpo_high_entropy"]["outputs"] == ["entropy"]

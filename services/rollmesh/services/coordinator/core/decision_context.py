@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.demand import Demand
+from rollmesh.services.coordinator.core.demand import LearnerDemand
 from rollmesh.services.coordinator.core.facts import Fact, Purpose, Task
 from rollmesh.services.coordinator.core.inputs import LeaseBatch
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -163,7 +163,7 @@ class EphemeralState:
     """Evaluations that got no tasks in time. They are not requested again."""
     workers: list[WorkerWait] = field(default_factory=list)
     trainers: list[BatchWait] = field(default_factory=list)
-    demand: Demand = field(default_factory=Demand)
+    demand: LearnerDemand = field(default_factory=LearnerDemand)
     drawing: bool = False
     finalizing: set[str] = field(default_factory=set)
     overdue: set[str] = field(default_factory=set)

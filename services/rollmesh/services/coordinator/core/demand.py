@@ -37,7 +37,7 @@ DEBT_MAX = 2.0
 
 
 @dataclass(slots=True)
-class Demand:
+class LearnerDemand:
     """Measurements of one coordinator process. Times are seconds on its monotonic clock, sizes are groups."""
 
     ahead: int | None = None
@@ -66,7 +66,7 @@ class Demand:
     """Since when the learner waits for a batch; None: it does not wait."""
 
 
-def observe(state: State, demand: Demand, now: float, *, unserved: bool) -> None:
+def observe(state: State, demand: LearnerDemand, now: float, *, unserved: bool) -> None:
     """Note what this decision changed, and set the allowance. `unserved`: a trainer requested a batch and got none."""
     if not applies(state):
         demand.ahead = None
@@ -96,7 +96,7 @@ def applies(state: State) -> bool:
     return not (spec.admit_early or spec.exports or state.ended)
 
 
-def resume(state: State, demand: Demand) -> None:
+def resume(state: State, demand: LearnerDemand) -> None:
     """Begin with the groups that are live: the last process admitted them by its measurements."""
     published = state.the_clock.published
     if applies(state) and published is not None and state.training_groups(*GroupPhase):
@@ -104,7 +104,7 @@ def resume(state: State, demand: Demand) -> None:
         demand.needs.append(max(ahead, state.the_spec.publish_every * state.the_spec.batch_groups))
 
 
-def num_wanted(state: State, demand: Demand) -> int:
+def num_wanted(state: State, demand: LearnerDemand) -> int:
     """Return how many groups are admitted now if workers request them: at most those that the bound admits."""
     admissible, clock = bound.num_admissible(state), state.the_clock
     if demand.ahead is None or clock.published is None:
@@ -115,7 +115,7 @@ def num_wanted(state: State, demand: Demand) -> int:
     return max(0, min(admissible, room))
 
 
-def ahead_groups(state: State, demand: Demand) -> dict[str, int]:
+def ahead_groups(state: State, demand: LearnerDemand) -> dict[str, int]:
     """Return the groups ahead of the update after the published step, for display: admitted, demanded, and within the
     bound. Empty before the first publication."""
     spec, published = state.the_spec, state.the_clock.published
@@ -129,14 +129,14 @@ def ahead_groups(state: State, demand: Demand) -> dict[str, int]:
     }
 
 
-def _begin_epoch(state: State, demand: Demand) -> None:
+def _begin_epoch(state: State, demand: LearnerDemand) -> None:
     """Forget the batch and the wait of the previous trainer, or of updates that were rolled back."""
     demand.epoch, demand.applied, demand.leased = state.the_clock.trainer_epoch, state.the_clock.applied, 0
     demand.mark, demand.batch = 0, state.the_spec.batch_groups
     demand.idle_since = None
 
 
-def _pass_time(state: State, demand: Demand, now: float) -> None:
+def _pass_time(state: State, demand: LearnerDemand, now: float) -> None:
     """Let the debt decay, and charge the time for which the learner waits.
 
     The groups that the bound holds ahead last for eta updates, so the part of a wait beyond that has another cause.
@@ -150,7 +150,7 @@ def _pass_time(state: State, demand: Demand, now: float) -> None:
     demand.debt_s = min(demand.debt_s, DEBT_MAX * eta_s / GAIN)
 
 
-def _note_commit(state: State, demand: Demand, now: float) -> None:
+def _note_commit(state: State, demand: LearnerDemand, now: float) -> None:
     clock = state.the_clock
     demand.applied = clock.applied
     demand.update_s = now - demand.began_at
@@ -159,7 +159,7 @@ def _note_commit(state: State, demand: Demand, now: float) -> None:
     demand.mark = state.num_groups
 
 
-def _measure(state: State, demand: Demand, batch: int) -> None:
+def _measure(state: State, demand: LearnerDemand, batch: int) -> None:
     """Compute the allowance under which exactly the `batch` groups of the next batch would be READY.
 
     Before the commit, n groups were admitted by an allowance of n - (published + 1)·b. Each group less would be one
@@ -174,7 +174,7 @@ def _measure(state: State, demand: Demand, batch: int) -> None:
     demand.mark = 0
 
 
-def _allowance(state: State, demand: Demand) -> int | None:
+def _allowance(state: State, demand: LearnerDemand) -> int | None:
     spec = state.the_spec
     if not demand.needs or (demand.idle_since is not None and not on_their_way(state)):
         return None
