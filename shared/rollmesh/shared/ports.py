@@ -17,12 +17,17 @@ _LOWEST = 10240
 _TRIES_MAX = 1000
 _LISTEN = "0A"
 _COMMAND_CHARS_MAX = 100
+_given: set[int] = set()
+"""Ports that this process has returned."""
 
 
 def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
-    """Return free ports on loopback, outside the ephemeral range if possible."""
+    """Return free ports on loopback, outside the ephemeral range if possible. No port is returned twice, because its first user may not
+    listen yet."""
     rng = rng or random.SystemRandom()
     below = range(_LOWEST, _ephemeral_begin())
+    if len(_given) > len(below) // 2:
+        _given.clear()
     found: list[int] = []
     with ExitStack() as held:
         for attempt in range(_TRIES_MAX):
@@ -34,7 +39,10 @@ def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
                 bound.bind(("127.0.0.1", wanted))
             except OSError:
                 continue
-            found.append(bound.getsockname()[1])
+            port = bound.getsockname()[1]
+            if port not in _given:
+                _given.add(port)
+                found.append(port)
     assert len(found) == num, "no free port"
     return found
 

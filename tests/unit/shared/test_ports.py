@@ -30,6 +30,11 @@ def test_a_port_that_somebody_listens_on_is_not_chosen_and_its_owner_is_named() 
     assert owner_of(port) == "another process"
 
 
+def test_a_port_is_not_returned_twice_although_its_first_user_does_not_listen_yet() -> None:
+    first, second = (lasting_ports(3, random.Random(11)) for _ in range(2))
+    assert set(first).isdisjoint(second)
+
+
 def test_an_address_of_another_machine_is_not_a_taken_port() -> None:
     with pytest.raises(OSError, match="assign requested address"):
         is_taken("192.0.2.1", 80)
