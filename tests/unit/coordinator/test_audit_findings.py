@@ -64,7 +64,7 @@ CASES: dict[str, tuple[type, Change, str, str]] = {
         "measured group g9, which no lease of it contains",
     ),
     "a lease without samples": (f.BatchLeased, lambda x: replace(x, sample_ids=()), "once", "has no samples"),
-    "a lease of another update": (f.BatchLeased, lambda x: replace(x, update=7), "once", "bound to update 7"),
+    "a lease of another update": (f.BatchLeased, lambda x: replace(x, update=7), "once", "update 7, the next one is 1"),
     "a lease of another group's sample": (
         f.BatchLeased,
         lambda x: replace(x, sample_ids=(*x.sample_ids[1:], "g9.0.0")),

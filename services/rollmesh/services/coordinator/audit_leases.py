@@ -26,6 +26,8 @@ class Leases:
         self._in_doubt: set[str] = set()
         self._epochs: set[int] = set()
         self._newest: f.TrainerAttached | None = None
+        self._applied = 0
+        """Last update of the trainer: that of its checkpoint at the attach, then that of the last commit."""
         self._spec: RunSpec | None = None
         self._leased_under: dict[str, RunSpec | None] = {}
         self._group: dict[str, str] = {}
@@ -65,6 +67,7 @@ class Leases:
                 "once", f"trainer epoch {fact.trainer_epoch} attached after epoch {last}, expected {last + 1}"
             )
         self._newest = fact
+        self._applied = fact.last_update
         self._epochs.add(fact.trainer_epoch)
 
     def _lease(self, fact: f.BatchLeased) -> None:
@@ -75,6 +78,10 @@ class Leases:
         if fact.trainer_epoch not in self._epochs or fact.trainer_epoch != newest:
             what = f"epoch {fact.trainer_epoch}; the trainer that attached last has epoch {newest}"
             self._complain("once", f"lease {name} is bound to {what}")
+        if fact.update != self._applied + 1:
+            self._complain(
+                "once", f"lease {name} is bound to update {fact.update}, the next one is {self._applied + 1}"
+            )
         if not fact.sample_ids:
             self._complain("once", f"lease {name} of update {fact.update} has no samples")
         groups = set(fact.groups)
@@ -97,6 +104,7 @@ class Leases:
     def _commit(self, fact: f.UpdateCommitted) -> None:
         leased: Counter[str] = Counter()
         measured = {group.group for group in fact.groups}
+        self._applied = fact.update
         forward = self._newest is not None and self._newest.last_update == fact.update
         if fact.trainer_epoch not in self._epochs:
             self._complain(
