@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -177,3 +178,11 @@ def test_a_change_of_the_setting_takes_effect_at_once() -> None:
         "demand": ETA * BATCH,
         "bound": ETA * BATCH,
     }
+
+
+def test_an_update_that_took_no_time_leaves_the_bound_alone() -> None:
+    """With a debt and an update of 0 s the slack would be infinite."""
+    run = begun()
+    generate_all(run, step=0)
+    measured = demand.LearnerDemand(needs=deque([BATCH]), debt_s=0.1, update_s=0.0)
+    assert demand._allowance(run.core.state, measured) is None

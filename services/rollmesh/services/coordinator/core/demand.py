@@ -178,6 +178,8 @@ def _allowance(state: State, demand: LearnerDemand) -> int | None:
     spec = state.the_spec
     if not demand.needs or (demand.idle_since is not None and not on_their_way(state)):
         return None
+    if demand.debt_s and not demand.update_s:  # an update that took no time needs all that the bound allows
+        return None
     slack = GAIN * spec.batch_groups * demand.debt_s / demand.update_s if demand.debt_s else 0.0
     ahead = max(max(demand.needs), (spec.publish_every - 1) * spec.batch_groups) + ceil(slack)
     return ahead if ahead < spec.max_staleness * spec.batch_groups else None
