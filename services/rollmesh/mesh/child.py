@@ -118,8 +118,10 @@ class Child:
                 await self._unless_stopped(asyncio.wait([ended], timeout=_LOG_CHECK_S))
                 self._log.trim()
             if not ended.done():
+                # A stopped process handles SIGTERM when it continues. SIGTERM comes last: send_signal first polls, and a poll that finds
+                # the process ended takes its exit code away from asyncio, which then reports 255.
+                process.send_signal(signal.SIGCONT)
                 process.send_signal(signal.SIGTERM)
-                process.send_signal(signal.SIGCONT)  # a stopped process cannot handle the signal
                 await asyncio.wait([ended], timeout=self._config.stop_s)
             if not ended.done():
                 _log.warning("%s did not stop within %g s and is killed", self.name, self._config.stop_s)

@@ -2,7 +2,9 @@
 
 A server whose clients reconnect after its restart needs a port that no other process takes meanwhile. The kernel gives outgoing
 connections ports of the ephemeral range. A client that connects to such a port while the server is down may get that port as its own
-source port: it then connects to itself, and the server finds its port in use. Linux only, by /proc.
+source port: it then connects to itself, and the server finds its port in use. Ports are therefore chosen outside that range.
+A chosen port is not listened on yet, and not while its server restarts: a reservation keeps other processes of this module from choosing it.
+Linux only, by /proc and abstract sockets.
 """
 
 from __future__ import annotations
@@ -10,41 +12,50 @@ from __future__ import annotations
 import errno
 import random
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 _LOWEST = 10240
 _TRIES_MAX = 1000
 _LISTEN = "0A"
 _COMMAND_CHARS_MAX = 100
-_given: set[int] = set()
-"""Ports that this process has returned."""
+_RESERVED_MAX = 256
+_reserved: dict[int, socket.socket] = {}
+"""Reservations of this process, oldest first. They end with the process, or when more than `_RESERVED_MAX` newer ones were made."""
 
 
 def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
-    """Return free ports on loopback, outside the ephemeral range if possible. No port is returned twice, because its first user may not
-    listen yet."""
+    """Return free ports on loopback, outside the ephemeral range if possible, and reserve them against other callers on this machine."""
     rng = rng or random.SystemRandom()
     below = range(_LOWEST, _ephemeral_begin())
-    if len(_given) > len(below) // 2:
-        _given.clear()
     found: list[int] = []
-    with ExitStack() as held:
-        for attempt in range(_TRIES_MAX):
-            if len(found) == num:
-                break
-            bound = held.enter_context(socket.socket())
-            wanted = rng.choice(below) if below and attempt < _TRIES_MAX // 2 else 0
+    for attempt in range(_TRIES_MAX):
+        if len(found) == num:
+            return found
+        wanted = rng.choice(below) if below and attempt < _TRIES_MAX // 2 else 0
+        with socket.socket() as probe:
             try:
-                bound.bind(("127.0.0.1", wanted))
+                probe.bind(("127.0.0.1", wanted))
             except OSError:
                 continue
-            port = bound.getsockname()[1]
-            if port not in _given:
-                _given.add(port)
+            port = probe.getsockname()[1]
+            if _reserve(port):
                 found.append(port)
-    assert len(found) == num, "no free port"
-    return found
+    raise AssertionError("no free port")
+
+
+def _reserve(port: int) -> bool:
+    """Reserve the port by an abstract socket of its number, which the kernel gives to one process and removes with it. Such sockets
+    belong to the network namespace, as ports do. False if it is reserved already."""
+    reservation = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        reservation.bind(f"\0rollmesh-port-{port}")
+    except OSError:
+        reservation.close()
+        return False
+    _reserved[port] = reservation
+    while len(_reserved) > _RESERVED_MAX:
+        _reserved.pop(next(iter(_reserved))).close()
+    return True
 
 
 def is_taken(host: str, port: int) -> bool:

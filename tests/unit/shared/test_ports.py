@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rollmesh.shared import ports
 from rollmesh.shared.ports import is_taken, lasting_ports, owner_of
 
 
@@ -33,6 +36,18 @@ def test_a_port_that_somebody_listens_on_is_not_chosen_and_its_owner_is_named() 
 def test_a_port_is_not_returned_twice_although_its_first_user_does_not_listen_yet() -> None:
     first, second = (lasting_ports(3, random.Random(11)) for _ in range(2))
     assert set(first).isdisjoint(second)
+    choice = (
+        "import random; from rollmesh.shared.ports import lasting_ports; print(*lasting_ports(3, random.Random(11)))"
+    )
+    other = subprocess.run([sys.executable, "-c", choice], check=True, capture_output=True, text=True).stdout.split()
+    assert set(first).isdisjoint(map(int, other)), "another process"
+
+
+def test_the_oldest_reservation_ends_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "_reserved", {})
+    monkeypatch.setattr(ports, "_RESERVED_MAX", 2)
+    oldest, *_ = lasting_ports(3, random.Random(13))
+    assert lasting_ports(1, random.Random(13)) == [oldest]
 
 
 def test_an_address_of_another_machine_is_not_a_taken_port() -> None:
