@@ -20,6 +20,7 @@ from rollmesh.shared.weights.byte_rate import ByteRate
 from rollmesh.shared.weights.delta import encode_delta
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.fetcher import Fetcher
+from rollmesh.shared.weights.manifest import chunk_sizes
 from rollmesh.shared.weights.servicer import BlobServicer
 from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
@@ -96,6 +97,25 @@ async def test_a_node_whose_base_is_gone_gets_whole_chunks(tmp_path: Path) -> No
         manifest = await node.fetch.version(two, [source.address], owner="v2", base=base)
         assert await node.content(manifest) == (tmp_path / "b").read_bytes()
         assert node.fetch.fetched_bytes > (tmp_path / "b").stat().st_size
+
+
+@pytest.mark.parametrize("damage", ["deleted", "changed"])
+async def test_a_base_that_is_gone_or_damaged_here_is_not_a_fault_of_the_source(tmp_path: Path, damage: str) -> None:
+    """The whole chunks come from the first source, which stays the first one for the rest of the version."""
+    async with depot(tmp_path) as source, peer(tmp_path / "f") as feeder, peer(tmp_path / "p") as node:
+        one, two = await two_versions(tmp_path, source.address)
+        for digest in (one, two):
+            await feeder.fetch.version(digest, [source.address], owner=digest)
+        base = weights_pb2.WeightManifest.FromString((await source.store.open(one)).read_bytes())
+        await node.fetch.version(one, [feeder.address], owner="v1")
+        target = weights_pb2.WeightManifest.FromString((await source.store.open(two)).read_bytes())
+        node.store._verified.clear()  # as after a restart
+        for digest in chunk_sizes(base).keys() - chunk_sizes(target).keys():
+            path = node.store.directory / digest
+            path.unlink() if damage == "deleted" else path.write_bytes(b"x" * path.stat().st_size)
+        manifest = await node.fetch.version(two, [feeder.address, source.address], owner="v2", base=base)
+        assert await node.content(manifest) == (tmp_path / "b").read_bytes()
+        assert not node.fetch._slow
 
 
 class WrongDeltas(BlobServicer):

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import grpc
 
@@ -146,24 +146,32 @@ class Fetcher:
         """Appends what `source` has beyond what is there: a broken transfer continues where it stopped. Returns the delta, if one came."""
         wait_s = self._config.peer_wait_s if wait else 0.0
         request = weights_pb2.FetchRequest(digest=digest, offset=partial.written_bytes, wait_s=wait_s)
-        if not partial.written_bytes and base not in self._store.missing([base]):
-            request.base = base
-        delta = bytearray()
-        with typed_errors():
-            async with contextlib.aclosing(self._pieces(source, request)) as pieces:
-                async for reply in pieces:
-                    size = len(delta) if reply.delta else 0
-                    if partial.too_long_with(size + len(reply.data)) or (reply.delta and not request.base):
-                        raise HashMismatch(f"{source} sends more bytes of blob {digest} than it has", digest=digest)
-                    self.fetched_bytes += len(reply.data)
-                    if reply.delta:
-                        delta += reply.data
-                    else:
-                        await partial.write(reply.data)
-        if delta:
-            path = await self._store.open(base)
-            await partial.write(await asyncio.to_thread(lambda: apply_delta(path.read_bytes(), bytes(delta))))
-        return bytes(delta)
+        with contextlib.ExitStack() as stack:
+            # Opened before the request: a base that is gone or damaged here is not a fault of the source.
+            opened = await self._open_base(base, stack) if base and not partial.written_bytes else None
+            request.base = base if opened is not None else ""
+            delta = bytearray()
+            with typed_errors():
+                async with contextlib.aclosing(self._pieces(source, request)) as pieces:
+                    async for reply in pieces:
+                        size = len(delta) if reply.delta else 0
+                        if partial.too_long_with(size + len(reply.data)) or (reply.delta and not request.base):
+                            raise HashMismatch(f"{source} sends more bytes of blob {digest} than it has", digest=digest)
+                        self.fetched_bytes += len(reply.data)
+                        if reply.delta:
+                            delta += reply.data
+                        else:
+                            await partial.write(reply.data)
+            if delta and opened is not None:
+                await partial.write(await asyncio.to_thread(lambda: apply_delta(opened.read(), bytes(delta))))
+            return bytes(delta)
+
+    async def _open_base(self, digest: str, stack: contextlib.ExitStack) -> BinaryIO | None:
+        """Return the open file of a stored blob, which stays readable if the blob is deleted meanwhile; None if it cannot be read."""
+        try:
+            return stack.enter_context((await self._store.open(digest)).open("rb"))
+        except (UnknownBlob, HashMismatch, OSError):
+            return None
 
     async def _pieces(
         self, source: str, request: weights_pb2.FetchRequest
