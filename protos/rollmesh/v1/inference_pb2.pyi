@@ -343,22 +343,66 @@ class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DELTAS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateDelta]:
         """Deltas in the order of emission."""
+
+    @_builtins.property
+    def load(self) -> Global___NodeLoad:
+        """Load of the node, for the choice of nodes. A node sets it in its first frame and then at most every 50 ms. Absent means that nothing
+        was measured since the last one.
+        """
 
     def __init__(
         self,
         *,
         deltas: _abc.Iterable[Global___GenerateDelta] | None = ...,
+        load: Global___NodeLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class NodeLoad(_message.Message):
+    """Load of an inference node over all its clients."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    KV_PRESSURE_FIELD_NUMBER: _builtins.int
+    KV_TOKENS_MAX_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    """Number of sequences in the batch."""
+    num_waiting: _builtins.int
+    """Number of requests that wait for a slot."""
+    kv_pressure: _builtins.float
+    """Share of the key-value cache that running requests hold, in [0, 1]. What is kept for reuse does not count, because the engine evicts
+    it when it needs the memory.
+    """
+    kv_tokens_max: _builtins.int
+    """Size of the key-value cache, in tokens; 0 if it is not known."""
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        kv_pressure: _builtins.float = ...,
+        kv_tokens_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_pressure", b"kv_pressure", "kv_tokens_max", b"kv_tokens_max", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeLoad: _TypeAlias = NodeLoad  # noqa: Y015
 
 @_typing.final
 class GenerateOneRequest(_message.Message):

@@ -145,10 +145,17 @@ class EngineLoad:
     """Total duration of these steps, in seconds."""
     held_s: float = 0.0
     """Total time that due steps waited for further requests, in seconds. It is not part of `step_s`."""
+    kv_tokens_reusable: int = 0
+    """Part of `kv_tokens_used` that belongs to ended requests and is evicted when a new one needs the memory."""
     num_preempted: int = 0
     """Requests that lost their key-value cache because it was full, and were computed again."""
     forward: str = ""
     """Name of the forward in use, for an engine with several ones; else empty."""
+
+    @property
+    def kv_pressure(self) -> float:
+        """Share of the key-value cache that running requests hold; 0 if its size is not known."""
+        return (self.kv_tokens_used - self.kv_tokens_reusable) / self.kv_tokens_max if self.kv_tokens_max else 0.0
 
 
 class EngineBusy(Exception):

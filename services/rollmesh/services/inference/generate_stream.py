@@ -36,6 +36,8 @@ from rollmesh.v1 import inference_pb2, types_pb2
 
 HOLD_S_MAX = 1.0
 """Longest `hold_s` of a submission, in seconds."""
+_LOAD_S = 0.05
+"""Minimum time between two reports of the load on a stream, in seconds."""
 _stream_numbers = itertools.count()
 
 
@@ -79,6 +81,7 @@ class GenerateStream:
         self._timer: asyncio.TimerHandle | None = None
         self._input_ended = False
         self._failure: BaseException | None = None
+        self._load_due_s = 0.0
         state.gate.listen(self._on_verdict)
         state.listen_swap(self._on_swap)
 
@@ -115,6 +118,20 @@ class GenerateStream:
                 return []
             self._wake.clear()
             await self._wake.wait()
+
+    def load(self) -> inference_pb2.NodeLoad | None:
+        """Return the load of the node if a report is due."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._load_due_s:
+            return None
+        self._load_due_s = now_s + _LOAD_S
+        load = self._state.engine.load()
+        return inference_pb2.NodeLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            kv_pressure=load.kv_pressure,
+            kv_tokens_max=load.kv_tokens_max,
+        )
 
     def end_all(self, err: MeshError) -> None:
         """End every live request with `err`, after the tokens that it has."""

@@ -39,7 +39,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         reader = asyncio.create_task(_read(request_iterator, stream))
         try:
             while deltas := await stream.frame():
-                yield inference_pb2.GenerateResponse(deltas=deltas)
+                yield inference_pb2.GenerateResponse(deltas=deltas, load=stream.load())
         finally:
             reader.cancel()
             self._close(stream)

@@ -6,7 +6,8 @@
         async for segment in generation: ...
     scored = await router.score([tokens], target=Target(), outputs=["entropy"])             # [ScoredTokens]
 
-A request goes to the last node of its session if that node is usable, else to the least loaded one. If the node is lost or rejects the
+A request goes to the last node of its session if that node is usable, else to the node with the lowest cost in prefix tokens to compute
+and load (`inference_choice`). If the node is lost or rejects the
 request, it continues at another node with the received tokens appended to its prefix and `max_tokens` reduced. Sampling is keyed by
 (seed, position), so with the same weights the result equals that of an undisturbed run. A stop string may span the fail-over: the
 submission contains the number of generated tokens in its prefix (`num_resumed`), and the engine searches for stop strings in these and
@@ -28,7 +29,8 @@ from typing import Self
 import grpc
 
 from rollmesh.shared.clients.generated import Generated, ScoredTokens, Target, merged
-from rollmesh.shared.clients.inference_nodes import KnownNode, NodePool, PendingRequest, RouterConfig
+from rollmesh.shared.clients.inference_choice import PrefixAffinity
+from rollmesh.shared.clients.inference_nodes import KnownNode, NodeChoice, NodePool, PendingRequest, RouterConfig
 from rollmesh.shared.clients.inference_scoring import Scoring
 from rollmesh.shared.clients.inference_stream import Reply, StreamRequest
 from rollmesh.shared.clock import Clock, SystemClock
@@ -63,12 +65,17 @@ class InferenceRouter:
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
         outputs: Sequence[str] = (),
         num_top: int = NUM_TOP,
+        choice: NodeChoice | None = None,
     ) -> None:
-        """`open_node` opens a channel to host:port, by default with `access`. Every request includes the engine `outputs`."""
+        """`open_node` opens a channel to host:port, by default with `access`. Every request includes the engine `outputs`.
+
+        `choice` replaces the policy, e.g. to compare it with others.
+        """
         self._outputs, self._num_top = tuple(outputs), num_top
         self._config = config or RouterConfig()
         open_node = open_node or (lambda address: open_channel(address, access=access))
-        self._pool = NodePool(fleet, clock or SystemClock(), self._config, open_node)
+        choice = choice or PrefixAffinity(self._config)
+        self._pool = NodePool(fleet, clock or SystemClock(), self._config, open_node, choice)
 
     @property
     def waiting_for(self) -> str:

@@ -1,12 +1,12 @@
-"""Choose inference nodes for a router, keep their streams, and temporarily skip failed nodes."""
+"""Keep the inference nodes that a router can use, with their streams and versions, and temporarily skip failed nodes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Protocol
 
 import grpc
 import numpy as np
@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference_stream import GenerateLink, ScoreLink
+from rollmesh.shared.clients.prefix_index import PrefixIndex, prefix_blocks
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.arrays import encode_ints
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
@@ -32,7 +33,7 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.outputs import NUM_TOP
 from rollmesh.shared.retry import pause_after
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.text import count_of
 from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
@@ -42,6 +43,8 @@ _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthentic
 """Errors that every node would return."""
 
 
+LOAD_S_MAX = 2.0
+"""Time after which a reported load of a node no longer counts, in seconds. A node without requests of this client sends no report."""
 PINNED_NEEDS = "responses under one version (an engine with `versions_max` >= 2, such as torch, or `rollout.pin` none)"
 """What an engine with one set of weights lacks for a pinned response, as errors name it."""
 
@@ -63,6 +66,12 @@ class RouterConfig(Settings):
     session_moves_at: PositiveInt = 4
     """A session moves to another node if its node has at least this many requests of this client and the other node, relative to its
     capacity, at most half as many. A new node thus gets its share immediately, at the cost of a prefill per session."""
+    request_tokens: NonNegativeInt = 256
+    """Cost of one request that already runs at a node, in prefix tokens. A request without a session goes to the node with the lowest sum
+    of this cost and the tokens that the node has not computed. A larger value balances more, a smaller one computes fewer prefixes."""
+    prefix_tokens_max: NonNegativeInt = 524288
+    """Maximum number of sent tokens that are remembered per node and version, to find prefixes there; about 5 bytes each. The least
+    recently used sequences are evicted first. 0: only load decides."""
     hold_s: HoldSeconds = 0.05
     """Longest time for which a node keeps the tokens of an unfinished response, so that they arrive in one message, in seconds. The last
     tokens are never kept back. 0: tokens arrive as the engine emits them. A node that is lost loses the tokens that it kept."""
@@ -75,12 +84,18 @@ class RouterConfig(Settings):
     """Maximum number of concurrent scoring calls of this process; further ones wait, so that they do not displace generation."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KnownNode:
-    """State that the router keeps of a node in addition to the fleet's."""
+    """An inference node of the fleet, and the state that the router keeps of it."""
 
+    node_id: str
+    address: str
     stream: GenerateLink
     scoring: ScoreLink
+    capacity: int = 1
+    """Most sequences that it runs at once."""
+    served: list[tuple[PolicyVersion, PrefixIndex]] = field(default_factory=list)
+    """The versions that it serves, the active one first, with the prefixes that it was sent under each."""
     num_failures: int = 0
     usable_from_s: float = 0.0
 
@@ -88,6 +103,26 @@ class KnownNode:
     def num_live(self) -> int:
         """Number of requests of this process that run at the node."""
         return self.stream.num_live + self.scoring.num_live
+
+    def num_requests(self, now_s: float) -> int:
+        """Return the number of requests of this process, and of those that others had there at the last report of the node."""
+        others = self.stream.num_others if now_s - self.stream.load_s < LOAD_S_MAX else 0
+        return self.num_live + others
+
+    def kv_pressure(self, now_s: float) -> float:
+        """Return the share of the key-value cache that running requests hold; 0 if the node did not report it lately."""
+        return self.stream.load.kv_pressure if now_s - self.stream.load_s < LOAD_S_MAX else 0.0
+
+    def prefixes(self, target: Target) -> PrefixIndex | None:
+        """Return the prefixes under the version that serves `target`; None if no version does."""
+        if not target.exact:
+            return self.served[0][1] if self.served else None
+        return next((prefixes for version, prefixes in self.served if target.admits(version)), None)
+
+    def serve(self, versions: Sequence[PolicyVersion]) -> None:
+        """Note the versions that the node serves now. The cache of dropped ones is gone, under every policy for the cache."""
+        known = dict(self.served)
+        self.served = [(version, known.get(version) or PrefixIndex()) for version in versions]
 
     async def close(self) -> None:
         """Close the connections. Running requests end with an error."""
@@ -125,6 +160,14 @@ class RoutedRequest:
         """Return the outputs that the request needs and an engine cannot return."""
         return set(self.outputs) - set(self.offered(can))
 
+    def blocks(self) -> Sequence[int]:
+        """Return the hashes of the blocks of the prefix; empty if the engine reuses nothing of it."""
+        return ()
+
+    def may_use(self, node: KnownNode, now_s: float) -> bool:
+        """Return whether neither the node nor the request is in a penalty."""
+        return node.usable_from_s <= now_s and self.avoid_until_s.get(node.node_id, 0.0) <= now_s
+
 
 @dataclass(slots=True, kw_only=True)
 class PendingRequest(RoutedRequest):
@@ -138,6 +181,13 @@ class PendingRequest(RoutedRequest):
     labels: inference_pb2.RequestLabels
     hold_s: float = 0.0
     received: list[int] = field(default_factory=list)
+    hashed: Sequence[int] | None = None
+    """Blocks of `token_ids`, once they are computed."""
+
+    def blocks(self) -> Sequence[int]:
+        if self.hashed is None:
+            self.hashed = prefix_blocks(self.token_ids)
+        return self.hashed
 
     def offered(self, can: coordinator_pb2.EngineCapabilities) -> Collection[str]:
         return can.outputs
@@ -169,25 +219,48 @@ class PendingRequest(RoutedRequest):
         return FinishReason.LENGTH if len(self.received) >= self.params.max_tokens else None
 
 
+class NodeChoice(Protocol):
+    """Policy of a router. `rollmesh.shared.clients.inference_choice` has the one in use."""
+
+    def choose(self, request: RoutedRequest, nodes: Collection[KnownNode], now_s: float) -> KnownNode | None:
+        """Return one of `nodes`, which can all serve the request; None if all of them are skipped at `now_s`."""
+        ...
+
+    def sent(self, request: RoutedRequest, node: KnownNode) -> None:
+        """Record that a request goes to a node."""
+        ...
+
+
+_Nodes = dict[KnownNode, coordinator_pb2.FleetNode]
+
+
 class NodePool:
-    """Choose nodes for requests. A session keeps its node unless that is overloaded; otherwise own requests per capacity decide."""
+    """Find the nodes that can serve a request, let `choice` choose one, and skip failed ones."""
 
     def __init__(
-        self, fleet: KnownFleet, clock: Clock, config: RouterConfig, open_node: Callable[[str], grpc.aio.Channel]
+        self,
+        fleet: KnownFleet,
+        clock: Clock,
+        config: RouterConfig,
+        open_node: Callable[[str], grpc.aio.Channel],
+        choice: NodeChoice,
     ) -> None:
         self._fleet = fleet
         self._clock = clock
         self._config = config
         self._open_node = open_node
+        self._choice = choice
         self._score_slots = asyncio.Semaphore(config.score_calls_max)
         self._nodes: dict[tuple[str, str], KnownNode] = {}
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        """By id and address."""
+        self._lost: list[KnownNode] = []
+        """Nodes without requests that left the fleet and are not closed yet."""
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._capable_nodes: dict[
-            tuple[type[RoutedRequest], Target, tuple[str, ...]], list[coordinator_pb2.FleetNode]
-        ] = {}
-        """Nodes that can serve requests of one kind, of the fleet's revision `_capable_revision`."""
-        self._capable_revision = -1
+        self._ready: _Nodes = {}
+        """READY nodes with weights, as of the fleet's revision `_revision`."""
+        self._capable_nodes: dict[tuple[type[RoutedRequest], Target, tuple[str, ...]], _Nodes] = {}
+        """READY nodes that can serve requests of one kind."""
+        self._revision = -1
 
     @property
     def waiting_for(self) -> str:
@@ -198,12 +271,13 @@ class NodePool:
 
     async def take(self, request: RoutedRequest) -> tuple[str, KnownNode]:
         """Return the best node for a request, and wait for a usable one. The caller's deadline bounds the wait."""
-        while (found := self._pick(request)) is None:
+        while (node := self._choice.choose(request, self._capable(request), self._clock.monotonic_s())) is None:
             await self._wait_for_node(request)
         request.waiting_for = ""
-        if request.session:
-            self._remember(request.session, found.node_id)
-        return found.node_id, await self._known(found)
+        self._choice.sent(request, node)
+        while self._lost:
+            await self._lost.pop().close()
+        return node.node_id, node
 
     def failed(self, request: RoutedRequest, node_id: str, node: KnownNode, err: MeshError) -> None:
         """Record a failure. Stale weights concern only this request; an overloaded or failed node is skipped for all.
@@ -223,6 +297,8 @@ class NodePool:
             request.num_failures += 1
             node.num_failures += 1
             node.usable_from_s = now_s + self._penalty_s(node.num_failures)
+            for _, prefixes in node.served:
+                prefixes.clear()
         if request.num_failures >= self._config.failures_max:
             raise InfraFailure(
                 f"inference failed {self._config.failures_max} consecutive times; last error: {err}"
@@ -230,82 +306,58 @@ class NodePool:
 
     async def close(self) -> None:
         """Close every stream. Running requests end with Unavailable."""
-        for node in self._nodes.values():
+        for node in (*self._nodes.values(), *self._lost):
             await node.close()
         self._nodes.clear()
-
-    def _remember(self, session: str, node_id: str) -> None:
-        self._sessions[session] = node_id
-        self._sessions.move_to_end(session)
-        if len(self._sessions) > self._config.sessions_max:
-            self._sessions.popitem(last=False)
+        self._lost.clear()
 
     def _penalty_s(self, failures: int) -> float:
         return pause_after(failures, self._config.penalty_s_min, self._config.penalty_s_max)
 
-    def _pick(self, request: RoutedRequest) -> coordinator_pb2.FleetNode | None:
-        usable = {node.node_id: node for node in self._capable(request) if self._usable(request, node)}
-        if len(usable) <= 1:
-            return next(iter(usable.values()), None)
-        best = min(usable.values(), key=self._load)
-        last = usable.get(self._sessions.get(request.session, "")) if request.session else None
-        return best if last is None or self._should_move(last, best) else last
-
-    def _should_move(self, last: coordinator_pb2.FleetNode, best: coordinator_pb2.FleetNode) -> bool:
-        """Return whether a prefill at the best node is cheaper than the wait at the session's node."""
-        if self._num_own(last) < self._config.session_moves_at:
-            return False
-        with_it = (self._num_own(best) + 1) / max(1, best.capacity)
-        return 2 * with_it <= self._num_own(last) / max(1, last.capacity)
-
-    def _admissible(self, target: Target) -> list[coordinator_pb2.FleetNode]:
-        nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
-        ready = [n for n in nodes if n.state == coordinator_pb2.NODE_STATE_READY and n.HasField("active")]
-        return [n for n in ready if any(target.admits(version) for version in _serving(n, target))]
-
-    def _capable(self, request: RoutedRequest) -> list[coordinator_pb2.FleetNode]:
-        if self._capable_revision != self._fleet.revision:
-            self._capable_revision = self._fleet.revision
-            self._capable_nodes.clear()
+    def _capable(self, request: RoutedRequest) -> _Nodes:
+        """Return the READY nodes that serve the target and can return what the request needs."""
+        if self._revision != self._fleet.revision:
+            self._revision = self._fleet.revision
+            self._follow_fleet()
         key = (type(request), request.target, request.outputs)
         if (nodes := self._capable_nodes.get(key)) is None:
-            nodes = [node for node in self._admissible(request.target) if not request.lacking(_capabilities(node))]
-            self._capable_nodes[key] = nodes
+            nodes = self._capable_nodes[key] = {
+                known: node
+                for known, node in self._ready.items()
+                if any(request.target.admits(version) for version in _serving(node, request.target))
+                and not request.lacking(_capabilities(node))
+            }
         return nodes
 
-    def _usable(self, request: RoutedRequest, node: coordinator_pb2.FleetNode) -> bool:
-        known = self._nodes.get((node.node_id, node.address))
-        usable_from_s = known.usable_from_s if known is not None else 0.0
-        return max(usable_from_s, request.avoid_until_s.get(node.node_id, 0.0)) <= self._clock.monotonic_s()
+    def _follow_fleet(self) -> None:
+        """Take over a new view of the fleet. A restarted node is a new node."""
+        self._capable_nodes.clear()
+        self._ready = {}
+        seen = set()
+        for node in self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE):
+            seen.add(place := (node.node_id, node.address))
+            if node.state != coordinator_pb2.NODE_STATE_READY or not node.HasField("active"):
+                continue
+            known = self._nodes.get(place)
+            if known is None:
+                known = self._nodes[place] = self._connected(node)
+            known.capacity = max(1, node.capacity)
+            known.serve([decode_version(version) for version in (node.active, *node.held)])
+            self._ready[known] = node
+        for place in [place for place, node in self._nodes.items() if place not in seen]:
+            if not self._nodes[place].stream.is_open and not self._nodes[place].num_live:
+                self._lost.append(self._nodes.pop(place))
+                self._lost[-1].served.clear()
 
-    def _load(self, node: coordinator_pb2.FleetNode) -> tuple[float, float, str]:
-        """Return the sort key. Own requests come first, because the fleet's numbers are up to one heartbeat old."""
-        capacity = max(1, node.capacity)
-        return self._num_own(node) / capacity, node.num_running / capacity, node.node_id
+    def _connected(self, node: coordinator_pb2.FleetNode) -> KnownNode:
+        """Return a node whose connections open with the first request."""
 
-    def _num_own(self, node: coordinator_pb2.FleetNode) -> int:
-        known = self._nodes.get((node.node_id, node.address))
-        return known.num_live if known is not None else 0
+        def connect() -> grpc.aio.Channel:
+            return self._open_node(node.address)
 
-    async def _known(self, found: coordinator_pb2.FleetNode) -> KnownNode:
-        place = (found.node_id, found.address)
-        lost = self._forget_lost() if place not in self._nodes else []
-        if place not in self._nodes:
-
-            def connect() -> grpc.aio.Channel:
-                return self._open_node(found.address)
-
-            self._nodes[place] = KnownNode(GenerateLink(connect), ScoreLink(connect, self._score_slots))
-        known = self._nodes[place]
-        for node in lost:
-            await node.close()
-        return known
-
-    def _forget_lost(self) -> list[KnownNode]:
-        """Remove and return the nodes that left the fleet and have no request or stream. A restarted node is a new node."""
-        places = {(node.node_id, node.address) for node in self._fleet.nodes()}
-        lost = [p for p, n in self._nodes.items() if p not in places and not n.stream.is_open and not n.num_live]
-        return [self._nodes.pop(place) for place in lost]
+        return KnownNode(
+            node.node_id, node.address, GenerateLink(connect, self._clock), ScoreLink(connect, self._score_slots)
+        )
 
     async def _wait_for_node(self, request: RoutedRequest) -> None:
         """Wait until the fleet changes or a penalty ends."""
@@ -340,11 +392,10 @@ class NodePool:
             for wait in waits:
                 wait.cancel()
 
-    def _penalty_left_s(self, request: RoutedRequest, nodes: list[coordinator_pb2.FleetNode]) -> float:
-        ends = [request.avoid_until_s.get(node.node_id, 0.0) for node in nodes]
-        known = [self._nodes[place].usable_from_s for n in nodes if (place := (n.node_id, n.address)) in self._nodes]
+    def _penalty_left_s(self, request: RoutedRequest, nodes: Collection[KnownNode]) -> float:
         now_s = self._clock.monotonic_s()
-        return min((end - now_s for end in [*ends, *known] if end > now_s), default=self._config.penalty_s_min)
+        ends = [end for n in nodes for end in (request.avoid_until_s.get(n.node_id, 0.0), n.usable_from_s)]
+        return min((end - now_s for end in ends if end > now_s), default=self._config.penalty_s_min)
 
     def _raise_if_unable(self, request: RoutedRequest) -> None:
         """Raise if there are inference nodes, and the engine of none of them can do what the request needs."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, Unavailable
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.telemetry.logs import apart
@@ -35,8 +37,15 @@ class StreamRequest:
 class GenerateLink:
     """Multiplex requests. Use it on one event loop, and call `close` before the loop ends."""
 
-    def __init__(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
+    def __init__(self, open_channel: Callable[[], grpc.aio.Channel], clock: Clock) -> None:
         self._open_channel = open_channel
+        self._clock = clock
+        self.load = inference_pb2.NodeLoad()
+        """The last load that the node reported, of all clients; empty before the first."""
+        self.load_s = -math.inf
+        """Time of the last report on the clock."""
+        self.num_others = 0
+        """Number of requests of other clients at the node, by that report."""
         self._ids = itertools.count()
         self._live: dict[str, StreamRequest] = {}
         self._outgoing = inference_pb2.GenerateRequest()
@@ -100,6 +109,8 @@ class GenerateLink:
         try:
             with typed_errors():
                 async for response in call:
+                    if response.HasField("load"):
+                        self._note_load(response.load)
                     for delta in response.deltas:
                         self._deliver(delta)
         finally:
@@ -115,6 +126,10 @@ class GenerateLink:
                 self._wake.clear()
                 message, self._outgoing = self._outgoing, inference_pb2.GenerateRequest()
                 await call.write(message)
+
+    def _note_load(self, load: inference_pb2.NodeLoad) -> None:
+        self.load, self.load_s = load, self._clock.monotonic_s()
+        self.num_others = max(0, load.num_running + load.num_waiting - self.num_live)
 
     def _deliver(self, delta: inference_pb2.GenerateDelta) -> None:
         ended = delta.finish != types_pb2.FINISH_REASON_UNSPECIFIED

@@ -57,6 +57,11 @@ class Slots:
     def kv_tokens_used(self) -> int:
         return int(self.kv_len.sum())
 
+    @property
+    def kv_tokens_reusable(self) -> int:
+        """Tokens of residents."""
+        return int(self.kv_len @ ~self.busy)
+
     def claim(self, token_ids: IntArray, session: str, version: PolicyVersion) -> int | None:
         """Return a slot for a new sequence, with the part of its prefix that `version` computed in the slot; None if all are busy."""
         slot = self._session_slot.get(session)

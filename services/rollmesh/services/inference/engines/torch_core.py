@@ -164,6 +164,7 @@ class TorchCore:
             slots_max=self._config.slots_max,
             kv_tokens_used=self._slots.kv_tokens_used,
             kv_tokens_max=self._config.slots_max * self._config.context_max,
+            kv_tokens_reusable=self._slots.kv_tokens_reusable,
             tokens_generated=self._num_generated,
             tokens_prefilled=self._num_prefilled,
             tokens_prefix_hit=self._num_hit,
