@@ -43,6 +43,10 @@ class Cell:
         self._stack = stack
         self._stops: dict[str, contextlib.AsyncExitStack] = {}
 
+    @property
+    def depot_address(self) -> str:
+        return self._store.address
+
     async def publish(self, step: int) -> PolicyVersion:
         path = write_safetensors(self._folder / f"{step}.safetensors", step)
         version, _ = await publish(self._store.address, step, {"m.safetensors": path})
@@ -205,6 +209,29 @@ async def test_a_node_that_returns_other_outputs_than_requested_fails(
         await it.add("a", await it.publish(1), engine=engine)
         async with it.router() as router:
             with pytest.raises(InfraFailure, match=message):
+                await generated(router)
+
+
+async def test_tokens_of_other_weights_than_the_fleet_lists_are_dropped(tmp_path: Path) -> None:
+    """The node is listed with the published digest of step 1, but samples from other weights of step 1."""
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        await it.add("b", version)
+        async with it.router() as router:
+            reference = await generated(router)
+        path = write_safetensors(tmp_path / "other.safetensors", 2)
+        other, _ = await publish(it.depot_address, 1, {"m.safetensors": path})
+        await it.add("a", other)
+        listed = list(it.fleet.nodes())
+        for node in listed:
+            node.active.CopyFrom(encode_version(version))
+        it.fleet.replace(listed)
+        async with it.router() as router:
+            answer = await generated(router)
+            assert answer.num_failovers >= 1
+            assert_equal(answer, reference)
+            it.fleet.replace([node for node in listed if node.node_id == "a"])
+            with pytest.raises(InfraFailure, match=r"sampled from main@1.0 with digest .* but the fleet lists"):
                 await generated(router)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rollmesh.services.coordinator.core.fleet import (
     Fleet,
     FleetConfig,
@@ -366,3 +368,63 @@ def test_nodes_that_fetch_a_version_form_a_line_and_late_ones_ask_those_that_hav
     fleet.lost("e")
     fleet.plan(goal(v), 1.1)
     assert feeders("a") == ["d", "c"], "a node without a stream feeds no other"
+
+
+# Nodes that report weights which they cannot have ---------------------------------------------------------------------
+
+
+def report(fleet: Fleet, node_id: str, phase: WeightPhase, of: PolicyVersion, goals: dict[str, WeightGoal]) -> None:
+    fleet.weights_reported(node_id, version=of, phase=phase, cause="", run="r", now=0.0, goal=goals["r"])
+
+
+OTHER_DIGEST = PolicyVersion(policy="main", step=1, weights_digest="x")
+
+
+@pytest.mark.parametrize("phase", [WeightPhase.PREPARED, WeightPhase.ACTIVE])
+@pytest.mark.parametrize(
+    ("lie", "cause"),
+    [(OTHER_DIGEST, "with digest 'x', but the one published is 'w1'"), (version(2), "which was not published")],
+)
+def test_a_node_that_reports_weights_which_it_cannot_have_is_suspect(
+    lie: PolicyVersion, cause: str, phase: WeightPhase
+) -> None:
+    fleet, goals = fleet_of("a", "b"), goal(version(0), version(1))
+    serve(fleet, "a", version(1))
+    serve(fleet, "b", version(0))
+    fleet.plan(goals, 0.0)
+    report(fleet, "b", phase, lie, goals)
+    events = fleet.plan(goals, 0.1)
+    assert state_of(fleet, "b") is NodeState.SUSPECT
+    assert cause in fleet.nodes["b"].cause
+    assert fleet.nodes["b"].cause.endswith("restart the node")
+    assert commands(events) == []
+    assert [n.node_id for n in fleet.usable(NodeKind.INFERENCE)] == ["a"]
+    assert lie not in fleet.verified
+    assert fleet.feeders("a", lie) == []
+    report(fleet, "b", WeightPhase.ACTIVE, version(1), goals)  # the truth afterwards does not help
+    fleet.plan(goals, 0.2)
+    assert state_of(fleet, "b") is NodeState.SUSPECT
+
+
+def test_a_suspect_node_is_used_again_after_a_restart_and_not_after_a_new_stream() -> None:
+    fleet, goals = fleet_of("a"), goal(version(1))
+    report(fleet, "a", WeightPhase.ACTIVE, OTHER_DIGEST, goals)
+    for active, expected in ((version(1), NodeState.SUSPECT), (None, NodeState.JOINING)):
+        fleet.joined(
+            node_id="a", kind=NodeKind.INFERENCE, address="127.0.0.1:1", capacity=1, runs=(), active=active, now=0.0
+        )
+        fleet.plan(goals, 0.0)
+        assert state_of(fleet, "a") is expected
+
+
+def test_late_results_of_honest_nodes_are_no_contradiction() -> None:
+    """Results of a command before the version was rejected, of a version too old to be kept, and of a run that has ended."""
+    fleet = fleet_of("a")
+    other = goal(OTHER_DIGEST)
+    fleet.plan(other, 0.0)
+    report(fleet, "a", WeightPhase.PREPARED, OTHER_DIGEST, goal(version(1), version(2)))
+    rejected = {"r": WeightGoal(versions=[version(1)], refused=[version(2)])}
+    report(fleet, "a", WeightPhase.PREPARED, version(2), rejected)
+    report(fleet, "a", WeightPhase.ACTIVE, version(0), goal(version(1), version(2)))
+    fleet.plan(goal(version(1), version(2)), 0.0)
+    assert state_of(fleet, "a") is NodeState.STALE

@@ -186,6 +186,8 @@ class FleetKeeper:
             held=tuple(decode(PolicyVersion, version) for version in report.held),
             now=now,
         )
+        goals = self._goals() if report.weights else {}
+        run = fl.run_of(node, goals)
         for weights in report.weights:
             self._fleet.weights_reported(
                 node.node_id,
@@ -193,8 +195,9 @@ class FleetKeeper:
                 phase=_weight_phase(weights),
                 cause=weights.failure.message,
                 final=weights.failure.reason == WeightsRejected.reason,
-                run=fl.run_of(node, self._goals()),
+                run=run,
                 now=now,
+                goal=goals.get(run),
             )
             self.hurry()
         if report.leaving:

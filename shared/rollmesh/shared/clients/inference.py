@@ -230,7 +230,7 @@ class Generation:
         self.num_prompt_cached += reply.num_prompt_cached
         self.num_prompt_prefilled += reply.num_prompt_prefilled
         try:
-            segment = self._decode(reply.segment) if reply.HasField("segment") else None
+            segment = self._decode(reply.segment, node_id) if reply.HasField("segment") else None
         except InvalidInput as err:
             node.stream.cancel(stream_request, "malformed delta")
             self._fail_over(EngineFailed(f"node {node_id} sent a malformed delta: {err}"))
@@ -255,8 +255,8 @@ class Generation:
         self.num_failovers += 1
         self._pool.failed(self._request, node_id, node, err)
 
-    def _decode(self, message: types_pb2.Segment) -> Segment:
-        """Return the new tokens. Raises InvalidInput for a malformed segment, and for other arrays than requested."""
+    def _decode(self, message: types_pb2.Segment, node_id: str) -> Segment:
+        """Return the new tokens. Raises InvalidInput for a malformed segment, and for another version or other arrays than requested."""
         segment = decode_segment(message, "segment")
         checks.check_segment(segment, "segment", index=0, num_params=0)
         expected = array_names(self._request.outputs)
@@ -264,6 +264,8 @@ class Generation:
             names = (", ".join(sorted(names)) for names in (segment.arrays, expected))
             raise InvalidInput("the node returned the arrays [{}], expected [{}]".format(*names))
         request = self._request
+        if segment.version is not None:
+            self._pool.check_stamp(node_id, segment.version)
         if request.target.exact and (segment.version is None or not request.target.admits(segment.version)):
             raise InvalidInput(f"the node sampled {segment.version}, requested was exactly {request.target}")
         if request.target.pinned and segment.version is not None:

@@ -261,6 +261,9 @@ class NodePool:
         self._capable_nodes: dict[tuple[type[RoutedRequest], Target, tuple[str, ...]], _Nodes] = {}
         """READY nodes that can serve requests of one kind."""
         self._revision = -1
+        self._digests: dict[tuple[str, str, int, int], str] = {}
+        """Digest by node, policy, step and incarnation, of the fleet's revision `_digests_revision`."""
+        self._digests_revision = -1
 
     @property
     def waiting_for(self) -> str:
@@ -303,6 +306,22 @@ class NodePool:
             raise InfraFailure(
                 f"inference failed {self._config.failures_max} consecutive times; last error: {err}"
             ) from err
+
+    def check_stamp(self, node_id: str, version: PolicyVersion) -> None:
+        """Raise InvalidInput if the coordinator lists the node with the same step and incarnation, but another digest."""
+        if self._digests_revision != self._fleet.revision:
+            self._digests_revision = self._fleet.revision
+            self._digests = {
+                (node.node_id, held.policy, held.step, held.incarnation): held.weights_digest
+                for node in self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+                for held in (*node.held, *([node.active] if node.HasField("active") else []))
+            }
+        listed = self._digests.get((node_id, version.policy, version.step, version.incarnation), "")
+        if listed and listed != version.weights_digest:
+            raise InvalidInput(
+                f"the node sampled from {version} with digest {version.weights_digest[:12]!r}, but the fleet lists {listed[:12]!r}; "
+                "restart the node"
+            )
 
     async def close(self) -> None:
         """Close every stream. Running requests end with Unavailable."""

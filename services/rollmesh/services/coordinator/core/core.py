@@ -157,6 +157,7 @@ class Core:
         clock = self.state.the_clock
         return WeightGoal(
             versions=[version for version in clock.versions if version not in clock.quarantined],
+            refused=clock.quarantined,
             pins=self.pinned(),
             step_min=oldest_admissible(update=clock.applied + 1, eta=self.state.the_spec.max_staleness),
             incarnation=clock.incarnation,

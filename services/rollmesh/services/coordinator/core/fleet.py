@@ -20,6 +20,8 @@ from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
+COMMANDED_MAX = 64
+"""Versions of earlier commands that are stored for each node. Its results of these are expected."""
 FEEDERS_MAX = 2
 """Nodes that a node may fetch a version from, besides the depot."""
 LEFT = "left cleanly"
@@ -120,6 +122,10 @@ class Node:
     """Number of consecutive failed preparations of `failed`."""
     failed: PolicyVersion | None = None
     retry_at: float = 0.0
+    commanded: list[PolicyVersion] = field(default_factory=list)
+    """The newest versions of its PREPARE and ACTIVATE commands."""
+    contradicted: bool = False
+    """It reported weights that it cannot have. It is SUSPECT until its process restarts."""
 
     @property
     def versions_max(self) -> int:
@@ -133,6 +139,8 @@ class WeightGoal:
 
     versions: Sequence[PolicyVersion]
     """Announced versions without rejected ones, oldest first."""
+    refused: Sequence[PolicyVersion] = ()
+    """Announced versions that were rejected."""
     pins: Sequence[tuple[int, int]] = ()
     """(step, incarnation) of open evaluations, oldest first."""
     step_min: int = 0
@@ -216,6 +224,8 @@ class Fleet:
         held: tuple[PolicyVersion, ...] = (),
     ) -> None:
         """Add a node that said hello, for the first time or again."""
+        before = self.nodes.get(node_id)
+        same = before if before is not None and active is not None else None  # a restarted process has no weights
         self.nodes[node_id] = Node(
             node_id=node_id,
             kind=kind,
@@ -227,6 +237,9 @@ class Fleet:
             process=process or ProcessInfo(),
             capabilities=capabilities,
             held=held,
+            commanded=before.commanded if before is not None else [],
+            contradicted=same is not None and same.contradicted,
+            cause=same.cause if same is not None and same.contradicted else "",
         )
 
     def reported(
@@ -261,10 +274,22 @@ class Fleet:
         run: str,
         now: float,
         final: bool = False,
+        goal: WeightGoal | None = None,
     ) -> None:
-        """Record the result of a weight command. `final`: the node would fail this version at every retry."""
+        """Record the result of a weight command. `final`: the node would fail this version at every retry.
+
+        A node that reports weights which contradict those of its `goal` is SUSPECT: no request and no node uses it.
+        """
         node = self.nodes[node_id]
         node.ordered = None
+        if phase in (WeightPhase.PREPARED, WeightPhase.ACTIVE) and goal is not None:
+            what = contradiction(version, goal) if version not in node.commanded else ""
+            if what or node.contradicted:
+                node.contradicted = True
+                node.cause = (
+                    node.cause if not what else f"reported {phase.name} for {version}, {what}; restart the node"
+                )
+                return
         if phase is WeightPhase.PREPARED:
             node.prepared, node.failures = version, 0
         elif phase is WeightPhase.ACTIVE:
@@ -361,7 +386,7 @@ class Fleet:
             return NodeState.DEAD
         if node.state is NodeState.QUARANTINED:
             return NodeState.QUARANTINED
-        if not node.connected or silent_s >= self.config.suspect_after_s:
+        if node.contradicted or not node.connected or silent_s >= self.config.suspect_after_s:
             return NodeState.SUSPECT
         if node.draining:
             return NodeState.DRAINING
@@ -403,6 +428,8 @@ class Fleet:
         retain: tuple[PolicyVersion, ...] = (),
     ) -> SendWeights:
         node.ordered = (verb, version)
+        if version not in node.commanded:
+            node.commanded = [*node.commanded, version][-COMMANDED_MAX:]
         node.ordered_until = now + self.config.prepare_s_max
         return SendWeights(node.node_id, verb, version, retain)
 
@@ -433,6 +460,21 @@ def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
             return run
     candidates = [run for run, goal in goals.items() if not goal.ended] or list(goals)
     return candidates[0] if len(candidates) == 1 and not node.runs else ""
+
+
+def contradiction(version: PolicyVersion, goal: WeightGoal) -> str:
+    """Return why no node can have the weights of `version`; empty if one may have them, such as those of an older step."""
+    known = [*goal.versions, *goal.refused]
+    if version in known:
+        return ""
+    for other in known:
+        if (other.policy, age(other)) == (version.policy, age(version)):
+            return (
+                f"with digest {version.weights_digest[:12]!r}, but the one published is {other.weights_digest[:12]!r}"
+            )
+    if age(version) > max(map(age, known), default=(-1, -1)):
+        return "which was not published"
+    return ""
 
 
 def choose(node: Node, goal: WeightGoal) -> tuple[PolicyVersion | None, tuple[PolicyVersion, ...]]:
