@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import ByteRate
 from rollmesh.shared.weights.delta import encode_delta
 from rollmesh.shared.weights.delta_cache import DeltaCache
+from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.fetcher import Fetcher
 from rollmesh.shared.weights.manifest import chunk_sizes
 from rollmesh.shared.weights.servicer import BlobServicer
-from rollmesh.shared.weights.transfer import TransferConfig
+from rollmesh.shared.weights.transfer import PIECE_BYTES, TransferConfig
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 from .weight_mesh import ACCESS, SERVER, depot, publish
@@ -163,6 +164,88 @@ async def test_a_line_of_nodes_begins_before_the_first_one_has_the_version(tmp_p
 
 
 LINE = TransferConfig(same_host=False, peer_wait_s=10.0)
+
+
+class Halts(BlobServicer):
+    """A source that sends the first pieces of a blob, and the others when `proceed` is set."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.proceed = asyncio.Event()
+
+    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
+        num_sent = 0
+        async for reply in super().Fetch(request, context):
+            if num_sent == 2:
+                await self.proceed.wait()
+            num_sent += 1
+            yield reply
+
+
+async def large_blob(node: Peer) -> str:
+    """Store a blob of four pieces at `node`."""
+    content = np.random.default_rng(2).bytes(4 * PIECE_BYTES)
+    digest = sha256_hex(content)
+    with node.store.partial(digest, len(content)) as partial:
+        await partial.write(content)
+        await partial.commit(owner="v")
+    return digest
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  # a count of bytes has no event
+            await asyncio.sleep(0)
+
+
+async def test_a_node_forwards_a_chunk_that_it_is_still_receiving(tmp_path: Path) -> None:
+    async with (
+        peer(tmp_path / "s", Halts, LINE) as source,
+        peer(tmp_path / "m", transfer=LINE) as middle,
+        peer(tmp_path / "e", transfer=LINE) as end,
+    ):
+        digest = await large_blob(source)
+        options: dict[str, Any] = {"owner": "v", "size_bytes_max": 4 * PIECE_BYTES}
+        last = asyncio.create_task(end.fetch.blob(digest, [middle.address, source.address], **options))
+        first = asyncio.create_task(middle.fetch.blob(digest, [source.address], **options))
+        await until(lambda: end.fetch.fetched_bytes == 2 * PIECE_BYTES)
+        assert middle.store.missing([digest]), "the middle node has half of it"
+        assert isinstance(source.servicer, Halts)
+        source.servicer.proceed.set()
+        await asyncio.gather(first, last)
+        assert end.fetch.fetched_bytes == middle.fetch.fetched_bytes == 4 * PIECE_BYTES
+
+
+class Corrupts(Halts):
+    """A source that changes a byte of the second piece."""
+
+    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
+        num_sent = 0
+        async for reply in super().Fetch(request, context):
+            num_sent += 1
+            yield weights_pb2.FetchResponse(data=b"?" + reply.data[1:]) if num_sent == 2 else reply
+
+
+async def test_wrong_bytes_that_a_node_forwarded_are_fetched_again_by_both(tmp_path: Path) -> None:
+    """The node behind learns it from the node that forwarded, before it has all bytes."""
+    async with (
+        peer(tmp_path / "s", Corrupts, LINE) as liar,
+        peer(tmp_path / "g", transfer=LINE) as good,
+        peer(tmp_path / "m", transfer=LINE) as middle,
+        peer(tmp_path / "e", transfer=LINE) as end,
+    ):
+        digest = await large_blob(liar)
+        await large_blob(good)
+        options: dict[str, Any] = {"owner": "v", "size_bytes_max": 4 * PIECE_BYTES}
+        last = asyncio.create_task(end.fetch.blob(digest, [middle.address, good.address], **options))
+        first = asyncio.create_task(middle.fetch.blob(digest, [liar.address, good.address], **options))
+        await until(lambda: end.fetch.fetched_bytes == 2 * PIECE_BYTES)
+        assert isinstance(liar.servicer, Corrupts)
+        liar.servicer.proceed.set()
+        await asyncio.gather(first, last)
+        assert middle.fetch.fetched_bytes == 8 * PIECE_BYTES
+        assert end.fetch.fetched_bytes <= 7 * PIECE_BYTES
+        assert not end.store.missing([digest])
 
 
 class Stalls(BlobServicer):

@@ -330,7 +330,9 @@ class FetchRequest(_message.Message):
     to it if it stores both and the delta is small, else the blob. Empty: the caller has none.
     """
     wait_s: _builtins.float
-    """Longest time to wait for a blob that is not stored yet, such as one that is on its way to this source, in seconds. At most 60."""
+    """Longest time to wait for a blob of which the source has no byte yet, in seconds. At most 60. A source that is receiving the blob
+    forwards its pieces; it keeps back the last one until it has verified the blob.
+    """
     def __init__(
         self,
         *,

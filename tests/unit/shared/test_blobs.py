@@ -174,3 +174,83 @@ def test_a_second_process_is_refused(store: BlobStore) -> None:
 async def test_a_digest_that_is_no_digest_names_no_file(store: BlobStore, digest: str) -> None:
     with pytest.raises(InvalidInput, match="64 lower-case hex digits"):
         await store.open(digest)
+
+
+async def followed(store: BlobStore, digest: str, into: bytearray, offset: int = 0) -> None:
+    async for piece in store.read(digest, offset=offset, piece_bytes=4):
+        into += piece
+
+
+async def until_read(into: bytearray, num: int) -> None:
+    async with asyncio.timeout(10):
+        while len(into) < num:  # noqa: ASYNC110  # a reader has no event
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+async def test_a_blob_is_read_while_it_is_written_and_its_last_piece_when_it_is_verified(
+    store: BlobStore, offset: int
+) -> None:
+    data, read = b"0123456789ab", bytearray()
+    with store.partial(sha256_hex(data), len(data)) as partial:
+        await partial.write(data[:5])
+        reader = asyncio.create_task(followed(store, sha256_hex(data), read, offset))
+        await partial.write(data[5:])
+        await until_read(read, 8)
+        for _ in range(50):  # no more comes
+            await asyncio.sleep(0)
+        assert read == data[offset : offset + 8]
+        await partial.commit(owner="a")
+    await reader
+    assert read == data[offset:]
+
+
+@pytest.mark.parametrize("offset", [-1, 13])
+async def test_an_offset_outside_of_a_blob_that_is_written_is_rejected(store: BlobStore, offset: int) -> None:
+    data = b"0123456789ab"
+    with store.partial(sha256_hex(data), len(data)) as partial:
+        await partial.write(data)
+        reader = asyncio.create_task(followed(store, sha256_hex(data), bytearray(), offset))
+        await asyncio.sleep(0)
+        await partial.commit(owner="a")
+    with pytest.raises(InvalidInput):
+        await reader
+
+
+async def test_a_reader_does_not_get_all_of_a_wrong_blob(store: BlobStore) -> None:
+    digest, read = sha256_hex(b"x" * 12), bytearray()
+    with store.partial(digest, 12) as partial:
+        await partial.write(b"wrongwrongwr")
+        reader = asyncio.create_task(followed(store, digest, read))
+        await until_read(read, 8)
+        with pytest.raises(HashMismatch):
+            await partial.commit(owner="a")
+        partial.reset()
+        with pytest.raises(HashMismatch, match="forwarded was wrong"):
+            await reader
+    assert len(read) == 8
+
+
+async def test_a_reader_of_a_blob_whose_writer_stops_gets_an_error(store: BlobStore) -> None:
+    digest = sha256_hex(b"x" * 12)
+    with store.partial(digest, 12) as partial:
+        await partial.write(b"x" * 6)
+        reader = asyncio.create_task(followed(store, digest, bytearray()))
+        await store.arrival(digest, 10.0)
+    with pytest.raises(UnknownBlob):
+        await reader
+
+
+async def test_arrival_is_the_first_bytes_or_a_blob_that_was_made_at_once(store: BlobStore) -> None:
+    data = b"x" * 12
+    with store.partial(sha256_hex(data), 12) as partial:
+        waiting = asyncio.create_task(store.arrival(sha256_hex(data), 10.0))
+        await partial.write(data)
+        assert not waiting.done(), "all bytes at once are not verified yet, and nothing follows"
+        await partial.commit(owner="a")
+    await waiting
+    other = b"y" * 12
+    with store.partial(sha256_hex(other), 12) as partial:
+        waiting = asyncio.create_task(store.arrival(sha256_hex(other), 10.0))
+        await partial.write(other[:6])
+        await waiting

@@ -38,6 +38,7 @@ class DepotNode(JoinedNode):
             clock=clock,
         )
         self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes)
+        self.egress = ByteRate(config.egress_bytes_per_s)
         self._config = config
 
     async def build(self, stack: AsyncExitStack) -> None:
@@ -49,7 +50,7 @@ class DepotNode(JoinedNode):
             self.store,
             versions_max=config.versions_max,
             deltas=deltas if config.delta_bytes_max else None,
-            egress=ByteRate(config.egress_bytes_per_s),
+            egress=self.egress,
         )
         self.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, blobs)
         self.add(weights_pb2_grpc.add_WeightServiceServicer_to_server, DepotWeightServicer(self.store))

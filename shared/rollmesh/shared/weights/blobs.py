@@ -1,6 +1,7 @@
 """Content-addressed blobs in a directory: `<directory>/<sha256>`, visible only when their bytes hash to their name.
 
-A blob is written to a partial file and renamed. Each has owners; a blob without an owner is deleted. Files that another process of this
+A blob is written to a partial file and renamed. Readers may follow one that is being written, except its last piece, which they get when
+the bytes are verified; so no reader gets all bytes of a wrong blob. Each blob has owners; a blob without an owner is deleted. Files that another process of this
 host put into the directory (a same-host upload) are added by `claim`, which hashes them first. Blobs from before
 a restart are hashed at their first use, because a crash of the host may have truncated them.
 
@@ -41,7 +42,9 @@ class BlobStore:
         self._reserved_bytes = 0
         self._partial_numbers = itertools.count()
         self._arrivals: dict[str, set[asyncio.Future[None]]] = {}
-        """Futures that are done when the blob is stored, one for each caller that waits."""
+        """Futures that are done when the blob is stored or its first bytes are there, one for each caller that waits."""
+        self._incoming: dict[str, PartialBlob] = {}
+        """Blobs that are being written, for readers to follow."""
         self._owners = OwnerJournal(self.directory / "owners.jsonl")
         self._lock: BinaryIO | None = None
 
@@ -82,8 +85,8 @@ class BlobStore:
         return [digest for digest in digests if digest not in self._sizes]
 
     async def arrival(self, digest: str, limit_s: float) -> None:
-        """Wait until a blob is stored, at most `limit_s` seconds."""
-        if digest in self._sizes:
+        """Wait until a blob is stored or its first bytes are there, at most `limit_s` seconds."""
+        if digest in self._sizes or ((partial := self._incoming.get(digest)) and partial.can_be_followed):
             return
         arrived = asyncio.get_running_loop().create_future()
         waiting = self._arrivals.setdefault(digest, set())
@@ -106,7 +109,18 @@ class BlobStore:
         return path
 
     async def read(self, digest: str, *, offset: int = 0, piece_bytes: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Yield the blob's bytes from `offset` in pieces. Raises `UnknownBlob`, or `InvalidInput` for an offset past its end."""
+        """Yield the blob's bytes from `offset` in pieces, also of a blob that is being written.
+
+        Raises `UnknownBlob`, also if the writer stops; `HashMismatch` if what was written turns out to be wrong; `InvalidInput` for an
+        offset past the end.
+        """
+        if digest not in self._sizes and (partial := self._incoming.get(digest)) is not None:
+            if not 0 <= offset <= partial.size_bytes:
+                raise InvalidInput(f"offset: {offset}, but blob {digest} has {partial.size_bytes} bytes", digest=digest)
+            async with contextlib.aclosing(partial.follow(offset, piece_bytes)) as pieces:
+                async for piece in pieces:
+                    offset += len(piece)
+                    yield piece
         path = await self.open(digest)
         if not 0 <= offset <= self._sizes[digest]:
             raise InvalidInput(f"offset: {offset}, but blob {digest} has {self._sizes[digest]} bytes", digest=digest)
@@ -188,6 +202,9 @@ class BlobStore:
         partial.replace(self.directory / digest)
         self._sizes[digest] = (self.directory / digest).stat().st_size
         self._verified.add(digest)
+        self._arrived(digest)
+
+    def _arrived(self, digest: str) -> None:
         for arrived in self._arrivals.pop(digest, ()):
             arrived.set_result(None)
 
@@ -242,31 +259,70 @@ class PartialBlob:
         self._store = store
         self._path = path
         self._digest = digest
-        self._size_bytes = size_bytes
+        self.size_bytes = size_bytes
         self._hash = hashlib.sha256()
+        self._num_resets = 0
+        self._ended = False
+        self._changed = asyncio.Event()
+        """Set at the next change, and replaced then."""
         self.written_bytes = 0
 
     def __enter__(self) -> Self:
         self._file = self._path.open("wb")
-        self._store._reserved_bytes += self._size_bytes
+        self._store._reserved_bytes += self.size_bytes
+        self._store._incoming.setdefault(self._digest, self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._store._reserved_bytes -= self._size_bytes
+        self._store._reserved_bytes -= self.size_bytes
         with suppress(OSError):  # closing writes the buffer again, and a full disk rejects it again
             self._file.close()
         self._path.unlink(missing_ok=True)
+        if self._store._incoming.get(self._digest) is self:
+            del self._store._incoming[self._digest]
+        self._ended = True
+        self._notify()
+
+    async def follow(self, offset: int, piece_bytes: int) -> AsyncGenerator[bytes, None]:
+        """Yield whole pieces from `offset` when they are written, without the last one of the announced size. End with the writer.
+
+        Raises `HashMismatch` after `reset`.
+        """
+        num_resets = self._num_resets
+        with self._path.open("rb") as file:  # remains readable after a rename or a deletion
+            file.seek(offset)
+            while True:
+                if self._num_resets != num_resets:
+                    raise HashMismatch(
+                        f"blob {self._digest}: what this source forwarded was wrong; fetch it from its beginning",
+                        digest=self._digest,
+                    )
+                if self._ended:
+                    return
+                if offset + piece_bytes <= self.written_bytes and offset + piece_bytes < self.size_bytes:
+                    offset += piece_bytes
+                    yield await asyncio.to_thread(file.read, piece_bytes)
+                else:
+                    await self._changed.wait()
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether some bytes are there, and more will come. A blob that was made from a delta is there at once."""
+        return 0 < self.written_bytes < self.size_bytes
 
     def too_long_with(self, num_bytes: int) -> bool:
         """Whether so many bytes more would be over the announced size."""
-        return self.written_bytes + num_bytes > self._size_bytes
+        return self.written_bytes + num_bytes > self.size_bytes
 
     async def write(self, piece: bytes) -> None:
         """Raises `InvalidInput` when more arrives than was announced."""
         if self.too_long_with(len(piece)):
-            raise InvalidInput(f"blob {self._digest}: more than the announced {self._size_bytes} bytes arrived")
-        self.written_bytes += len(piece)
+            raise InvalidInput(f"blob {self._digest}: more than the announced {self.size_bytes} bytes arrived")
         await asyncio.to_thread(self._write, piece)
+        self.written_bytes += len(piece)
+        if self.can_be_followed:
+            self._store._arrived(self._digest)
+        self._notify()
 
     def reset(self) -> None:
         """Begins again: what was written was wrong."""
@@ -274,13 +330,19 @@ class PartialBlob:
         self._file.truncate()
         self._hash = hashlib.sha256()
         self.written_bytes = 0
+        self._num_resets += 1
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def commit(self, *, owner: str) -> None:
         """Makes the blob visible. Raises `HashMismatch` if it is short or hashes to something else."""
         found = self._hash.hexdigest()
         if found != self._digest:
             raise HashMismatch(
-                f"{self.written_bytes} of {self._size_bytes} bytes hash to {found}, not to {self._digest}; "
+                f"{self.written_bytes} of {self.size_bytes} bytes hash to {found}, not to {self._digest}; "
                 "nothing was stored; send it again",
                 digest=self._digest,
             )
@@ -291,6 +353,7 @@ class PartialBlob:
         self._hash.update(piece)
         with disk_told(self._path.parent):
             self._file.write(piece)
+            self._file.flush()  # for readers that follow
 
     def _flush(self) -> None:
         with disk_told(self._path.parent):
