@@ -546,6 +546,20 @@ async def test_a_server_that_has_stopped_ends_its_calls_as_unavailable(arity: st
             await channel.unary_unary(METHOD)(b"")
 
 
+async def test_calls_that_wait_for_another_one_end_with_the_server() -> None:
+    waiting, num = Waiting(), 600
+    config = ServerConfig(connection_rpcs_max=2, stop_s=0.0)
+    async with (
+        one_method("unary_unary", waiting.unary_unary, config) as server,
+        open_channel(server.address, access=ACCESS) as channel,
+    ):
+        readings = [asyncio.create_task(outcome(channel.unary_unary(METHOD)(b""), "unary_unary")) for _ in range(num)]
+        await within(waiting.begun.wait())
+        await within(server.stop(0.0))
+        ends = await within(asyncio.gather(*readings, return_exceptions=True))
+    assert [type(end) for end in ends] == [errors.Unavailable] * num
+
+
 async def test_a_channel_finds_the_server_that_replaces_a_stopped_one() -> None:
     async with echo_server() as first, open_channel(first.address, access=ACCESS) as channel:
         address = first.address

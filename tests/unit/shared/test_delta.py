@@ -17,7 +17,7 @@ from rollmesh.shared.errors import HashMismatch
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import BURST_S, ByteRate
 from rollmesh.shared.weights.delta import apply_delta, encode_delta
-from rollmesh.shared.weights.delta_cache import DeltaCache
+from rollmesh.shared.weights.delta_cache import PAIR_BYTES, DeltaCache
 from rollmesh.shared.weights.digests import sha256_hex
 
 
@@ -39,6 +39,10 @@ def test_the_delta_of_a_few_low_bits_is_small_and_splits_values_at_their_width()
     assert apply_delta(base.tobytes(), delta) == new.tobytes()
 
 
+_FRAME_OF_64_TIB = b"\x28\xb5\x2f\xfd\xe0" + (1 << 46).to_bytes(8, "little") + b"\x01\x00\x00"
+"""Magic number, descriptor (content size of 8 bytes, single segment), content size, and an empty last block."""
+
+
 def test_chunks_of_two_sizes_have_no_delta() -> None:
     with pytest.raises(ValueError, match="4 and 3 bytes"):
         encode_delta(b"abcd", b"abc")
@@ -53,8 +57,11 @@ def test_chunks_of_two_sizes_have_no_delta() -> None:
         b"\x03" + zstandard.compress(bytes(8)),
         b"\x02" + zstandard.compress(bytes(6)),
         b"\x01" + zstandard.compress(bytes(1 << 24)),
+        b"\x01" + zstandard.compress(bytes(8))[:5] + b"\xff" * 8,
+        b"\x01" + _FRAME_OF_64_TIB,
+        b"\x01" + zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 24)),
     ],
-    ids=["empty", "no frame", "no zstd", "odd width", "short", "bomb"],
+    ids=["empty", "no frame", "no zstd", "odd width", "short", "bomb", "cut", "frame of 64 TiB", "bomb without size"],
 )
 def test_bytes_that_are_not_a_delta_of_the_chunk_are_refused(delta: bytes) -> None:
     with pytest.raises(HashMismatch, match="delta"):
@@ -94,14 +101,28 @@ async def test_a_pair_is_computed_once_and_only_if_it_saves_something(tmp_path: 
 async def test_the_cache_forgets_the_oldest_deltas_beyond_its_limit(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, quota_bytes=1 << 24)
     store.start()
-    cache = DeltaCache(store, bytes_max=25)
+    cache = DeltaCache(store, bytes_max=2 * PAIR_BYTES + 25)
     for number in range(3):
         cache.add(str(number) * 64, "f" * 64, bytes(10))
     assert await cache.get("0" * 64, "f" * 64) is None
     assert await cache.get("2" * 64, "f" * 64) == bytes(10)
-    cache.add("a" * 64, "f" * 64, bytes(26))
+    cache.add("a" * 64, "f" * 64, bytes(PAIR_BYTES + 26))
     assert await cache.get("a" * 64, "f" * 64) is None, "larger than the limit"
     assert await cache.get("2" * 64, "f" * 64) == bytes(10)
+    store.close()
+
+
+async def test_the_cache_forgets_pairs_whose_delta_is_not_worth_sending(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, quota_bytes=1 << 24)
+    store.start()
+    rng = np.random.default_rng(0)
+    chunks = [await stored(store, rng.bytes(64)) for _ in range(12)]
+    cache = DeltaCache(store, bytes_max=10 * PAIR_BYTES)
+    for base in chunks:
+        for new in chunks:
+            assert base == new or await cache.get(base, new) is None
+    assert len(cache) <= 10
+    await cache.close()
     store.close()
 
 

@@ -49,13 +49,17 @@ def apply_delta(base: bytes, delta: bytes) -> bytes:
 
     Raises `HashMismatch` for bytes that are not a delta of a chunk of this size. Never makes more bytes than `base` has.
     """
+    width, frame = delta[:1], delta[1:]
     try:
-        width = delta[0] if delta else 0
-        changed = zstandard.ZstdDecompressor().decompress(delta[1:], max_output_size=len(base))
+        # The decompressor allocates what the frame declares, whatever limit it is given.
+        size = zstandard.frame_content_size(frame)
+        changed = zstandard.ZstdDecompressor().decompress(frame) if size == len(base) else b""
     except zstandard.ZstdError as err:
         raise HashMismatch(f"the delta cannot be decompressed: {err}") from err
-    if width not in WIDTHS or len(changed) != len(base):
-        raise HashMismatch(f"the delta makes {len(changed)} bytes in values of {width}, expected {len(base)} bytes")
-    shuffled, whole = np.frombuffer(changed, np.uint8), len(base) - len(base) % width
-    ordered = np.concatenate([shuffled[:whole].reshape(width, -1).T.ravel(), shuffled[whole:]])
+    if size != len(base) or len(changed) != size or not width or width[0] not in WIDTHS:
+        raise HashMismatch(
+            f"the delta makes {size} bytes in values of {width.hex() or '(none)'}, expected {len(base)} bytes"
+        )
+    shuffled, whole = np.frombuffer(changed, np.uint8), len(base) - len(base) % width[0]
+    ordered = np.concatenate([shuffled[:whole].reshape(width[0], -1).T.ravel(), shuffled[whole:]])
     return (ordered ^ np.frombuffer(base, np.uint8)).tobytes()

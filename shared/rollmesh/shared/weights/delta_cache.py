@@ -12,6 +12,8 @@ from rollmesh.shared.weights.delta import encode_delta
 
 WORTH = 0.9
 """Largest delta that is sent, as a share of the chunk."""
+PAIR_BYTES = 512
+"""Memory that a pair counts besides its delta, more than its digests and its entry take. It bounds the number of empty deltas."""
 Pair = tuple[str, str]
 """Digests of the base and of the new chunk."""
 
@@ -41,11 +43,15 @@ class DeltaCache:
 
     def add(self, base: str, new: str, delta: bytes) -> None:
         """Keep a delta that was received and has made the right chunk."""
-        if len(delta) <= self._bytes_max and (base, new) not in self._kept:
+        size = len(delta) + PAIR_BYTES
+        if size <= self._bytes_max and (base, new) not in self._kept:
             self._kept[base, new] = delta
-            self._bytes += len(delta)
+            self._bytes += size
             while self._bytes > self._bytes_max:
-                self._bytes -= len(self._kept.popitem(last=False)[1])
+                self._bytes -= len(self._kept.popitem(last=False)[1]) + PAIR_BYTES
+
+    def __len__(self) -> int:
+        return len(self._kept)
 
     async def close(self) -> None:
         """Cancel what is being computed."""

@@ -39,6 +39,8 @@ class DirectChannel(grpc.aio.Channel):
         self._open: set[DirectRpc] = set()
         self._waiting: dict[DirectRpc, DirectServer] = {}
         """Calls beyond the server's limit for a connection, in order. They are not served before another call ends."""
+        self._starting = False
+        """Whether waiting calls are being started."""
 
     def unary_unary(self, method: str, *coders: Any, **options: Any) -> Any:
         return self._callable("unary_unary", DirectUnaryUnaryCall, method, *coders, **options)
@@ -92,19 +94,31 @@ class DirectChannel(grpc.aio.Channel):
         return self._socket
 
     def _start(self, server: DirectServer, rpc: DirectRpc) -> None:
-        if len(self._open) >= server.channel_rpcs_max:
+        if len(self._open) < server.channel_rpcs_max:
+            self._serve(server, rpc)
+        else:
             self._waiting[rpc] = server
             rpc.on_finish(lambda: self._waiting.pop(rpc, None))
-            return
+
+    def _serve(self, server: DirectServer, rpc: DirectRpc) -> None:
         self._open.add(rpc)
         rpc.on_finish(lambda: self._finished(rpc))
         server.serve(rpc)
 
     def _finished(self, rpc: DirectRpc) -> None:
         self._open.discard(rpc)
-        if self._waiting:
-            waiting = next(iter(self._waiting))
-            self._start(self._waiting.pop(waiting), waiting)
+        if self._starting:  # a server that has stopped rejects a call at once
+            return
+        self._starting = True
+        try:
+            while self._waiting:
+                waiting, server = next(iter(self._waiting.items()))
+                if len(self._open) >= server.channel_rpcs_max:
+                    break
+                del self._waiting[waiting]
+                self._serve(server, waiting)
+        finally:
+            self._starting = False
 
     async def close(self, grace: float | None = None) -> None:
         """Wait up to `grace` seconds for calls in progress, then cancel them. Later calls raise UsageError."""
