@@ -31,6 +31,10 @@ ACCESS = Access(token="t")
 PRELUDE = '''
 import builtins, glob, json, os, signal, sys, threading, time
 
+class Array:
+    """Compares as an array does: without one truth value."""
+    def __eq__(self, other): return self
+    def __bool__(self): raise ValueError("ambiguous")
 COUNT, SEEN, BIG = 0, [], {n: 0 for n in range(1000)}
 def look(_):
     """Everything that a call could find of earlier ones."""
@@ -44,6 +48,8 @@ def add(text): a, b = text.split("+"); return int(a) + int(b)
 def by_global(text):
     global COUNT
     COUNT += 1
+def by_array(text): globals()["SEEN"] = Array()
+def by_array_in_a_list(text): SEEN[:] = [Array()]
 def by_new_name(text): globals()["LEFT"] = text
 def by_list(text): SEEN.append(text)
 def by_big_dict(text): BIG[text] = 1

@@ -74,6 +74,12 @@ class StateWatch:
 
     def changed(self) -> str:
         """Return the first difference in words; empty if there is none."""
+        try:
+            return self._changed_names() or self._changed_process()
+        except Exception as error:  # noqa: BLE001 - the values of foreign code decide whether they are equal: an array raises
+            return f"a value that cannot be compared ({type(error).__name__})"
+
+    def _changed_names(self) -> str:
         for scope, before in self._scopes:
             scope.pop(_WARNINGS, None)
             if scope != before:
@@ -86,7 +92,7 @@ class StateWatch:
                 return f"function {function.__name__}"
         if vars(builtins) != self._builtins:
             return f"builtin {_first_difference(vars(builtins), self._builtins)}"
-        return self._changed_process()
+        return ""
 
     def _changed_process(self) -> str:
         if os.getcwd() != self._cwd:

@@ -185,4 +185,6 @@ def test_an_update_that_took_no_time_leaves_the_bound_alone() -> None:
     run = begun()
     generate_all(run, step=0)
     measured = demand.LearnerDemand(needs=deque([BATCH]), debt_s=0.1, update_s=0.0)
-    assert demand._allowance(run.core.state, measured) is None
+    demand.observe(run.core.state, measured, run.now, unserved=False)
+    assert measured.debt_s == 0.1
+    assert measured.ahead is None

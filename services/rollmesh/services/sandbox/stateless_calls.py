@@ -242,8 +242,7 @@ class StatelessCalls:
         return items
 
     async def _session(self, group: _Group, shared: _SharedSession | None, *, fresh: bool) -> _SharedSession:
-        """Return the session for the next request: the given one, an idle one, or a new one. Raises the errors of
-        `Sessions.open`."""
+        """Return the session for the next request: the given one, or a new one. Raises the errors of `Sessions.open`."""
         if shared is not None and fresh and shared.num_calls:
             await self._retire(shared, "fault")
             shared = None

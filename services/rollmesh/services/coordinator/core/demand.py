@@ -111,7 +111,8 @@ def num_wanted(state: State, demand: LearnerDemand) -> int:
         return admissible
     room = (clock.published.step + 1) * state.the_spec.batch_groups + demand.ahead - bound.num_ahead(state)
     if demand.idle_since is not None:
-        room = max(room, demand.batch - len(_live(state)))
+        unused = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
+        room = max(room, demand.batch - len(unused))
     return max(0, min(admissible, room))
 
 
@@ -188,7 +189,3 @@ def _allowance(state: State, demand: LearnerDemand) -> int | None:
 def on_their_way(state: State) -> list[GroupState]:
     """Return the groups that may become READY."""
     return state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)
-
-
-def _live(state: State) -> list[GroupState]:
-    return state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
