@@ -136,7 +136,7 @@ async def test_the_same_file_is_open_where_nothing_is_isolated(tmp_path: Path, o
 
 
 @pytest.mark.parametrize("attempt", ["open('/etc/passwd')", "open('/proc/self/status')", "__import__('os').listdir('/tmp')",
-                                     "open('/tmp/x', 'w')", "open('/usr/x', 'w')", "open('/dev/shm/x', 'w')"])  # fmt: skip
+                                     "open('/tmp/rollmesh-written', 'w')", "open('/usr/x', 'w')", "open('/dev/shm/x', 'w')"])  # fmt: skip
 async def test_what_lies_outside_the_declared_paths_is_closed(engine: JailEngine, attempt: str) -> None:
     result = await run(engine, attempt)
     assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError")
