@@ -21,9 +21,11 @@ from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, KvPolicy
 from rollmesh.services.inference.engine import WeightsMismatch as EngineRejects
 from rollmesh.services.inference.state import ServingState
+from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import (
     Cancelled,
     DeadlineExceeded,
+    DiskFull,
     EngineFailed,
     MeshError,
     NotPrepared,
@@ -111,14 +113,25 @@ class WeightKeeper:
     # Prepare ----------------------------------------------------------------------------------------------------------
 
     async def _prepare(self, version: PolicyVersion, sources: Sequence[str]) -> int:
+        try:
+            return await self._fetch(version, sources)
+        except DiskFull:
+            if not self._release_unused():
+                raise
+            return await self._fetch(version, sources)  # without what versions that failed have left
+
+    async def _fetch(self, version: PolicyVersion, sources: Sequence[str]) -> int:
         fetcher = Fetcher(self._store, self._open_channel, self._config.transfer, self._deltas)
         try:
-            async with asyncio.timeout(self._config.prepare_s):
-                owner, base = version_owner(version), self._active
-                manifest = await fetcher.version(version.weights_digest, sources, owner=owner, base=base)
-                await self._load(version, manifest)
+            with disk_told(self._store.directory):
+                async with asyncio.timeout(self._config.prepare_s):
+                    owner, base = version_owner(version), self._active
+                    manifest = await fetcher.version(version.weights_digest, sources, owner=owner, base=base)
+                    await self._load(version, manifest)
         except TimeoutError as err:
             raise DeadlineExceeded(f"{version} was not prepared within prepare_s = {self._config.prepare_s}") from err
+        except OSError as err:
+            raise EngineFailed(f"{version} was not prepared: {err}; check the disk of {self._store.directory}") from err
         finally:
             await fetcher.close()
         self._prepared[version] = manifest
@@ -215,9 +228,14 @@ class WeightKeeper:
             del self._prepared[other]
             self._state.engine.discard(other)
         self._prepared.pop(version, None)
-        kept = {version_owner(v) for v in (version, *self._prepared, *self._preparing)}
-        for owner in self._store.owners - kept:
-            self._store.release(owner)
+        self._release_unused()
+
+    def _release_unused(self) -> int:
+        """Delete the blobs of versions that are neither active nor prepared nor being prepared. Return the freed bytes."""
+        active = self._state.engine.active
+        used = (*self._prepared, *self._preparing, *([active] if active is not None else []))
+        unused = self._store.owners - {version_owner(version) for version in used}
+        return sum(self._store.release(owner) for owner in unused)
 
     def _check(self, version: PolicyVersion) -> None:
         if self._state.gate.failure is not None:

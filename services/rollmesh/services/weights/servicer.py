@@ -16,6 +16,8 @@ from rollmesh.v1 import weights_pb2
 
 _OWNER = re.compile(r"weights:(?P<policy>.+)@(?P<step>\d+)\.(?P<incarnation>\d+)")
 """The owner of the blobs of a version. Releasing the owner deletes them."""
+LEFT_OVER_S = 600.0
+"""Age from which a file that an upload did not finish is left over, in seconds. An upload that is only slow sends the file again."""
 
 
 class DepotBlobServicer(BlobServicer):
@@ -36,8 +38,11 @@ class DepotBlobServicer(BlobServicer):
         self, request_iterator: AsyncIterator[weights_pb2.PutRequest], context: Context
     ) -> weights_pb2.PutResponse:
         response = await super().Put(request_iterator, context)
-        for owner in outdated(self._store.owners, versions_max=self._versions_max):
+        old = outdated(self._store.owners, versions_max=self._versions_max)
+        for owner in old:
             self._store.release(owner)
+        if old:
+            self._store.sweep(LEFT_OVER_S)
         return response
 
 

@@ -21,22 +21,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
 from rollmesh.shared.weights.digests import check_digest, sha256_of_file
 from rollmesh.shared.weights.owners import OwnerJournal
 
 PARTIAL_SUFFIX = ".partial"
+UPLOAD_MARK = ".upload-"
+"""Part of the name of a partial file that another process of this host writes."""
 
 
 class BlobStore:
     """One directory of blobs with a quota. `start` before use, `close` after."""
 
-    def __init__(self, directory: Path, *, quota_bytes: int, durable: bool = True) -> None:
+    def __init__(self, directory: Path, *, quota_bytes: int, durable: bool = True, clock: Clock | None = None) -> None:
         """Blobs of a `durable` store are on the disk before they are visible; those of another one may be lost with the host."""
         self.durable = durable
         self.directory = directory.absolute()
         self._quota_bytes = quota_bytes
+        self._clock = clock or SystemClock()
         self._sizes: dict[str, int] = {}
         self._verified: set[str] = set()
         self._reserved_bytes = 0
@@ -194,6 +198,22 @@ class BlobStore:
     def release(self, owner: str) -> int:
         """Remove an owner and delete blobs without an owner. Return the freed bytes."""
         return sum(self._delete(digest) for digest in self._owners.drop(owner))
+
+    def sweep(self, older_s: float) -> int:
+        """Delete files that uploads on this host left in the directory when they were killed. Return the freed bytes.
+
+        These are partial files of uploads, and whole blobs that were not claimed, if no process has written them for `older_s` seconds.
+        """
+        freed_bytes = 0
+        for entry in list(os.scandir(self.directory)):
+            unclaimed = len(entry.name) == 64 and entry.name not in self._sizes
+            if unclaimed or (UPLOAD_MARK in entry.name and entry.name.endswith(PARTIAL_SUFFIX)):
+                with suppress(FileNotFoundError):  # its upload has just ended
+                    found = entry.stat()
+                    if self._clock.wall_s() - found.st_mtime >= older_s:
+                        os.unlink(entry.path)
+                        freed_bytes += found.st_size
+        return freed_bytes
 
     # Inside -----------------------------------------------------------------------------------------------------------
 

@@ -127,6 +127,8 @@ class Fetcher:
         failure: MeshError = UnknownBlob(f"there is no source for blob {digest}; upload it again", digest=digest)
         for number, source in enumerate(sorted(sources, key=self._slow.__contains__) * _ROUNDS):
             last = number % len(sources) == len(sources) - 1
+            if isinstance(failure, HashMismatch):
+                partial.reset()  # a wrong beginning of one source would spoil what the next one sends
             try:
                 delta = await self._receive(partial, digest, source, base, wait=not last and source not in self._slow)
                 await partial.commit(owner=owner)
@@ -134,7 +136,6 @@ class Fetcher:
                     self._deltas.add(base, digest, delta)
                 return
             except HashMismatch as err:
-                partial.reset()
                 self._slow.add(source)
                 failure, base = err, ""
             except MeshError as err:
@@ -182,10 +183,11 @@ class Fetcher:
         try:
             async with asyncio.timeout_at(now() + request.wait_s + stall_s) as limit:
                 async for reply in call:
-                    limit.reschedule(None)
-                    await self._ingress.take(len(reply.data))
-                    yield reply
-                    limit.reschedule(now() + stall_s)
+                    if reply.data:  # empty pieces are not progress
+                        limit.reschedule(None)
+                        await self._ingress.take(len(reply.data))
+                        yield reply
+                        limit.reschedule(now() + stall_s)
         except TimeoutError as err:
             raise DeadlineExceeded(f"{source} sent nothing of blob {request.digest} for {stall_s:g} s") from err
         finally:

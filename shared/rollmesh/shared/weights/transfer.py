@@ -20,7 +20,7 @@ from msgspec import Meta
 from rollmesh.shared.errors import HashMismatch
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX
+from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX, UPLOAD_MARK
 from rollmesh.shared.weights.host import host_id
 from rollmesh.shared.weights.manifest import BuiltManifest, ChunkSource
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
@@ -147,7 +147,7 @@ def _read(source: ChunkSource) -> bytes:
 
 
 def _write_blob(directory: Path, digest: str, data: bytes) -> None:
-    partial = directory / f"{digest}.upload-{os.getpid()}{PARTIAL_SUFFIX}"
+    partial = directory / f"{digest}{UPLOAD_MARK}{os.getpid()}{PARTIAL_SUFFIX}"
     try:
         partial.write_bytes(data)
         partial.replace(directory / digest)

@@ -24,6 +24,7 @@ from rollmesh.services.inference.engines.prepared_files import PreparedFiles, fi
 from rollmesh.services.inference.engines.stop import Decode, load_decode
 from rollmesh.services.inference.engines.vllm_config import VllmEngineConfig
 from rollmesh.services.inference.engines.weights_fit import ExpectedTensors
+from rollmesh.shared.disk import is_disk_full
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.model_folder import check_positions, positions_max
 from rollmesh.shared.versions import PolicyVersion
@@ -93,4 +94,6 @@ class ModelFolder:
                 self._expected.check(merged)
                 keep_files(merged, folder)
         except OSError as err:
+            if is_disk_full(err):  # a fault of this node, not of the weights
+                raise
             raise WeightsMismatch(f"the files cannot be kept in {folder}: {err}") from err
