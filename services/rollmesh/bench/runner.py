@@ -19,6 +19,7 @@ BENCHES = (
     "admission_latency",
     "rows_per_step",
     "mesh_turn",
+    "router",
     "sandbox",
     "switch_interval",
     "telemetry",

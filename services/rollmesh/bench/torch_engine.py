@@ -26,10 +26,10 @@ NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 
 @contextmanager
-def tiny_folder() -> Iterator[tuple[Path, Any]]:
+def tiny_folder(context_max: int = 512) -> Iterator[tuple[Path, Any]]:
     """Return the folder and the model of the demo with random weights."""
     torch.set_num_threads(1)
-    model: Any = build_tiny_model(TinyModelConfig(), seed=0)
+    model: Any = build_tiny_model(TinyModelConfig(context_max=context_max), seed=0)
     model.eval()
     model.generation_config.eos_token_id = None  # transformers fills unset fields of a request from here
     with TemporaryDirectory(prefix="rollmesh-bench-") as name:

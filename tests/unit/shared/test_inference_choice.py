@@ -121,6 +121,15 @@ async def test_sessions_of_two_policies_with_one_name_do_not_share_a_node() -> N
     assert len(world.choice._sessions) == 2
 
 
+async def test_a_history_is_recorded_again_when_it_has_grown_by_256_tokens() -> None:
+    world, history = World(fleet_node("a")), prompt(1, 1024)
+    sizes = []
+    for num in (640, 672, 864, 896, 928, 1024, 320):
+        await world.send(history[:num], "s")
+        sizes.append(world.node("a").served[0][1].size)
+    assert sizes == [20, 20, 20, 28, 28, 28, 10]
+
+
 async def test_the_number_of_sessions_is_bounded() -> None:
     world = World(fleet_node("a"), sessions_max=10)
     for number in range(100):

@@ -22,6 +22,8 @@ from collections.abc import Collection
 from rollmesh.shared.clients.inference_nodes import KnownNode, RoutedRequest, RouterConfig
 from rollmesh.shared.clients.prefix_index import BLOCK_TOKENS
 
+_GROWTH_BLOCKS = 8
+"""A history of a session is hashed again when it has grown or shrunk by this many blocks, so that most turns cost nothing."""
 _KV_FULL = 0.9
 """Share of the key-value cache held by running requests from which a node counts as full."""
 _ODD = 0x9E3779B97F4A7C15
@@ -53,12 +55,12 @@ class PrefixAffinity:
 
     def sent(self, request: RoutedRequest, node: KnownNode) -> None:
         """Record that a request goes to a node, which then computes its prefix and keeps it for the session."""
-        blocks = request.blocks()
         session = (request.target.policy, request.session)
-        if blocks:
-            prefixes = node.prefixes(request.target)
-            if prefixes is not None:
-                size_max = self._config.prefix_tokens_max // BLOCK_TOKENS
+        if request.num_blocks and (prefixes := node.prefixes(request.target)) is not None:
+            size_max = self._config.prefix_tokens_max // BLOCK_TOKENS
+            known = prefixes.touch(session) if request.session else 0
+            if not known or abs(min(request.num_blocks, size_max) - known) >= _GROWTH_BLOCKS:
+                blocks = request.blocks()
                 kv_max = node.stream.load.kv_tokens_max // BLOCK_TOKENS or size_max
                 prefixes.add(session if request.session else blocks[-1], blocks, size_max, min(size_max, kv_max))
         if request.session:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference_stream import GenerateLink, ScoreLink
-from rollmesh.shared.clients.prefix_index import PrefixIndex, prefix_blocks
+from rollmesh.shared.clients.prefix_index import BLOCK_TOKENS, PrefixIndex, prefix_blocks
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.arrays import encode_ints
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
@@ -160,8 +160,13 @@ class RoutedRequest:
         """Return the outputs that the request needs and an engine cannot return."""
         return set(self.outputs) - set(self.offered(can))
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of whole blocks of the prefix; 0 if the engine reuses nothing of it."""
+        return 0
+
     def blocks(self) -> Sequence[int]:
-        """Return the hashes of the blocks of the prefix; empty if the engine reuses nothing of it."""
+        """Return the hashes of these blocks."""
         return ()
 
     def may_use(self, node: KnownNode, now_s: float) -> bool:
@@ -183,6 +188,10 @@ class PendingRequest(RoutedRequest):
     received: list[int] = field(default_factory=list)
     hashed: Sequence[int] | None = None
     """Blocks of `token_ids`, once they are computed."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.token_ids) // BLOCK_TOKENS
 
     def blocks(self) -> Sequence[int]:
         if self.hashed is None:

@@ -22,14 +22,19 @@ BLOCK_TOKENS = 32
 """Tokens of a block. A shorter common prefix is not found."""
 
 
-def _factors(num: int) -> NDArray[np.uint64]:
-    return np.random.default_rng(0).integers(0, 1 << 64, num, np.uint64) | np.uint64(1)
+class _Factors:
+    """The numbers r, drawn for the longest prefix so far. A longer row begins with the same numbers."""
+
+    def __init__(self) -> None:
+        self.draw(4096)
+
+    def draw(self, num: int) -> None:
+        self.row: NDArray[np.uint64] = np.random.default_rng(0).integers(0, 1 << 64, num, np.uint64) | np.uint64(1)
+        self.sums = self.row.cumsum()[BLOCK_TOKENS - 1 :: BLOCK_TOKENS].copy()
+        """The part of the hash that the added 1 makes, by block."""
 
 
-class _Hashes:
-    """The factors r, made once for the longest prefix so far. A longer list begins with the same numbers."""
-
-    factors: NDArray[np.uint64] = _factors(4096)
+_factors = _Factors()
 
 
 def prefix_blocks(token_ids: IntArray) -> list[int]:
@@ -37,10 +42,10 @@ def prefix_blocks(token_ids: IntArray) -> list[int]:
     num = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
     if num == 0:
         return []
-    if num > len(_Hashes.factors):
-        _Hashes.factors = _factors(1 << num.bit_length())
-    sums = ((token_ids[:num].astype(np.uint64) + np.uint64(1)) * _Hashes.factors[:num]).cumsum()
-    hashes: list[int] = sums[BLOCK_TOKENS - 1 :: BLOCK_TOKENS].tolist()
+    if num > len(_factors.row):
+        _factors.draw(1 << num.bit_length())
+    sums = (token_ids[:num].astype(np.uint64) * _factors.row[:num]).cumsum()[BLOCK_TOKENS - 1 :: BLOCK_TOKENS]
+    hashes: list[int] = (sums + _factors.sums[: len(sums)]).tolist()
     return hashes
 
 
@@ -72,6 +77,13 @@ class PrefixIndex:
             else:
                 high = middle - 1
         return low
+
+    def touch(self, key: Hashable) -> int:
+        """Make the sequence of `key` the most recently used one. Return its number of blocks; 0 if there is none."""
+        if key not in self._sequences:
+            return 0
+        self._sequences.move_to_end(key)
+        return len(self._sequences[key])
 
     def add(self, key: Hashable, blocks: Sequence[int], size_max: int, distinct_max: int) -> None:
         """Store a sequence in place of the one that `key` has. Evict the least recently used ones beyond the limits.
