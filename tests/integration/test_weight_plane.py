@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -263,6 +264,28 @@ async def test_a_source_that_stalls_is_left_for_the_next_one(tmp_path: Path) -> 
         await slow.fetch.version(one, [source.address], owner="v")
         manifest = await node.fetch.version(one, [slow.address, source.address], owner="v")
         assert await node.content(manifest) == (tmp_path / "a").read_bytes()
+
+
+class Silent(BlobServicer):
+    """A source that answers nothing, as a stopped process."""
+
+    async def Has(self, request: weights_pb2.HasRequest, context: Any) -> weights_pb2.HasResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_a_source_that_does_not_answer_is_left_on_one_host_too(tmp_path: Path) -> None:
+    here = msgspec.structs.replace(QUICK, same_host=True)
+    async with (
+        depot(tmp_path) as source,
+        peer(tmp_path / "s", Silent) as slow,
+        peer(tmp_path / "p", transfer=here) as node,
+    ):
+        one, _ = await two_versions(tmp_path, source.address)
+        async with asyncio.timeout(15.0):  # half of the default deadline of a call
+            manifest = await node.fetch.version(one, [slow.address, source.address], owner="v")
+        assert await node.content(manifest) == (tmp_path / "a").read_bytes()
+        assert node.fetch.fetched_bytes == 0, "the depot is on this host"
 
 
 async def test_all_sources_without_the_blob_end_in_one_error_after_the_wait(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ async def test_the_cache_forgets_pairs_whose_delta_is_not_worth_sending(tmp_path
     for base in chunks:
         for new in chunks:
             assert base == new or await cache.get(base, new) is None
-    assert len(cache) <= 10
+    assert cache.num_pairs <= 10
     await cache.close()
     store.close()
 

@@ -18,13 +18,14 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import CallsDone, FunctionCall, RunOutcome, RunResult
 from rollmesh.services.sandbox.metrics import SHARED_CALLS, SHARED_ENDED, START_SECONDS
 from rollmesh.services.sandbox.sessions import Sessions, checked_wall_s
-from rollmesh.shared.clock import Clock
+from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.errors import (
     Draining,
     Internal,
@@ -134,9 +135,10 @@ class StatelessCalls:
     async def drain(self) -> None:
         """Reject new calls, wait for the others at most `drain_s`, and end the shared sessions."""
         self._draining = True
-        end_s = self._clock.monotonic_s() + self._config.drain_s
-        while self._tasks and self._clock.monotonic_s() < end_s:
-            await asyncio.wait(self._tasks, timeout=self._config.drain_s)
+        with suppress(TimeoutError):
+            async with time_limit(self._clock, self._config.drain_s):
+                while self._tasks:
+                    await asyncio.wait(self._tasks)
         for group in self._groups.values():
             while group.idle:
                 await self._retire(group.idle.pop(), "drained")

@@ -50,7 +50,9 @@ class DeltaCache:
             while self._bytes > self._bytes_max:
                 self._bytes -= len(self._kept.popitem(last=False)[1]) + PAIR_BYTES
 
-    def __len__(self) -> int:
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs that are kept, with or without a delta."""
         return len(self._kept)
 
     async def close(self) -> None:

@@ -117,10 +117,14 @@ class Fetcher:
     async def _directory(self, source: str) -> Path | None:
         if source not in self._directories:
             self._directories[source] = None
-            with contextlib.suppress(MeshError), typed_errors():  # an unreachable source is the download's business
-                reply = await self._stub(source).Has(weights_pb2.HasRequest())
-                if reply.host_id and reply.host_id == host_id():
-                    self._directories[source] = Path(reply.directory)
+            try:
+                with typed_errors():
+                    reply = await self._stub(source).Has(weights_pb2.HasRequest(), timeout=self._config.stall_s)
+            except MeshError:
+                self._slow.add(source)
+                return None
+            if reply.host_id and reply.host_id == host_id():
+                self._directories[source] = Path(reply.directory)
         return self._directories[source]
 
     async def _download(self, partial: PartialBlob, digest: str, sources: Sequence[str], owner: str, base: str) -> None:
