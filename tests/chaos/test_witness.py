@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.trajectory import ROOT, Role, Sample, SamplingParams, Segment, Source, TrainingSample
 from rollmesh.shared.versions import PolicyVersion

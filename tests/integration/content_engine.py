@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest, KvPolicy, ScoreResult
 from rollmesh.shared.engine_capabilities import EngineCapabilities

@@ -7,13 +7,13 @@ published bytes are compared; what a process has besides (torch's generators, th
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from rollmesh.demo.muon import Muon

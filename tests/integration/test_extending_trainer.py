@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rollmesh.cli.config import load_train_config
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model

@@ -167,7 +167,7 @@ async def test_a_group_is_kept_or_filtered_with_its_reason() -> None:
 
 async def test_a_finalizer_may_adjust_rewards_by_looking_at_the_group(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
-        "from dataclasses import replace\n"
+        "from msgspec.structs import replace\n"
         "from rollmesh.services.reward.finalizer import FinalizerDecision, Verdict\n"
         "class Ranks:\n"
         "    def decide(self, group):\n"

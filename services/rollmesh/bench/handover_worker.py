@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.run_layout import RunLayout, open_layout

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.demo.families.calc import demonstrate
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem

@@ -6,11 +6,11 @@ Only this module reads and writes it. The arrays of a segment have one entry per
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.codec.summaries import sample_summary
 from rollmesh.shared.codec.trajectory import decode_episode, decode_summary, wire

@@ -8,11 +8,12 @@ The types are converted to and from protobuf in `rollmesh.shared.codec.trajector
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollmesh.shared.versions import PolicyVersion
@@ -81,8 +82,7 @@ class Purpose(IntEnum):
     EXPORT = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn. Log-probs returned are under exactly this distribution.
 
     Sampling is keyed by (seed, absolute position): a request resumed elsewhere from its received tokens draws the same.
@@ -102,16 +102,14 @@ class SamplingParams:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Text view of a turn, for display and judges. Trained tokens never come from it."""
 
     role: str
     content: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive tokens with one source and, if sampled, one set of weights.
 
     `logprobs` [n] are under the distribution sampled from, natural log, present exactly for sampled (POLICY, PEER) spans.
@@ -134,7 +132,7 @@ class Segment:
     sampling: int = -1
     """Index into `Episode.sampling_params`; -1 where nothing was sampled."""
     finish: FinishReason = FinishReason.UNFINISHED
-    arrays: Columns = field(default_factory=dict)
+    arrays: Columns = msgspec.field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     """Text of the turns that end with this segment; `text_view` joins those of a path."""
 
@@ -170,8 +168,7 @@ def sampled_segment(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
+class Reward(msgspec.Struct, frozen=True, kw_only=True):
     """One named number about a sample or one of its segments, with the evidence for it. Never aggregated here."""
 
     name: str
@@ -185,8 +182,7 @@ class Reward:
     """The answer that the scorer found in the text of the model, as it compared it. Empty if it found none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One training item: the path from the root to `leaf`."""
 
     sample_id: str
@@ -202,8 +198,7 @@ class Sample:
     """Why it ended: as its last action did, or LENGTH where a limit of the episode ended it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeKey:
+class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
     """Where an episode belongs: run, task, group, episode, and which try this is (1, 2, ...)."""
 
     run: str
@@ -213,8 +208,7 @@ class EpisodeKey:
     attempt: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
+class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """One run of an agent on a task: what the sample stream carries."""
 
     key: EpisodeKey
@@ -222,7 +216,7 @@ class Episode:
     segments: tuple[Segment, ...] = ()
     sampling_params: tuple[SamplingParams, ...] = ()
     samples: tuple[Sample, ...] = ()
-    stage_s: Mapping[str, float] = field(default_factory=dict)
+    stage_s: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Seconds spent per stage: init, run, generate, logprobs, tool, score."""
     traceparent: str = ""
 
@@ -268,8 +262,7 @@ def oldest_trained_step(segments: Sequence[Segment], *, policy: str) -> int | No
     return min(steps, default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSummary:
+class TurnSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a sample: the segments of one action, from the first to the one that has a finish reason."""
 
     segment: int
@@ -283,8 +276,7 @@ class TurnSummary:
     digests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSummary:
+class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A sample as its group sees it, without its payload."""
 
     role: str = ""
@@ -315,8 +307,7 @@ class SampleSummary:
 NO_SUMMARY = SampleSummary()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberOutcome:
+class MemberOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One scored member of a group, trained or not: dropping members before the advantage would bias the baseline."""
 
     sample_id: str
@@ -333,19 +324,17 @@ class MemberOutcome:
         return next((reward.answer for reward in self.rewards if reward.answer), "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupContext:
+class GroupContext(msgspec.Struct, frozen=True, kw_only=True):
     """Every scored member of a group: its rewards, the reason it ended for, and its summary."""
 
     group: str
     task: str
     members: tuple[MemberOutcome, ...]
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Labels of the task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedGroup:
+class TrainedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What an update measured on the used tokens of one group of its batch, as in `rollmesh/v1/events.proto`."""
 
     group: str
@@ -357,8 +346,7 @@ class TrainedGroup:
     """Number of used tokens, >= 1. A token that several optimizer steps train counts once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSample:
+class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     """What a learner trains on: a sample, the path of segments it covers, and its group.
 
     `segments` is the path in order; `token_trainable` masks (policy `mask` of the bound) are already folded into each

@@ -8,11 +8,10 @@ Update k (k = 1, 2, ...) makes step k; the initial weights are step 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyVersion:
+class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
     """Names one set of weights: (policy, step, incarnation, weights digest).
 
     `step` counts applied updates. `incarnation` increases when a learner returns to a checkpoint: steps above the roll-back

@@ -3,7 +3,6 @@ audit."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any, get_args
@@ -107,7 +106,7 @@ CASES: dict[str, tuple[type, Change, str, str]] = {
     "no publication at all": (f.VersionPublished, lambda x: None, "bound", "main@0.0, which was not published"),
     "weights of a later step": (
         f.VersionPublished,
-        lambda x: replace(x, version=dataclasses.replace(x.version, step=5)),
+        lambda x: replace(x, version=replace(x.version, step=5)),
         "bound",
         "main@5.0 is published, expected main@0.0",
     ),

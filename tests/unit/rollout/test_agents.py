@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.cli.samples import encode_sample_line, sample_lines
 from rollmesh.cli.scoring import score_file

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,8 +30,8 @@ def equal(a: Any, b: Any) -> bool:
     """Deep equality that looks into arrays, their dtypes included."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
-    if dataclasses.is_dataclass(a):
-        return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, msgspec.Struct):
+        return type(a) is type(b) and all(equal(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__)
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
     if isinstance(a, tuple):
@@ -289,6 +289,6 @@ def test_bytes_that_are_no_episode_are_refused() -> None:
 
 def test_a_malformed_episode_is_not_even_sent() -> None:
     episode = episodes.rich_episode()
-    broken = dataclasses.replace(episode.segments[1], logprobs=np.zeros(1, np.float32))
+    broken = msgspec.structs.replace(episode.segments[1], logprobs=np.zeros(1, np.float32))
     with pytest.raises(InvalidInput, match=r"segments\[1\]\.logprobs: 1 values for 2 tokens"):
-        codec.encode_episode(dataclasses.replace(episode, segments=(episode.segments[0], broken)))
+        codec.encode_episode(msgspec.structs.replace(episode, segments=(episode.segments[0], broken)))

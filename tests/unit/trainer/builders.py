@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.codec.trajectory import summary_of
 from rollmesh.shared.registry import Extension

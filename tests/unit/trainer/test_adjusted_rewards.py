@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import FinishReason, TrainingSample
@@ -159,8 +160,7 @@ def looped(sample_id: str, share: float, finish: FinishReason = FinishReason.LEN
     """Return a sample of two turns, of which the second is split by a change of weights and ends in a loop."""
     tokens = looping(share, 20)
     first, second = (action(part, [-1.0] * len(part)) for part in (tokens[:7], tokens[7:]))
-    object.__setattr__(first, "finish", FinishReason.UNFINISHED)
-    object.__setattr__(second, "finish", finish)
+    first, second = replace(first, finish=FinishReason.UNFINISHED), replace(second, finish=finish)
     before = [prompt([20]), action([5, 5, 5, 5], [-1.0] * 4), prompt([20])]
     return training_sample(sample_id, [*before, first, second], of="g")
 

@@ -1,12 +1,13 @@
 """Tokens that were not sampled: who may train on them, NaN that reaches nothing, and the methods that learn from given solutions."""
 
+import dataclasses
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.config import config_from_dict
@@ -335,7 +336,11 @@ def test_red_counts_a_refreshed_batch_once_and_restores_its_averages() -> None:
     made(red_batch(1.0, 2.0, (0.0, 0.0)))
     second = red_batch(0.8, 2.4, (0.0, 0.0), update=2)
     weight = made(second).metrics["imitation_weight"]
-    assert made(replace(second, repeat=1)).metrics["imitation_weight"] == weight == pytest.approx(0.5, rel=1e-4)
+    assert (
+        made(dataclasses.replace(second, repeat=1)).metrics["imitation_weight"]
+        == weight
+        == pytest.approx(0.5, rel=1e-4)
+    )
     again.load_state(made.state())  # type: ignore[attr-defined]
     third = red_batch(0.9, 2.1, (0.0, 0.0), update=3)
     assert again(third).metrics == made(third).metrics

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
@@ -434,11 +435,11 @@ def test_columns_of_an_estimator_are_checked() -> None:
     of = batch(written("g", (ONE, 1.0), (OTHER, 0.0)))
     found = estimator("dsdr")(of)
     assert checked_estimate(found, of, ("diversity_share",)).columns["diversity_share"].shape == (4,)
-    missing = checked_estimate(replace(found, columns={}), of, ("diversity_share",))
+    missing = checked_estimate(dataclasses.replace(found, columns={}), of, ("diversity_share",))
     assert missing.dropped == {0: "NOT_FINITE_ADVANTAGE", 1: "NOT_FINITE_ADVANTAGE"}
     bad = np.array([0.0, 0.0, np.nan, 0.0], np.float32)
     assert set(
-        checked_estimate(replace(found, columns={"diversity_share": bad}), of, ("diversity_share",)).dropped
+        checked_estimate(dataclasses.replace(found, columns={"diversity_share": bad}), of, ("diversity_share",)).dropped
     ) == {1}
     assert checked_estimate(Estimate(advantages=found.advantages, columns={"more": bad}), of).columns == {}
     with pytest.raises(ValueError, match="`rollout.outputs` must contain diversity_share.*choose an estimator"):
@@ -480,7 +481,7 @@ def test_v0_equals_the_hand_computed_value() -> None:
 def test_the_prediction_of_v0_is_that_before_the_batch_and_repeats_with_it() -> None:
     made = estimator("v0")
     of = asking(asked("a", [30], 1.0))
-    again = replace(of, repeat=1)
+    again = dataclasses.replace(of, repeat=1)
     assert scalars(made, of) == scalars(made, again) == [0.5]
     assert made(again).metrics["context"] == 1.0
 

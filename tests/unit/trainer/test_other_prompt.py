@@ -1,13 +1,13 @@
 """Features: log-probs after another prompt, and equal requests, which are computed once."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model

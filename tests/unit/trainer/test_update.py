@@ -1,12 +1,12 @@
 """The update: determinism, accumulation, the non-finite guard, verdicts."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
+
+from msgspec import structs
 
 from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core import inputs as i
@@ -221,7 +222,7 @@ def commit_update(ticket: int, request: run_pb2.CommitUpdateRequest) -> i.Commit
 
 def version_of(request: run_pb2.PublishVersionRequest) -> PolicyVersion:
     version = decode(PolicyVersion, request.version)
-    return version if version.policy else dataclasses.replace(version, policy=DEFAULT_NAME)
+    return version if version.policy else structs.replace(version, policy=DEFAULT_NAME)
 
 
 # Calls to other services -----------------------------------------------------------------------------------------------

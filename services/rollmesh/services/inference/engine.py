@@ -12,7 +12,6 @@ raises EngineBroken if the engine does not run.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -57,8 +56,7 @@ class KvPolicy(Enum):
     """Keep the cache, without a pause. Later tokens attend to old keys and values; log-probs are the true behavior log-probs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request. `token_ids` [n] is the whole prefix; the engine looks up how much of it is cached."""
 
     request_id: str
@@ -78,8 +76,7 @@ class GenerateRequest:
     """Number of tokens at the end of `token_ids` that another node sampled for this request. A stop string may begin in them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateDelta:
+class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request, all sampled by one version. Only the last delta has a `finish`, and only it may have no tokens;
     its version is then the active one and has no meaning.
 
@@ -93,7 +90,7 @@ class GenerateDelta:
     logprobs_model: FloatArray | None
     version: PolicyVersion
     kv_step_oldest: int
-    arrays: Columns = field(default_factory=dict)
+    arrays: Columns = msgspec.field(default_factory=dict)
     """Exactly the arrays of the requested outputs by name, each [n] or [n, k], float32, float16, int32 or uint8, floats finite."""
     finish: FinishReason | None = None
     error: str = ""
@@ -118,18 +115,16 @@ class GenerateDelta:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreResult:
+class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     """`logprobs` [n] has the log-prob of token i given tokens < i under the plain softmax; entry 0 is 0."""
 
     logprobs: FloatArray
     version: PolicyVersion
-    arrays: Columns = field(default_factory=dict)
+    arrays: Columns = msgspec.field(default_factory=dict)
     """The arrays of the requested outputs, [n] or [n, k], of the plain softmax; row 0 is 0, and -1 for ids."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
+class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Current load, and counters since the start."""
 
     num_running: int

@@ -13,10 +13,11 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, EngineBusy, GenerateDelta, GenerateRequest

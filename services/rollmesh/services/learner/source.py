@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.client import Batch
 from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context, decode_rewards

@@ -20,7 +20,9 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from msgspec.structs import asdict
 
 from rollmesh.client import Batch, BatchLease, Run, Trainer
 from rollmesh.client.trainer import Attachment, CommitResult

@@ -7,13 +7,14 @@ the cause as evidence. It is never a reward of 0, because the model did not caus
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import structs
 
 from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
 from rollmesh.services.reward.item import AnswerKey, ScoreItem
@@ -192,7 +193,7 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
     if reward.outcome is Outcome.OK and not math.isfinite(reward.value):
         raise ValueError(f"the scorer returned the value {reward.value}")
     answer = reward.answer[:ANSWER_CHARS_MAX]
-    return dataclasses.replace(reward, name=reward.name or configured.name, scorer=configured.label, answer=answer)
+    return structs.replace(reward, name=reward.name or configured.name, scorer=configured.label, answer=answer)
 
 
 def _without(answer: str, message: str) -> str:

@@ -6,9 +6,10 @@ Finalizers are pure: the same group gives the same verdict. They are found by na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
+
+import msgspec
 
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.registry import Registry
@@ -23,14 +24,13 @@ class FinalizerDecision(IntEnum):
     EXTEND = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Group(msgspec.Struct, frozen=True, kw_only=True):
     """A group with every scored member, whether it is trained or not."""
 
     group: str
     task: TaskView
     members: tuple[MemberOutcome, ...]
-    advantages: Mapping[str, float] = field(default_factory=dict)
+    advantages: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Advantage by sample id: the result of the trainer's estimator (`Estimator.of_group`) with `reward.weights`. Members without
     usable rewards, mainly infra failures, are absent."""
     num_unscored: int = 0
@@ -39,14 +39,13 @@ class Group:
     """Whether the deadline has passed, so that EXTEND has no effect."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The decision, with `reason` for FILTER and `num_extend` (at least 1) for EXTEND."""
 
     decision: FinalizerDecision
     reason: str = ""
     num_extend: int = 0
-    adjusted: Mapping[str, tuple[Reward, ...]] = field(default_factory=dict)
+    adjusted: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)
     """Rewards that the finalizer changed, by sample id. Absent samples keep their rewards."""
 
 

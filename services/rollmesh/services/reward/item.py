@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import (
@@ -31,31 +32,28 @@ Where = Literal["final", "episode"]
 """`final`: the last assistant message. `episode`: all assistant messages of the path of the sample, one per paragraph."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskView:
+class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     """The public part of the task."""
 
     task_id: str
     messages: tuple[Message, ...] = ()
     tools: tuple[str, ...] = ()
     split: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerKey:
+class AnswerKey(msgspec.Struct, frozen=True, kw_only=True):
     """The private part of the task. It MUST NOT leave the reward service, so a scorer MUST NOT quote it in its evidence."""
 
     answers: tuple[str, ...] = ()
     """Accepted answers. Empty for a task that only hidden tests judge."""
-    record: Mapping[str, object] = field(default_factory=dict)
+    record: Mapping[str, object] = msgspec.field(default_factory=dict)
     """All fields of the line of a JSONL file, for scorers that need more than an answer."""
     tests: str | Mapping[str, object] = ""
     """Hidden tests: a manifest, or its reference in the oracle store of the sandbox nodes. Empty if there are no tests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedSegment:
+class JudgedSegment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive tokens on the path of a sample, with one author and, if they were sampled, one version of the weights."""
 
     index: int
@@ -70,7 +68,7 @@ class JudgedSegment:
     """The reason for which the turn ended; UNFINISHED if the next segment continues it, or if nothing was sampled."""
     version: PolicyVersion | None = None
     """The weights that sampled it; None if it was not sampled."""
-    arrays: Columns = field(default_factory=dict)
+    arrays: Columns = msgspec.field(default_factory=dict)
     """The arrays by name that some scorer of the run lists in `columns`, [n] or [n, k]. Empty if it was not sampled."""
 
     @property
@@ -79,8 +77,7 @@ class JudgedSegment:
         return self.source is Source.POLICY
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedTurn:
+class JudgedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the model, as in `TurnSummary`: the segments of one action, and what the model observed after it."""
 
     segment: int
@@ -91,8 +88,7 @@ class JudgedTurn:
     """The segments between it and the next turn, such as the result of a tool. Empty after the last turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreItem:
+class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     """One sample to score."""
 
     key: EpisodeKey

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from rollmesh.shared.trajectory import Columns, FinishReason, FloatArray, IntArray, Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a task that an agent may read. The answer key is not one of them."""
 
     task_id: str
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of the model."""
 
     text: str
@@ -30,12 +29,11 @@ class Turn:
     """[n] int32."""
     logprobs: FloatArray
     """Natural log-prob of each token under the distribution that it was sampled from, [n] float32."""
-    arrays: Columns = field(default_factory=dict)
+    arrays: Columns = msgspec.field(default_factory=dict)
     """Arrays of `rollout.outputs` by name, [n] or [n, k], such as `entropy`. Row i is the distribution that token i was sampled from."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
+class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a tool call."""
 
     text: str

@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.services.rollout.agent import Agent, LimitReached
 from rollmesh.services.rollout.config import RolloutConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from rollmesh.services.rollout.agent_types import Task
 from rollmesh.shared.clients.generated import Target
@@ -12,8 +12,7 @@ from rollmesh.shared.trajectory import EpisodeKey, Message, Purpose
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to run one episode."""
 
     lease_id: str

@@ -11,9 +11,10 @@ one prefix draw different ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.trajectory import (
     ROOT,

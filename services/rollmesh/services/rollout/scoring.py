@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.lease import Lease

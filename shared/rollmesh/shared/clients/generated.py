@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.trajectory import Columns, FinishReason, FloatArray, IntArray, Segment
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The admissible weights: `step` or newer of `incarnation` or newer; exactly those if `exact`.
 
     A generation to a `pinned` target finishes under the version that began it, also after a fail-over. Scoring ignores `pinned`.
@@ -50,8 +50,7 @@ class Target:
         return f"{self.policy} at step {self.step}{incarnation}{'' if self.exact else ' or later'}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """One finished generation: one action segment per sampling version, in order, each with tokens.
 
     The segments are not part of an episode yet: `parent` is ROOT, and `sampling`, `loss_mask` and `messages` are unset.
@@ -72,8 +71,7 @@ class Generated:
         return np.concatenate([np.empty(0, np.int32), *(s.token_ids for s in self.segments)]).astype(np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredTokens:
+class ScoredTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Given tokens under the plain softmax of one version of the weights.
 
     Row i of each array belongs to token i given the tokens before it. The first token of a whole sequence has no such distribution: its
@@ -83,7 +81,7 @@ class ScoredTokens:
     logprobs: FloatArray
     """[n] float32, natural log."""
     version: PolicyVersion
-    arrays: Columns = field(default_factory=dict)
+    arrays: Columns = msgspec.field(default_factory=dict)
     """Arrays of the requested outputs by name, [n] or [n, k]."""
 
     def after(self, num_tokens: int) -> ScoredTokens:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.trajectory import IntArray, Message

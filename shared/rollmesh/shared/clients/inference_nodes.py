@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Protocol
 
 import grpc
 import numpy as np
 from msgspec import Meta
+from msgspec.structs import replace
 
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference_stream import GenerateLink, ScoreLink

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.inference_nodes import NodePool, RoutedRequest

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from rollmesh.services.inference.engine import (
     NO_VERSION,
@@ -192,7 +192,7 @@ class TorchEngine:
     def load(self) -> EngineLoad:
         # Requests that the thread has not taken yet also wait.
         waiting = max(0, len(self._emits) - self._load.num_running)
-        return dataclasses.replace(
+        return structs.replace(
             self._load, num_waiting=waiting, held_s=self._pace.held_s, forward=self._execution.forward
         )
 

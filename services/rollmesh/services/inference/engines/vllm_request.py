@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollmesh.services.inference.engine import NO_VERSION, Emit, GenerateDelta, GenerateRequest, KvPolicy
@@ -117,8 +118,7 @@ class LiveRequest:
         *before, last = self._deltas() or [_empty(self.request.request_id, active or NO_VERSION)]
         for delta in before:
             self._emit(delta)
-        fields = {name: getattr(last, name) for name in GenerateDelta.__dataclass_fields__}
-        self._emit(GenerateDelta(**{**fields, "finish": reason, "error": error}))
+        self._emit(replace(last, finish=reason, error=error))
 
     def _deltas(self) -> list[GenerateDelta]:
         """Return the buffered tokens as one delta per version, and empty the buffer."""
