@@ -52,7 +52,7 @@ from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 NUM_NODES, SLOTS, CONTEXT = 4, 12, 1024
 NUM_GROUPS, GROUP_SIZE, NUM_AT_ONCE = 8, 8, 24
-SYSTEM_TOKENS, NUM_SYSTEMS, TASK_TOKENS = 320, 3, 96
+SYSTEM_TOKENS, NUM_SYSTEMS, TASK_TOKENS = 192, 3, 224
 TURNS_MAX, TOKENS_PER_TURN_MAX = 12, 48
 PAUSE_S = 0.03
 LAP_S_MAX = 120.0
@@ -92,7 +92,7 @@ class Measured:
 
 
 def run(quick: bool) -> Report:
-    repetitions = 1 if quick else 4
+    repetitions = 1 if quick else 8
     setting = (
         f"{NUM_NODES} torch nodes of {SLOTS} slots, 359k parameters; {NUM_GROUPS} groups of {GROUP_SIZE} sessions, {NUM_AT_ONCE} at once, "
         f"prompts of {SYSTEM_TOKENS} + {TASK_TOKENS} tokens; {repetitions} laps in turns"

@@ -52,7 +52,7 @@ class World:
     def __init__(self, *nodes: coordinator_pb2.FleetNode, **settings: Any) -> None:
         self.clock = ManualClock()
         self.fleet = KnownFleet(nodes)
-        config = RouterConfig(**settings)
+        config = RouterConfig(**{"request_tokens": 256, **settings})
         self.choice = PrefixAffinity(config)
         self.pool = NodePool(self.fleet, self.clock, config, self._connect, self.choice)
 

@@ -67,7 +67,7 @@ class RouterConfig(Settings):
     session_moves_at: PositiveInt = 4
     """A session moves to another node if its node has at least this many requests of this client and the other node, relative to its
     capacity, at most half as many. A new node thus gets its share immediately, at the cost of a prefill per session."""
-    request_tokens: NonNegativeInt = 256
+    request_tokens: NonNegativeInt = 128
     """Cost of one request that already runs at a node, in prefix tokens. A request without a session goes to the node with the lowest sum
     of this cost and the tokens that the node has not computed. A larger value balances more, a smaller one computes fewer prefixes."""
     prefix_tokens_max: NonNegativeInt = 524288
