@@ -175,6 +175,30 @@ async def test_done_callbacks_run_on_both_sides() -> None:
         await within(served.wait())
 
 
+@pytest.mark.parametrize("side", ["client", "server"])
+async def test_a_done_callback_that_fails_affects_no_direct_call(transport: str, side: str) -> None:
+    if transport == "grpc":
+        pytest.skip("a client of grpc.aio gets the error of the callback instead of its response")
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    async def behavior(request: bytes, context: Any) -> bytes:
+        if side == "server":
+            context.add_done_callback(fail)
+        return b"answer"
+
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, what: reported.append(what.get("exception")))
+    async with one_call("unary_unary", behavior, ServerConfig(connection_rpcs_max=1, stop_s=0.0)) as make:
+        for _ in range(3):
+            made = make(b"")
+            if side == "client":
+                made.add_done_callback(fail)
+            assert await within(made) == b"answer"
+    assert [type(error) for error in reported] == [ZeroDivisionError] * 3
+
+
 async def test_a_response_that_cannot_be_encoded_fails_the_call() -> None:
     async def behavior(request: bytes, context: Any) -> Any:
         return "not bytes"

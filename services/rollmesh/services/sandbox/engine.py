@@ -82,7 +82,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallsDone:
-    """What became of a sequence of stateless calls in one session."""
+    """Result of a sequence of stateless calls in one session."""
 
     results: Sequence[RunResult | InvalidInput] = ()
     """Results of the first calls, in order. The other calls were not begun. InvalidInput if the function does not exist."""

@@ -211,7 +211,7 @@ class StatelessCalls:
                     )
                 except MeshError as error:
                     shared = None
-                    if isinstance(error, Overloaded) and group.num_workers > 1:  # fewer sessions must do
+                    if isinstance(error, Overloaded) and group.num_workers > 1:  # the other workers serve the queue
                         group.queue.extendleft(reversed(items))
                         items = []
                         return

@@ -55,7 +55,7 @@ class DirectCall(grpc.aio.Call):
         return self._rpc.time_remaining()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._rpc.on_finish(lambda: callback(self))
+        self._rpc.on_finish(lambda: self._loop.call_soon(callback, self))  # its error is not one of the call
 
     async def initial_metadata(self) -> grpc.aio.Metadata:
         await self._rpc.responding()

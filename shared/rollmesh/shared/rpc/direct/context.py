@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -94,7 +95,8 @@ class DirectContext(grpc.aio.ServicerContext[Any, Any]):
         return self._rpc.status is not None
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._rpc.on_finish(lambda: callback(self))
+        loop = asyncio.get_running_loop()
+        self._rpc.on_finish(lambda: loop.call_soon(callback, self))  # its error is not one of the call
 
     # The caller -------------------------------------------------------------------------------------------------------
 
