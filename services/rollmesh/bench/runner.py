@@ -25,6 +25,7 @@ BENCHES = (
     "telemetry",
     "staleness",
     "handover",
+    "weights",
     "ledger",
     "recovery",
     "time_to_success",

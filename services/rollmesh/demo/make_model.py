@@ -56,7 +56,7 @@ def make_model(
     Raise ConfigError, or WarmStartFailed if the target is not reached.
     """
     shape, sft = resolve(config)
-    maker = _Demonstrator(demonstrated_source(config))
+    maker = Demonstrator(demonstrated_source(config))
     model = build_tiny_model(shape, seed=seed)
     held_out = maker.validation()
     last = warm_start(
@@ -70,7 +70,7 @@ def make_model(
     return last
 
 
-class _Demonstrator:
+class Demonstrator:
     """Renders demonstrations as conversations of the agent, each from one split."""
 
     def __init__(self, source: GeneratedSource) -> None:

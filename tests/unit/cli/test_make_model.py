@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollmesh.demo.config import MadeModelConfig, demonstrated_source
-from rollmesh.demo.make_model import _Demonstrator, make_model
+from rollmesh.demo.make_model import Demonstrator, make_model
 from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
 from rollmesh.demo.tokenizer import END, build_tokenizer
 from rollmesh.services.data.task import Split, split_of
@@ -43,7 +43,7 @@ async def test_target_out_of_reach_is_told_and_leaves_no_model(tmp_path: Path) -
 
 def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() -> None:
     source = demonstrated_source(CONFIG)
-    maker, tokenizer, rng = _Demonstrator(source), build_tokenizer(), np.random.default_rng(0)
+    maker, tokenizer, rng = Demonstrator(source), build_tokenizer(), np.random.default_rng(0)
     shares = {"validation_share": source.options.validation_share, "test_share": source.options.test_share}
     for _ in range(30):
         text = str(tokenizer.decode(maker.new(2, rng).token_ids))

@@ -76,7 +76,7 @@ class Fetcher:
         await self.blob(digest, sources, owner=owner)
         path = await self._store.open(digest)
         manifest = parse_manifest(await asyncio.to_thread(path.read_bytes))
-        bases = _bases(manifest, base) if base is not None else {}
+        bases = base_chunks(manifest, base) if base is not None else {}
         limit = asyncio.Semaphore(self._config.concurrency)
         async with first_error(), asyncio.TaskGroup() as group:
             for chunk, size_bytes in chunk_sizes(manifest).items():
@@ -203,7 +203,7 @@ class Fetcher:
         return weights_pb2_grpc.BlobServiceStub(self._channels[source])
 
 
-def _bases(manifest: weights_pb2.WeightManifest, base: weights_pb2.WeightManifest) -> dict[str, str]:
+def base_chunks(manifest: weights_pb2.WeightManifest, base: weights_pb2.WeightManifest) -> dict[str, str]:
     """Return chunk -> chunk of `base` at the same place of a file with the same name, if it has the same size."""
     files = {file.name: file.chunks for file in base.files}
     pairs = (pair for file in manifest.files for pair in zip(file.chunks, files.get(file.name, ()), strict=False))
