@@ -17,6 +17,7 @@ from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.clients.generated import Generated, Target
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.inference_nodes import RouterConfig
+from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, StaleWeights
 from rollmesh.shared.fleet import KnownFleet
@@ -298,6 +299,23 @@ async def test_requests_spread_by_load(tmp_path: Path) -> None:
         async with it.router() as router:
             await asyncio.gather(*(generated(router, seed=seed) for seed in range(10)))
         assert [node.engine.load().tokens_generated for node in it.nodes.values()] == [300, 300]
+
+
+async def test_requests_of_other_clients_count_once_a_node_has_reported_them(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        await it.add("a", version, tokens_per_step=1, step_s=0.001, context_max=LONG)
+        async with it.router() as other, it.router() as router, contextlib.AsyncExitStack() as stack:
+            for seed in range(6):
+                request = other.open(PROMPT, params(max_tokens=LONG // 2, seed=seed), target=Target())
+                await anext(await stack.enter_async_context(request))
+            await it.add("b", version)
+            await router.generate(PROMPT, params(), target=Target(), session="x")
+            assert it.nodes["b"].engine.load().tokens_generated == 0, "without a report both look idle"
+            reported = router._pool._nodes["a", it.nodes["a"].address]
+            assert reported.num_requests(SystemClock().monotonic_s()) == 6
+            await generated(router)
+        assert it.nodes["b"].engine.load().tokens_generated == 60
 
 
 async def test_a_node_below_the_target_is_passed_by(tmp_path: Path) -> None:

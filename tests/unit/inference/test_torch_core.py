@@ -164,6 +164,18 @@ def test_next_turn_of_a_session_computes_its_new_tokens_only(stepper: Build, tin
         prefix = prefix + run.tokens(f"t{turn}") + observation
 
 
+def test_the_cache_of_ended_requests_is_no_pressure(stepper: Build) -> None:
+    run = stepper()
+    run.submit("a", random_prompt(1, 30), session="s", max_tokens=4)
+    run.step()
+    load = run.core.load()
+    assert (load.kv_tokens_used, load.kv_tokens_reusable) == (30, 0)
+    assert load.kv_pressure == 30 / load.kv_tokens_max
+    run.run()
+    load = run.core.load()
+    assert (load.kv_tokens_used, load.kv_tokens_reusable, load.kv_pressure) == (33, 33, 0.0)
+
+
 def test_outputs_of_mixed_requests_survive_rare_deltas_and_a_swap(stepper: Build, tiny: TinyModel) -> None:
     """A token's outputs wait until its delta, under any number of tokens per delta, and are those of the version that drew it."""
     for flush_tokens in (1, 5, 1000):
