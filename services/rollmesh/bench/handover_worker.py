@@ -19,6 +19,7 @@ from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.lease import decode_lease
 from rollmesh.services.rollout.sample_log import BusSampleLog
+from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.metadata import sample_meta
@@ -37,7 +38,7 @@ BYTES_PER_TOKEN = 9
 """Token id, log-prob, loss mask."""
 
 
-async def work(layout: RunLayout, bus: JetStreamBus, num_bytes: int) -> None:
+async def work(layout: RunLayout, bus: Bus, num_bytes: int) -> None:
     """Lease, store payloads and report until cancelled."""
     config, clock = WorkerConfig(), SystemClock()
     samples = BusSampleLog(bus, config, clock)
@@ -110,7 +111,7 @@ async def main() -> None:
     run_dir, config_file, num_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     layout = open_layout(load_config(MeshConfig, config_file), run_dir=run_dir, base_dir=config_file.parent)
     server = layout.bus_server()
-    bus = await JetStreamBus.connect(server.known_url(), login=layout.bus_login())
+    bus = layout.with_payloads(await JetStreamBus.connect(server.known_url(), login=layout.bus_login()))
     try:
         await work(layout, bus, num_bytes)
     finally:

@@ -62,7 +62,7 @@ async def _server(layout: RunLayout) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _connected(layout: RunLayout, url: str) -> AsyncIterator[Bus]:
-    bus = await JetStreamBus.connect(url, login=layout.bus_login())
+    bus = layout.with_payloads(await JetStreamBus.connect(url, login=layout.bus_login()))
     try:
         yield bus
     finally:

@@ -25,6 +25,7 @@ from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
+from rollmesh.shared.bus.payload_bus import PayloadsIn
 from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings
@@ -78,6 +79,10 @@ class BusConfig(Settings):
     login_file: str = ""
     """File with one line USER:PASSWORD for that cluster, relative to the config file. Empty: the login of the embedded server,
     derived from the run's token."""
+    payloads: PayloadsIn = "auto"
+    """Where workers store the payloads of samples. `files`: in `payloads` of the run folder, which needs the embedded server, one replica,
+    and every service on loopback. `stream`: in the sample stream. `auto`: in files if these conditions hold. A kill of any process loses
+    nothing in both; a power loss may lose the last seconds of both, except of a stream with `embedded.sync_always`."""
     embedded: EmbeddedServerConfig = msgspec.field(default_factory=EmbeddedServerConfig)
     """The embedded server."""
 
@@ -153,6 +158,8 @@ class MeshConfig(Settings):
             raise ValueError(
                 f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"
             )
+        if self.bus.payloads == "files" and (why := self.why_no_payload_files()):
+            raise ValueError(f"`bus.payloads` must be auto or stream, got 'files': {why}")
         if self.rollout.greedy_first and self.run.group_size == 1:
             raise ValueError(
                 "`run.group_size` must be >= 2 with `rollout.greedy_first`, got 1: the greedy episode is not trained, so no sample would be"
@@ -179,6 +186,24 @@ class MeshConfig(Settings):
         file = find_recipe(name, base_dir)
         read_recipe(file)  # its sections and its `about` are checked here, its settings with those of the run
         return file
+
+    @property
+    def payloads_in_files(self) -> bool:
+        """Whether workers of this host store payloads in files."""
+        return self.bus.payloads != "stream" and not self.why_no_payload_files()
+
+    def why_no_payload_files(self) -> str:
+        """Return why payloads must be in the stream; empty if files of this host are as safe."""
+        if self.bus.url:
+            return "`bus.url` names a server that may be on another host"
+        if self.bus.embedded.sync_always:
+            return "`bus.embedded.sync_always` promises records that survive a power loss"
+        if self.coordinator.streams.num_replicas > 1:
+            return "`coordinator.streams.num_replicas` promises copies on several hosts"
+        for key, server in self.servers().items():
+            if not is_loopback(host_of(server.address)):
+                return f"`{key}` is {server.address}, so that nodes on other hosts can join"
+        return ""
 
     def servers(self) -> dict[str, ServerConfig]:
         """Return where services listen on this host, by key."""

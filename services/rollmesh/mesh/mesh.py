@@ -128,8 +128,9 @@ class Mesh:
             self.nats = self.layout.bus_server()
             await stack.enter_async_context(self.nats)
             bus = await JetStreamBus.connect(self.nats.url, login=self.layout.bus_login())
-        stack.push_async_callback(bus.close)
-        return bus
+        payloads = self.layout.with_payloads(bus)
+        stack.push_async_callback(payloads.close)
+        return payloads
 
     async def start(self, name: str) -> Any:
         """Start a service, also after `stop`."""

@@ -10,7 +10,6 @@ from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.shared.bus.bus import Bus
-from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.model_files import ModelFiles
 from rollmesh.shared.rpc.server import ServerConfig
@@ -21,7 +20,7 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
     return MeshDescription(
         config_yaml=to_yaml(public_config(layout.config)),
         coordinator=layout.coordinator,
-        bus_url=bus.url if isinstance(bus, JetStreamBus) else layout.config.bus.url,
+        bus_url=layout.config.bus.url or layout.bus_server().known_url(),
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),
         model=_model_files(layout),

@@ -2,7 +2,7 @@
 
 runs/<name>/
   config.yaml  token  addresses.json
-  nats/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
+  nats/  payloads/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import msgspec
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.security import SecurityConfig, open_access
+from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.bus.payload_bus import PayloadBus
 from rollmesh.shared.ids import new_secret
 from rollmesh.shared.model_folder import find_model
 from rollmesh.shared.ports import lasting_ports
@@ -27,6 +29,8 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, host_of, join_host_port, port_of
 from rollmesh.shared.rpc.server import ServerConfig
 
+PAYLOADS = "payloads"
+"""Folder of the payload files in the run folder."""
 _FIXED = ("coordinator", "gateway", "depot")
 """Services whose address stays the same over restarts."""
 
@@ -76,6 +80,13 @@ class RunLayout:
         if self.config.bus.url and self.config.bus.login_file:
             return BusLogin.read(self.base_dir / self.config.bus.login_file, self.access.tls)
         return BusLogin.of(self.access)
+
+    def with_payloads(self, bus: Bus) -> PayloadBus:
+        """Return `bus` with the payload files of this run folder. A node that joined from another host has none."""
+        folder = self.run_dir / PAYLOADS
+        known = folder if not self.config.bus.url or folder.is_dir() else None
+        limit = self.config.coordinator.streams.samples_bytes_max
+        return PayloadBus(bus, known, write=self.config.payloads_in_files, bytes_max=limit)
 
     def bus_server(self) -> EmbeddedServer:
         """Return the embedded nats-server of this run. It is not started."""

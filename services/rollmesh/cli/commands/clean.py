@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollmesh.cli.run_folder import RunFolder
 
 _CHECKPOINT = re.compile(r"update-(\d+)\.(\d+)")
-_LEDGER = ("nats", "coordinator")
+_LEDGER = ("nats", "payloads", "coordinator")
 _CACHES = ("depot", "inference-*", "sandbox-*")
 """Uploaded, fetched or created again when the run is resumed."""
 

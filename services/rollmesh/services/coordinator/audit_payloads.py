@@ -2,8 +2,7 @@
 stamps in it.
 
 The bound is proven from `SampleMeta.steps`, which a worker reported. Only the comparison with the payloads verifies
-this report. Payloads of ended samples are purged from the sample stream, so a comparison covers only the remaining
-ones.
+this report. Payloads of ended samples are purged, so a comparison covers only the remaining ones.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from rollmesh.services.coordinator.audit_report import Complain, PayloadCounts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecord, UnknownStream
+from rollmesh.shared.bus.payload_files import NoPayloadFile, UnreadableRecord
 from rollmesh.shared.codec.metadata import check_metadata
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.v1 import types_pb2
@@ -76,6 +76,13 @@ class Payloads:
         fact, position = self._scored[sequence]
         try:
             payload = (await log.read_direct(sequence)).payload
+        except NoPayloadFile:
+            return False
+        except UnreadableRecord as error:
+            self._complain(
+                "payloads", f"the payload of episode {fact.episode} cannot be read: {error.message}", position
+            )
+            return True
         except UnknownRecord:
             if sequence > last_seq:
                 what = f"payload {sequence}, but {log.name} ends at {last_seq}"

@@ -31,6 +31,7 @@ from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.services.coordinator.translate import to_error
+from rollmesh.shared.bus.payload_files import file_of, in_file
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, PayloadTooLarge
 from rollmesh.shared.ledger_head import LedgerHead
@@ -77,6 +78,8 @@ class RunDriver(Callers):
         """What the nodes of this run should serve, by the stored state."""
         self.purged_below = 0
         """Payloads below this sequence of the sample stream are purged, or will be."""
+        self.purged_files: set[int] = set()
+        """Numbers of the payload files that are removed, or will be."""
         self._ledger = ledger
         self._restore = restore
         self._on_failure = on_failure
@@ -198,7 +201,7 @@ class RunDriver(Callers):
     async def _decide(self, question: QueuedInput) -> _Release:
         request = question.request
         if isinstance(request, i.ReportEpisodes):
-            request = without_purged(request, self.purged_below)
+            request = without_purged(request, self._is_purged)
         try:
             decision = self._core.handle(request, self._clock.monotonic_s())
         except Refusal as refusal:
@@ -328,6 +331,9 @@ class RunDriver(Callers):
                 task.cancel()
         self._effects.cancel()
 
+    def _is_purged(self, sequence: int) -> bool:
+        return file_of(sequence) in self.purged_files if in_file(sequence) else 0 < sequence < self.purged_below
+
     def _shut(self, error: MeshError) -> None:
         self._closed = self._closed or error
         self._reject_all(error)
@@ -341,10 +347,10 @@ def _internal(run: str, what: str, cause: str, since: str) -> Internal:
     )
 
 
-def without_purged(request: i.ReportEpisodes, purged_below: int) -> i.ReportEpisodes:
+def without_purged(request: i.ReportEpisodes, is_purged: Callable[[int], bool]) -> i.ReportEpisodes:
     """Return the same reports, except that reports with a purged payload name no attempt, so that the core answers
     UNKNOWN_LEASE."""
-    if not any(0 < report.payload.sequence < purged_below for report in request.reports):
+    if not any(is_purged(report.payload.sequence) for report in request.reports):
         return request
-    reports = (replace(r, attempt=-1) if 0 < r.payload.sequence < purged_below else r for r in request.reports)
+    reports = (replace(r, attempt=-1) if is_purged(r.payload.sequence) else r for r in request.reports)
     return replace(request, reports=tuple(reports))

@@ -1,8 +1,9 @@
 """Periodic work for a run: write snapshots, and purge payloads that no client can need.
 
-A payload is purged if its sequence is below those of all live groups *in the stored state*, and below the end of the
-stream one safety term ago, because workers store a payload first and report it later. A run that has ended accepts no
-report, so it needs no such term.
+A payload in the stream is purged if its sequence is below those of all live groups *in the stored state*, and below the
+end of the stream one safety term ago, because workers store a payload first and report it later. A payload file is removed
+as a whole, if no live group has a payload in it, no worker appends to it, and its size has not changed for that term. A run
+that has ended accepts no report, so it needs no such term.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterator
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core.core import Core
@@ -17,6 +19,8 @@ from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot
 from rollmesh.shared.bus.bus import StreamLog
+from rollmesh.shared.bus.payload_bus import SampleStream
+from rollmesh.shared.bus.payload_files import PayloadFiles, file_of, in_file
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.ledger_head import LedgerHead
@@ -47,6 +51,9 @@ class Housekeeper:
         self._snapshot_position = position
         self._stream_ends: deque[tuple[float, int]] = deque()
         self._purged_below = 0
+        self._files = samples.files if isinstance(samples, SampleStream) else None
+        self._file_sizes: dict[int, tuple[int, float]] = {}
+        """Size of each payload file, and since when it has been observed."""
 
     async def run(self) -> None:
         """Run periodically. Failed work is retried in the next period."""
@@ -81,7 +88,9 @@ class Housekeeper:
         return encode_snapshot(core.state, head), head.position
 
     async def purge(self) -> int:
-        """Purge payloads that are not needed. Return the sequence below which they are purged."""
+        """Purge payloads that are not needed. Return the sequence of the stream below which they are purged."""
+        if self._files is not None:
+            await self._purge_files(self._files)
         self._stream_ends.append((self._clock.monotonic_s(), (await self._samples.info()).last_seq))
         below = await self._driver.read(self._mark)
         if below > self._purged_below:
@@ -102,6 +111,31 @@ class Housekeeper:
         self._driver.purged_below = max(self._driver.purged_below, below)
         return below
 
+    async def _purge_files(self, files: PayloadFiles) -> None:
+        now_s, sizes = self._clock.monotonic_s(), await asyncio.to_thread(files.sizes)
+        known = self._file_sizes
+        self._file_sizes = {
+            n: known[n] if n in known and known[n][0] == size else (size, now_s) for n, size in sizes.items()
+        }
+        complete = await asyncio.to_thread(lambda: {n for n in sizes if not files.is_open(n)})
+        for number in await self._driver.read(lambda core, _: self._unneeded(core, complete)):
+            await asyncio.to_thread(files.remove, number)
+
+    def _unneeded(self, core: Core, complete: set[int]) -> list[int]:
+        """Return the files to remove. As in `_mark`, no later report can be accepted for a payload in them."""
+        if core.state.spec is None or core.state.spec.exports:
+            return []
+        ended, now_s = bool(core.state.ended), self._clock.monotonic_s()
+        live = {file_of(sequence) for sequence in _live_sequences(core.state) if in_file(sequence)}
+        before_s = now_s if ended else now_s - REPORT_TERMS * core.state.spec.episode_lease_s
+        found = [
+            number
+            for number, (_, since_s) in self._file_sizes.items()
+            if number not in live and since_s <= before_s and (ended or number in complete)
+        ]
+        self._driver.purged_files.update(found)
+        return found
+
     def _settled_end(self, before: float) -> int:
         """Return the end of the stream at the newest observation not after `before`; 0 if there was none."""
         while len(self._stream_ends) > 1 and self._stream_ends[1][0] <= before:
@@ -111,6 +145,9 @@ class Housekeeper:
 
 
 def lowest_live(state: State) -> int:
-    """Return the lowest payload sequence of a live group; 0 if there is none."""
-    sequences = (e.payload.sequence for g in state.groups.values() for e in g.episodes.values() if e.payload.sequence)
-    return min(sequences, default=0)
+    """Return the lowest payload sequence of a live group in the stream; 0 if there is none."""
+    return min((sequence for sequence in _live_sequences(state) if not in_file(sequence)), default=0)
+
+
+def _live_sequences(state: State) -> Iterator[int]:
+    return (e.payload.sequence for g in state.groups.values() for e in g.episodes.values() if e.payload.sequence)

@@ -1,4 +1,4 @@
-"""Read the payloads of a batch lease from the run's sample stream by sequence.
+"""Read the payloads of a batch lease from the run's sample stream by sequence, or from its files by position.
 
 A payload that cannot be read, or that contradicts the metadata of a leased sample, would recur with every lease. The response holds its
 failure, so that the trainer drops its samples, and it is recorded as a dead letter. A payload that is gone raises PAYLOAD_LOST, because
@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.services.gateway.metrics import BYTES, EPISODES
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
+from rollmesh.shared.bus.payload_files import UnreadableRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.failure import encode_failure
@@ -132,6 +133,8 @@ async def read_episode(log: StreamLog, ref: EpisodeRef) -> Read:
     """Return the payload of `ref`, or its error if it contradicts the report. Raise PayloadLost if it is gone."""
     try:
         record = await log.read_direct(ref.sequence)
+    except UnreadableRecord as error:
+        return Read(ref, None, PayloadLost(error.message))
     except UnknownRecord as error:
         raise _lost(ref.sample_ids[0], f"record {ref.sequence} of {log.name} is gone") from error
     try:

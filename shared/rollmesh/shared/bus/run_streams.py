@@ -40,7 +40,16 @@ class RunStreams(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_of_ledger(stream: str) -> str:
     """The run whose ledger `stream` is; empty for any other stream."""
-    found = re.fullmatch(r"RM_([A-Za-z0-9_-]{1,64})_LEDGER", stream)
+    return _run_of(stream, "LEDGER")
+
+
+def run_of_samples(stream: str) -> str:
+    """The run whose sample stream `stream` is; empty for any other stream."""
+    return _run_of(stream, "SAMPLES")
+
+
+def _run_of(stream: str, kind: str) -> str:
+    found = re.fullmatch(rf"RM_([A-Za-z0-9_-]{{1,64}})_{kind}", stream)
     return found[1] if found else ""
 
 
