@@ -1012,14 +1012,16 @@ Global___SampleSummary: _TypeAlias = SampleSummary  # noqa: Y015
 
 @_typing.final
 class PayloadRef(_message.Message):
-    """Position of a payload in the sample stream."""
+    """Position of a payload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Sequence in stream RM_<run>_SAMPLES; 0 means no payload."""
+    """Below 2^40: its sequence in stream RM_<run>_SAMPLES; 0 means no payload. From 2^40 on: its position in the payload files of the run,
+    on the host of its gateway, as 36 bits with the number of the file and 28 bits with the offset in it.
+    """
     size_bytes: _builtins.int
     """Size of the payload, in bytes."""
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rollmesh.shared.clock import Clock
@@ -18,7 +19,11 @@ T = TypeVar("T")
 class GatewayCalls:
     """One connection to a gateway. Connects on the first call."""
 
-    def __init__(self, address: str, access: Access, config: RetryConfig, clock: Clock) -> None:
+    def __init__(
+        self, address: str, access: Access, config: RetryConfig, clock: Clock, payloads: Path | None = None
+    ) -> None:
+        self.payloads = payloads
+        """Folder of the payload files of all runs, on their host."""
         self.access = access
         self.config = config
         self.clock = clock

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -29,6 +30,8 @@ class RunAddress:
     learner: str = "main"
     holder: str = ""
     """Host and process, for messages."""
+    payloads: Path | None = None
+    """Folder of the payload files, on the host that has them."""
 
 
 class Client:
@@ -42,9 +45,15 @@ class Client:
         tls: Tls | None = None,
         retry: RetryConfig | None = None,
         clock: Clock | None = None,
+        payloads: Path | None = None,
     ) -> None:
-        """`tls` is for gateways on other machines. Connects on the first call. ConfigError for unreadable TLS files."""
-        self._calls = GatewayCalls(address, Access(token, tls), retry or RetryConfig(), clock or SystemClock())
+        """`tls` is for gateways on other machines. Connects on the first call. ConfigError for unreadable TLS files.
+
+        `payloads` is the folder `payloads` of the run folder: a trainer on its host reads the episodes there, and not from the gateway.
+        """
+        self._calls = GatewayCalls(
+            address, Access(token, tls), retry or RetryConfig(), clock or SystemClock(), payloads
+        )
 
     async def __aenter__(self) -> Self:
         return self

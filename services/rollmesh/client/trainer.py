@@ -17,9 +17,11 @@ from typing import Any, Self
 
 from rollmesh.client.batch import Batch, BatchAssembler, BatchLease
 from rollmesh.client.calls import RunCalls
+from rollmesh.client.local_payloads import read_local
 from rollmesh.client.prefetch import Prefetch
 from rollmesh.client.renewal import Renewal
 from rollmesh.client.tensors import Array, write_safetensors
+from rollmesh.shared.bus.payload_files import PayloadFiles
 from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.channel import open_channel
@@ -78,6 +80,8 @@ class Trainer:
         self._depot = depot
         self._lease_id = ""
         self._renewal: Renewal | None = None
+        if self._gateway.payloads is not None:
+            prefetch_bytes_max = 0  # reading the files of this host costs less than loading them ahead from the gateway
         self._prefetch = Prefetch(run, trainer_epoch=attached.trainer_epoch, bytes_max=prefetch_bytes_max)
 
     async def __aenter__(self) -> Self:
@@ -142,6 +146,12 @@ class Trainer:
 
     async def fetch(self, lease: BatchLease, *, on_first: Callable[[], Awaitable[None]] | None = None) -> Batch:
         """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`, `UnknownLease`."""
+        if self._gateway.payloads is not None:
+            files = PayloadFiles(self._gateway.payloads / self._run.name)
+            if (read := await asyncio.to_thread(read_local, files, lease)) is not None:
+                if on_first is not None:
+                    await on_first()
+                return read
         ahead = self._prefetch.take([sample.meta.sample_id for sample in lease.samples])
         if ahead and on_first is not None:
             await on_first()

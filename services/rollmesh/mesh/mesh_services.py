@@ -230,7 +230,12 @@ def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshServ
 
     run = layout.config.run
     where = RunAddress(
-        address=layout.gateway, access=layout.access, run=layout.run, policy=run.policy, learner=run.learner
+        address=layout.gateway,
+        access=layout.access,
+        run=layout.run,
+        policy=run.policy,
+        learner=run.learner,
+        payloads=layout.payloads if layout.config.payloads_in_files else None,
     )
     return LearnerNode(
         learner_config(layout),

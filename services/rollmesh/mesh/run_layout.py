@@ -81,12 +81,16 @@ class RunLayout:
             return BusLogin.read(self.base_dir / self.config.bus.login_file, self.access.tls)
         return BusLogin.of(self.access)
 
+    @property
+    def payloads(self) -> Path | None:
+        """The folder of the payload files; None on a host without it."""
+        folder = self.run_dir / PAYLOADS
+        return folder if not self.config.bus.url or folder.is_dir() else None
+
     def with_payloads(self, bus: Bus) -> PayloadBus:
         """Return `bus` with the payload files of this run folder. A node that joined from another host has none."""
-        folder = self.run_dir / PAYLOADS
-        known = folder if not self.config.bus.url or folder.is_dir() else None
         limit = self.config.coordinator.streams.samples_bytes_max
-        return PayloadBus(bus, known, write=self.config.payloads_in_files, bytes_max=limit)
+        return PayloadBus(bus, self.payloads, write=self.config.payloads_in_files, bytes_max=limit)
 
     def bus_server(self) -> EmbeddedServer:
         """Return the embedded nats-server of this run. It is not started."""

@@ -71,7 +71,14 @@ class LearnerNode(JoinedNode):
         stack.push_async_callback(files.close, config.stop_s)
         where = self._where
         client = await stack.enter_async_context(
-            Client(where.address, token=where.access.token, tls=where.access.tls, retry=config.retry, clock=self.clock)
+            Client(
+                where.address,
+                token=where.access.token,
+                tls=where.access.tls,
+                retry=config.retry,
+                clock=self.clock,
+                payloads=where.payloads,
+            )
         )
         run = client.run(where.run, policy=where.policy, learner=where.learner)
         commands = await stack.enter_async_context(Commands(run, config.retry, self.clock, self.progress))

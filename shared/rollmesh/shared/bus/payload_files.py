@@ -127,7 +127,15 @@ class PayloadFiles:
         return False
 
     def remove(self, number: int) -> None:
-        """Remove a file. A writer of it notices and begins another. Idempotent."""
+        """Remove a file. A writer of it notices and begins another. Idempotent.
+
+        An empty file takes the place of the newest one, because a number must not be used again.
+        """
+        sizes = self.sizes()
+        if number == max(sizes, default=0):
+            if not sizes[number]:
+                return
+            os.close(self.create()[1])
         self._path(number).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
@@ -157,7 +165,7 @@ class PayloadFiles:
 
 
 class PayloadWriter:
-    """Appends to files of its own. One thread at a time calls it."""
+    """Append to files that no other writer has. One thread at a time calls it."""
 
     def __init__(self, files: PayloadFiles, *, bytes_max: int) -> None:
         """`bytes_max` is the limit of all files of the run together. Writers that append at once may exceed it by one call each."""
@@ -241,15 +249,18 @@ def _record(descriptor: int, sequence: int, offset: int, path: Path, flags: int)
     magic, position, length, checksum = _HEADER.unpack(header)
     if magic != _MAGIC or position != sequence or length > RECORD_BYTES_MAX:
         raise _unreadable(sequence, path, f"no record begins at offset {offset}")
-    payload = bytearray(length)
-    num = os.preadv(descriptor, [payload], offset + _HEADER.size, flags)
-    if num < length:
-        if flags:  # the rest may not be in memory
+    if flags:
+        cached = bytearray(length)
+        if os.preadv(descriptor, [cached], offset + _HEADER.size, flags) < length:  # the rest may not be in memory
             return None
-        raise _unreadable(sequence, path, f"the record at offset {offset} has {num} of {length} bytes")
+        payload = bytes(cached)
+    else:
+        payload = os.pread(descriptor, length, offset + _HEADER.size)
+    if len(payload) < length:
+        raise _unreadable(sequence, path, f"the record at offset {offset} has {len(payload)} of {length} bytes")
     if zlib.crc32(payload) != checksum:
         raise _unreadable(sequence, path, f"the record at offset {offset} has another checksum than its header")
-    return bytes(payload)
+    return payload
 
 
 def _unreadable(sequence: int, path: Path, why: str) -> UnreadableRecord:

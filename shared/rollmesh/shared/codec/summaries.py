@@ -93,7 +93,7 @@ def exact_sums(numbers: bytes) -> Iterator[float]:
         coarse = (span + _COARSE) - _COARSE
         rest = span - coarse
         fine = (rest + _FINE) - _FINE
-        if (fine == rest).all() and -_COARSE_MAX < coarse.min() and coarse.max() < _COARSE_MAX:
+        if (fine == rest).all() and coarse.min() > -_COARSE_MAX and coarse.max() < _COARSE_MAX:
             yield float(coarse.sum())
             yield float(fine.sum())
         else:

@@ -107,7 +107,7 @@ class EpisodeEnded(Record, frozen=True, kw_only=True, tag=True):
 
 
 class PayloadRef(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Position of a payload in the sample stream."""
+    """Position of a payload."""
 
     sequence: int = 0
     size_bytes: int = 0
