@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.stored_heads import stored_heads
-from rollmesh.mesh import Mesh
+from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
@@ -23,6 +25,12 @@ from tests.integration.test_mesh import HoldOne, Operator, policy
 from tests.tamper.ledger_copy import RawRecord, read_raw
 
 GEOMETRY: dict[str, Any] = {"batch_groups": 2, "group_size": 2, "batch_lease_s": 30.0, "episode_lease_s": 30.0}
+
+
+def _stream_config(model: Path, **run: Any) -> MeshConfig:
+    """Payloads in the stream, because the copies that are tampered with are copies of streams."""
+    config = mesh_config(model, **run)
+    return msgspec.structs.replace(config, bus=msgspec.structs.replace(config.bus, payloads="stream"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +56,10 @@ async def resumed(folder: Path, model: Path) -> RealRun:
     """A run that stops in the middle, loses its newest checkpoint, and is resumed under another limit: it rolls back,
     and has a second trainer."""
     run = GEOMETRY | {"eval_every": 2, "eval_tasks": 2, "eval_s_max": 1.0}
-    async with Mesh(mesh_config(model, **run, updates_max=50), run_dir=folder) as mesh:
+    async with Mesh(_stream_config(model, **run, updates_max=50), run_dir=folder) as mesh:
         await Operator(mesh).until(lambda s: policy(s).checkpoint_update >= 3)
     shutil.rmtree(list_checkpoints(folder / "checkpoints")[-1])
-    async with Mesh(mesh_config(model, **run, updates_max=6), run_dir=folder) as mesh:
+    async with Mesh(_stream_config(model, **run, updates_max=6), run_dir=folder) as mesh:
         await Operator(mesh).finished()
         return await _read("roll-back", mesh)
 
@@ -59,7 +67,7 @@ async def resumed(folder: Path, model: Path) -> RealRun:
 async def overtaken(folder: Path, model: Path, beyond: str) -> RealRun:
     """A run in which others overtake one episode: it is dropped, or its old tokens are masked."""
     hold = HoldOne()
-    made = mesh_config(model, **GEOMETRY, max_staleness=1, beyond=beyond, updates_max=7)
+    made = _stream_config(model, **GEOMETRY, max_staleness=1, beyond=beyond, updates_max=7)
     async with Mesh(made, run_dir=folder, options={"rollout-0": {"at": hold}}) as mesh:
         operator = Operator(mesh)
         await operator.until(lambda s: policy(s).published_step >= 3)
@@ -70,7 +78,7 @@ async def overtaken(folder: Path, model: Path, beyond: str) -> RealRun:
 
 async def exported(folder: Path, model: Path) -> RealRun:
     """A run that exports its samples. Its head is that of its last state, as `rollmesh rollout` stores it."""
-    async with Mesh(mesh_config(model, group_size=2, export_groups=8, export_split="train"), run_dir=folder) as mesh:
+    async with Mesh(_stream_config(model, group_size=2, export_groups=8, export_split="train"), run_dir=folder) as mesh:
         operator = Operator(mesh)
         state = await operator.until(lambda s: bool(s.ended))
         head = LedgerHead(position=state.ledger_position, hash=state.ledger_hash)

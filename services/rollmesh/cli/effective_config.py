@@ -74,6 +74,7 @@ def headline(config: TrainConfig, base_dir: Path) -> str:
         f"stop token {ends}",
         f"context {context}",
         f"bound {config.run.max_staleness}",
+        f"payloads in {'files' if config.payloads_in_files else 'the stream'}",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -1,0 +1,83 @@
+"""Payloads in files of the run folder: a whole run over them, with damaged files, and resumed with the stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.mesh import Mesh, MeshConfig
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.shared.bus.payload_files import PayloadFiles, in_file
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError
+from rollmesh.v1 import run_pb2
+
+from ..chaos.world import save_model_folder
+from .test_mesh import Operator, config, policy
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def files_of(run_dir: Path, mesh: Mesh) -> PayloadFiles:
+    return PayloadFiles(run_dir / "payloads" / mesh.run)
+
+
+async def payloads_of(operator: Operator) -> list[int]:
+    return [fact.payload.sequence for fact in await operator.facts() if isinstance(fact, f.EpisodeScored)]
+
+
+async def test_a_file_without_live_payloads_is_removed_while_the_run_continues(model: Path, tmp_path: Path) -> None:
+    """A limit of 1 MiB makes files of 64 KiB, which a run of these samples fills within an update or two."""
+    short = config(model, updates_max=500)
+    limits = msgspec.structs.replace(short.coordinator.streams, samples_bytes_max=1 << 20)
+    short = msgspec.structs.replace(short, coordinator=msgspec.structs.replace(short.coordinator, streams=limits))
+    async with Mesh(short, run_dir=tmp_path) as mesh:
+        operator, files = Operator(mesh), files_of(tmp_path, mesh)
+        await operator.until(lambda _: bool(files.sizes()))
+        first = min(files.sizes())
+        await operator.until(lambda _: min(files.sizes()) > first)
+        assert sum(files.sizes().values()) <= 1 << 20
+        assert all(map(in_file, await payloads_of(operator)))
+        assert (await operator.audit()).holds
+
+
+async def test_samples_of_a_damaged_file_end_with_the_cause_and_the_run_continues(model: Path, tmp_path: Path) -> None:
+    async with Mesh(config(model, updates_max=12), run_dir=tmp_path) as mesh:
+        operator = Operator(mesh)
+        await operator.until(lambda state: policy(state).applied_step >= 1)
+        for path in files_of(tmp_path, mesh).folder.iterdir():
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        await operator.finished()
+        assert policy(await operator.state()).applied_step == 12
+        letters = (await operator.call("ListDead", run_pb2.ListDeadRequest(run=mesh.run))).letters
+        causes = {letter.letter.cause for letter in letters}
+        assert any("no record begins at offset" in cause and str(tmp_path) in cause for cause in causes), causes
+        assert (await operator.audit()).holds
+
+
+async def test_a_run_is_resumed_with_the_stream_while_payloads_in_files_are_live(model: Path, tmp_path: Path) -> None:
+    async with Mesh(config(model, updates_max=12), run_dir=tmp_path) as mesh:
+        await Operator(mesh).until(lambda state: policy(state).applied_step >= 1)
+    tree = {"bus": {"payloads": "stream"}}
+    stream = config_from_dict(MeshConfig, tree).bus
+    changed = config(model, updates_max=12)
+    fields = {name: getattr(changed, name) for name in MeshConfig.__struct_fields__} | {"bus": stream}
+    async with Mesh(MeshConfig(**fields), run_dir=tmp_path) as mesh:
+        operator = Operator(mesh)
+        await operator.finished()
+        kinds = {in_file(sequence) for sequence in await payloads_of(operator)}
+        assert kinds == {True, False}
+        assert (await operator.audit()).holds
+
+
+def test_files_are_rejected_where_other_hosts_or_copies_need_the_stream() -> None:
+    with pytest.raises(ConfigError, match=r"`bus.payloads` must be auto or stream.*num_replicas"):
+        config_from_dict(MeshConfig, {"bus": {"payloads": "files"}, "coordinator": {"streams": {"num_replicas": 3}}})
+    auto = config_from_dict(MeshConfig, {"coordinator": {"streams": {"num_replicas": 3}}})
+    assert not auto.payloads_in_files
+    assert config_from_dict(MeshConfig, {}).payloads_in_files
