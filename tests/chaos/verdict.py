@@ -41,7 +41,8 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     state = await world.until_state("nothing is live", lambda s: bool(s.ended) and s.samples.live == 0, limit_s=60.0)
     _check_accounts(state)
     server_port = (world.layout.folder("nats") / "port").read_text().strip()
-    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", login=BusLogin.of(world.layout.access))
+    server = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", login=BusLogin.of(world.layout.access))
+    bus = world.layout.with_payloads(server)
     checkpoints = world.layout.run_dir / "checkpoints"
     try:
         audit = await audit_run(bus, world.layout.run, checkpoint=checkpoints)

@@ -64,7 +64,7 @@ async def test_a_run_from_its_making_to_its_end_over_a_real_mesh(tmp_path: Path)
                 await train_on(trainer, batch)
         state = await run.state()
         assert mesh.nats is not None
-        bus = await JetStreamBus.connect(mesh.nats.url, login=mesh.layout.bus_login())
+        bus = mesh.layout.with_payloads(await JetStreamBus.connect(mesh.nats.url, login=mesh.layout.bus_login()))
         report = await audit_run(bus, "thin")
         await bus.close()
     assert report.holds, report.to_text()

@@ -24,6 +24,7 @@ from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Restored, StepResult
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
+from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
@@ -103,9 +104,10 @@ class Operator:
         finally:
             await bus.close()
 
-    async def _bus(self) -> JetStreamBus:
+    async def _bus(self) -> Bus:
         assert self.mesh.nats is not None
-        return await JetStreamBus.connect(self.mesh.nats.url, login=BusLogin.of(self.mesh.access))
+        server = await JetStreamBus.connect(self.mesh.nats.url, login=BusLogin.of(self.mesh.access))
+        return self.mesh.layout.with_payloads(server)
 
 
 @BOTH

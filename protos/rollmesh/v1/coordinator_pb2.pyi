@@ -1365,6 +1365,7 @@ class GetMeshResponse(_message.Message):
     BASE_DIR_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     MODEL_FILES_FIELD_NUMBER: _builtins.int
+    PAYLOADS_FIELD_NUMBER: _builtins.int
     config_yaml: _builtins.str
     """The resolved configuration as YAML (the `MeshConfig` of the Python services), without tokens and passwords."""
     coordinator: _builtins.str
@@ -1375,6 +1376,8 @@ class GetMeshResponse(_message.Message):
     """Directory on the coordinator's host to which file names in the configuration are relative. A joining host without it uses another
     one.
     """
+    payloads: _builtins.str
+    """Where workers on the coordinator's host store payloads: `files` of the run folder, or `stream`."""
     @_builtins.property
     def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of the gateways that have joined."""
@@ -1402,10 +1405,11 @@ class GetMeshResponse(_message.Message):
         base_dir: _builtins.str = ...,
         runs: _abc.Iterable[Global___MeshRun] | None = ...,
         model_files: _abc.Iterable[Global___ModelFile] | None = ...,
+        payloads: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "bus_url", b"bus_url", "config_yaml", b"config_yaml", "coordinator", b"coordinator", "depots", b"depots", "gateways", b"gateways", "model_files", b"model_files", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "bus_url", b"bus_url", "config_yaml", b"config_yaml", "coordinator", b"coordinator", "depots", b"depots", "gateways", b"gateways", "model_files", b"model_files", "payloads", b"payloads", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

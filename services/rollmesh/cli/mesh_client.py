@@ -97,6 +97,8 @@ class MeshStatus:
 
     nodes: list[coordinator_pb2.FleetNode]
     runs: list[run_pb2.RunState]
+    payloads: str = ""
+    """Where workers of the mesh's host store payloads; empty for a coordinator without a mesh."""
 
 
 class FleetClient:
@@ -120,9 +122,10 @@ class FleetClient:
         """Return the fleet and the runs (`run`: only this one). Raises MeshError if no server responds."""
         with typed_errors():
             nodes = list((await self._coordinator.GetFleet(coordinator_pb2.GetFleetRequest())).nodes)
-        names = [run] if run else await self._run_names()
+        mesh = await self._mesh()
+        names = [run] if run else [entry.run for entry in mesh.runs]
         states = await asyncio.gather(*(self._state(name) for name in names))
-        return MeshStatus(nodes=nodes, runs=[state for state in states if state is not None])
+        return MeshStatus(nodes=nodes, runs=[state for state in states if state is not None], payloads=mesh.payloads)
 
     async def drain(self, node_id: str) -> None:
         """Drain a node. Raises UnknownNode."""
@@ -167,16 +170,18 @@ class FleetClient:
             with typed_errors():
                 yield
         except UnknownRun as err:
-            names = ", ".join(sorted(await self._run_names())) or "none"
+            names = ", ".join(sorted(entry.run for entry in (await self._mesh()).runs)) or "none"
             raise UnknownRun(f"there is no run {run!r}; runs of this mesh: {names}", run=run) from err
 
-    async def _run_names(self) -> list[str]:
+    async def _mesh(self) -> coordinator_pb2.GetMeshResponse:
         try:
             with typed_errors():
-                mesh = await self._coordinator.GetMesh(coordinator_pb2.GetMeshRequest())
+                mesh: coordinator_pb2.GetMeshResponse = await self._coordinator.GetMesh(
+                    coordinator_pb2.GetMeshRequest()
+                )
+                return mesh
         except Unimplemented:  # a coordinator without a mesh
-            return []
-        return [entry.run for entry in mesh.runs]
+            return coordinator_pb2.GetMeshResponse()
 
     async def _state(self, run: str) -> run_pb2.RunState | None:
         try:

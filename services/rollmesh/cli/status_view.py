@@ -19,12 +19,17 @@ from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 _COLORS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
 _COLUMNS = ("kind", "state", "active", "work", "silent", "build", "waits for / cause")
+_PAYLOADS = {"files": "files of the run folder", "stream": "the sample stream"}
 _ENDS = ("trained", "stale", "filtered", "failed", "cancelled", "exported")
 
 
 def status_json(status: MeshStatus) -> bytes:
-    """Return {"nodes": [...], "runs": [...]} with the messages of GetFleet and GetRun: fields as in the protos, zeros included."""
-    found = {"nodes": [_as_dict(node) for node in status.nodes], "runs": [_as_dict(run) for run in status.runs]}
+    """Return {"nodes": [...], "runs": [...], "payloads": "files"} with the messages of GetFleet and GetRun: fields as in the protos, zeros included."""
+    found = {
+        "nodes": [_as_dict(node) for node in status.nodes],
+        "runs": [_as_dict(run) for run in status.runs],
+        "payloads": status.payloads,
+    }
     return msgspec.json.format(msgspec.json.encode(found), indent=2)
 
 
@@ -40,6 +45,8 @@ def status_view(status: MeshStatus) -> RenderableType:
     parts: list[RenderableType] = [_fleet_table(status)]
     for run in status.runs:
         parts += [Text(), *_run_lines(run)]
+        if status.payloads and not run.ended:
+            parts.append(Text(f"  payloads go to {_PAYLOADS.get(status.payloads, status.payloads)}"))
     if not status.runs:
         parts += [Text(), Text("no run: create one with CreateRun at the gateway")]
     return Group(*parts)

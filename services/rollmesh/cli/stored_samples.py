@@ -19,7 +19,6 @@ from rollmesh.services.coordinator.core.facts import Reward
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.shared.bus.bus import Bus, UnknownRecord, UnknownStream
-from rollmesh.shared.bus.payload_files import NoPayloadFile
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import UnknownRun, UnknownSample
 from rollmesh.v1 import types_pb2
@@ -108,7 +107,7 @@ async def _payload(bus: Bus, run: str, records: Sequence[StoredRecord], name: st
     try:
         log = await bus.open(run_streams(run).samples.name)
         record = await log.read_direct(scored.payload.sequence)
-    except (UnknownStream, UnknownRecord, NoPayloadFile):
+    except (UnknownStream, UnknownRecord):
         return None
     lines = list(sample_lines(types_pb2.Episode.FromString(record.payload), encode(task, types_pb2.Task)))
     return next((line for line in lines if name in (line.sample_id, line.episode)), None)

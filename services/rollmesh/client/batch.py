@@ -69,8 +69,8 @@ class BatchAssembler:
         self._found: dict[str, BatchSample] = {}
         self._unreadable: dict[str, str] = {}
 
-    def add(self, message: run_pb2.FetchSamplesResponse) -> bool:
-        """Add one episode, and return whether it can be read. Samples of it that are not leased are ignored.
+    def add(self, message: run_pb2.FetchSamplesResponse) -> None:
+        """Add one episode. Samples of it that are not leased are ignored.
 
         An episode that contradicts the metadata of a leased sample is unreadable, even if the gateway did not notice.
         """
@@ -84,10 +84,9 @@ class BatchAssembler:
                 reason, cause = error.reason, error.message
             else:
                 self._found.update({name: BatchSample(self._leased[name], message.episode) for name in names})
-                return True
+                return
         self._unreadable.update(dict.fromkeys(names, reason or "UNREADABLE"))
         _log.warning("samples are unreadable and will be dropped: ids=%s reason=%s cause=%s", names, reason, cause)
-        return False
 
     def add_ahead(self, message: run_pb2.PrefetchSamplesResponse) -> None:
         """Add one episode that was loaded before the lease. One that contradicts the lease is omitted, hence fetched again."""

@@ -17,13 +17,13 @@ from typing import Any, Self
 
 from rollmesh.client.batch import Batch, BatchAssembler, BatchLease
 from rollmesh.client.calls import RunCalls
-from rollmesh.client.local_payloads import read_local
+from rollmesh.client.local_payloads import add_local
 from rollmesh.client.prefetch import Prefetch
 from rollmesh.client.renewal import Renewal
 from rollmesh.client.tensors import Array, write_safetensors
-from rollmesh.shared.bus.payload_files import PayloadFiles
 from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.payload_files import PayloadFiles
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, version_owner
@@ -80,7 +80,9 @@ class Trainer:
         self._depot = depot
         self._lease_id = ""
         self._renewal: Renewal | None = None
+        self._files: PayloadFiles | None = None
         if self._gateway.payloads is not None:
+            self._files = PayloadFiles(self._gateway.payloads / run.name)
             prefetch_bytes_max = 0  # reading the files of this host costs less than loading them ahead from the gateway
         self._prefetch = Prefetch(run, trainer_epoch=attached.trainer_epoch, bytes_max=prefetch_bytes_max)
 
@@ -146,12 +148,6 @@ class Trainer:
 
     async def fetch(self, lease: BatchLease, *, on_first: Callable[[], Awaitable[None]] | None = None) -> Batch:
         """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`, `UnknownLease`."""
-        if self._gateway.payloads is not None:
-            files = PayloadFiles(self._gateway.payloads / self._run.name)
-            if (read := await asyncio.to_thread(read_local, files, lease)) is not None:
-                if on_first is not None:
-                    await on_first()
-                return read
         ahead = self._prefetch.take([sample.meta.sample_id for sample in lease.samples])
         if ahead and on_first is not None:
             await on_first()
@@ -160,17 +156,22 @@ class Trainer:
             batch = BatchAssembler(lease)
             for loaded in ahead:
                 batch.add_ahead(loaded)
-            if missing := batch.missing():
+            if self._files is not None:
+                await asyncio.to_thread(add_local, batch, lease, self._files)
+            missing = batch.missing()
+            num = len(lease.samples) - len(missing)
+            if num and not ahead and on_first is not None:
+                await on_first()
+            if missing:
                 request = run_pb2.FetchSamplesRequest(
                     run=self._run.name,
                     trainer_epoch=self.attached.trainer_epoch,
                     lease_id=lease.lease_id,
                     num_shards=1,
-                    sample_ids=missing if ahead else (),
+                    sample_ids=missing if num else (),
                 )
                 stream = self._gateway.stream("FetchSamples", request, self._gateway.config.fetch_s)
                 async with aclosing(stream) as episodes:
-                    num = len(ahead)
                     async for message in episodes:
                         batch.add(message)
                         num += 1

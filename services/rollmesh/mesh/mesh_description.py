@@ -24,6 +24,7 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),
         model=_model_files(layout),
+        payloads="files" if layout.config.payloads_in_files else "stream",
     )
 
 

@@ -19,6 +19,7 @@ from rollmesh.shared.errors import NotFound
 from rollmesh.shared.telemetry.span_file import SpanRecord
 from rollmesh.shared.telemetry.tracing import EPISODE
 from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import run_pb2
 
 
 def node(name: str, *, metrics: str = "", traces: str = "", state: int = pb.NODE_STATE_READY) -> pb.FleetNode:
@@ -71,3 +72,10 @@ def test_status_shows_node_ids_whole_on_a_narrow_terminal() -> None:
     console = Console(width=60, record=True)
     console.print(status_view(MeshStatus(nodes=[node(name)], runs=[])))
     assert name in console.export_text()
+
+
+def test_status_shows_where_payloads_of_a_live_run_go() -> None:
+    runs = [run_pb2.RunState(run="live"), run_pb2.RunState(run="over", ended="UPDATES_MAX")]
+    console = Console(width=100, record=True)
+    console.print(status_view(MeshStatus(nodes=[], runs=runs, payloads="files")))
+    assert console.export_text().count("payloads go to files of the run folder") == 1

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.shared.bus import payload_files
 from rollmesh.shared.bus.bus import StreamFull, UnknownStream
-from rollmesh.shared.bus.payload_files import (
-    FILE_BYTES_MIN,
+from rollmesh.shared.bus.payload_writer import FILE_BYTES_MIN, PayloadWriter
+from rollmesh.shared.errors import DiskFull, PayloadTooLarge
+from rollmesh.shared.payload_files import (
     FIRST_SEQUENCE,
+    RECORD_BYTES_MAX,
     NoPayloadFile,
     PayloadFiles,
-    PayloadWriter,
     UnreadableRecord,
     file_of,
     in_file,
+    record_header,
 )
-from rollmesh.shared.errors import PayloadTooLarge
 
 LIMIT = 1 << 20
 
@@ -37,7 +37,6 @@ def test_payloads_are_read_back_at_their_positions(tmp_path: Path) -> None:
     payloads = [os.urandom(n) for n in (0, 1, 5000)]
     positions = writer.append(payloads) + writer.append([b"later"])
     assert [files.read(at) for at in positions] == [*payloads, b"later"]
-    assert [files.read_cached(at) for at in positions] == [*payloads, b"later"]
     assert all(in_file(at) and at < 1 << 63 for at in positions)
     assert not in_file(FIRST_SEQUENCE - 1)
 
@@ -46,20 +45,22 @@ def test_each_writer_has_files_with_new_numbers(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path)
     first, second = (PayloadWriter(files, bytes_max=LIMIT) for _ in range(2))
     numbers = {file_of(writer.append([b"x"])[0]) for writer in (first, second)}
-    first.release()
+    first.close()
     numbers.add(file_of(first.append([b"y"])[0]))
     assert len(numbers) == 3
     assert set(files.sizes()) == numbers
 
 
-def test_a_file_is_open_until_its_writer_continues_with_the_next(tmp_path: Path) -> None:
-    files = PayloadFiles(tmp_path)
-    writer = PayloadWriter(files, bytes_max=LIMIT)
+def test_a_writer_begins_a_file_when_one_has_its_share_of_the_limit(tmp_path: Path) -> None:
+    writer = PayloadWriter(PayloadFiles(tmp_path), bytes_max=LIMIT)
     (full,) = writer.append([bytes(FILE_BYTES_MIN)])
-    assert files.is_open(file_of(full))
     (current,) = writer.append([b"x"])
     assert file_of(current) != file_of(full)
-    assert [files.is_open(file_of(at)) for at in (full, current)] == [False, True]
+
+
+def test_no_other_user_can_read_a_file(tmp_path: Path) -> None:
+    PayloadWriter(PayloadFiles(tmp_path), bytes_max=LIMIT).append([b"x"])
+    assert only_file(tmp_path).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_removed_file_is_not_appended_to(tmp_path: Path) -> None:
@@ -71,14 +72,14 @@ def test_a_removed_file_is_not_appended_to(tmp_path: Path) -> None:
     assert files.read(second) == b"y"
     with pytest.raises(NoPayloadFile, match="does not exist"):
         files.read(first)
-    writer.release()
+    writer.close()
     files.remove(file_of(second))
     files.remove(max(files.sizes()))
     assert set(files.sizes().values()) == {0}, "an empty file keeps the newest number"
     assert file_of(writer.append([b"z"])[0]) > file_of(second)
 
 
-def test_the_limit_holds_for_all_writers_and_its_file_becomes_removable(tmp_path: Path) -> None:
+def test_the_limit_holds_for_all_writers_until_a_file_is_removed(tmp_path: Path) -> None:
     files = PayloadFiles(tmp_path)
     one, other = (PayloadWriter(files, bytes_max=LIMIT) for _ in range(2))
     (first,) = one.append([bytes(LIMIT // 2)])
@@ -86,7 +87,6 @@ def test_the_limit_holds_for_all_writers_and_its_file_becomes_removable(tmp_path
         other.append([bytes(LIMIT // 2)])
     with pytest.raises(StreamFull):
         one.append([bytes(LIMIT // 2)])
-    assert not files.is_open(file_of(first)), "a full writer would pin its own dead payloads"
     files.remove(file_of(first))
     assert files.read(other.append([b"x" * (LIMIT // 2)])[0]) == b"x" * (LIMIT // 2)
 
@@ -99,14 +99,16 @@ def test_a_full_disk_is_back_pressure_and_leaves_no_part_of_the_record(
     writer.append([b"x"])
     size = only_file(tmp_path).stat().st_size
 
-    def fails_half_way(descriptor: int, parts: list[bytes], offset: int) -> int:
-        os.pwrite(descriptor, b"".join(parts)[:100], offset)
-        raise OSError(28, "No space left on device")
+    def fails_half_way(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) < 900:
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data[:100], offset)
 
+    pwrite = os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(payload_files.os, "pwritev", fails_half_way)
-        with pytest.raises(StreamFull, match="no space left"):
-            writer.append([bytes(1000)])
+        patch.setattr(os, "pwrite", fails_half_way)
+        with pytest.raises(DiskFull, match="no space left"):
+            writer.append([bytes(900)])
     assert only_file(tmp_path).stat().st_size == size
     assert files.read(writer.append([b"y"])[0]) == b"y"
 
@@ -160,10 +162,10 @@ def test_an_invented_position_reads_nothing(tmp_path: Path) -> None:
     files = PayloadFiles(folder)
     inner = PayloadWriter(files, bytes_max=LIMIT)
     (at,) = inner.append([bytes(100)])
-    forged = payload_files._header(at + 24, b"forged") + b"forged"
+    forged = record_header(at + 24, b"forged") + b"forged"
     (other,) = inner.append([forged])
     for position in (at + 1, at + 4, other + 20, FIRST_SEQUENCE - (1 << 28), (1 << 63) - 1, at + (1 << 28)):
-        with pytest.raises(UnreadableRecord):
+        with pytest.raises((NoPayloadFile, UnreadableRecord)):
             files.read(position)
     secret = tmp_path / "secret"
     secret.write_bytes(only_file(folder).read_bytes())
@@ -178,7 +180,7 @@ def test_an_invented_position_reads_nothing(tmp_path: Path) -> None:
 
 def test_a_payload_above_the_limit_of_a_record_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(PayloadTooLarge, match="exceeds"):
-        PayloadWriter(PayloadFiles(tmp_path), bytes_max=1 << 30).append([bytes(payload_files.RECORD_BYTES_MAX + 1)])
+        PayloadWriter(PayloadFiles(tmp_path), bytes_max=1 << 30).append([bytes(RECORD_BYTES_MAX + 1)])
 
 
 def test_a_writer_does_not_create_the_folder_of_a_deleted_run(tmp_path: Path) -> None:
@@ -189,8 +191,8 @@ def test_a_writer_does_not_create_the_folder_of_a_deleted_run(tmp_path: Path) ->
     assert files.sizes() == {}
 
 
-def test_what_a_killed_writer_has_stored_is_read_and_its_file_is_complete(tmp_path: Path) -> None:
-    """SIGKILL in the middle of appends: each acknowledged record is whole, and the lock is gone with the process."""
+def test_what_a_killed_writer_has_stored_is_read_and_its_file_is_not_continued(tmp_path: Path) -> None:
+    """SIGKILL in the middle of appends: each acknowledged record is whole."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=_append_forever, args=(tmp_path, queue))
@@ -201,7 +203,6 @@ def test_what_a_killed_writer_has_stored_is_read_and_its_file_is_complete(tmp_pa
     child.join(30)
     files = PayloadFiles(tmp_path)
     assert all(files.read(at) == bytes([at % 251]) * size for at, size in stored)
-    assert not any(files.is_open(number) for number in files.sizes())
     (next_at,) = PayloadWriter(files, bytes_max=1 << 30).append([b"x"])
     assert file_of(next_at) > max(file_of(at) for at, _ in stored)
 

@@ -16,9 +16,10 @@ from rollmesh.services.coordinator.audit_report import Complain, PayloadCounts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecord, UnknownStream
-from rollmesh.shared.bus.payload_files import NoPayloadFile, UnreadableRecord
+from rollmesh.shared.bus.payload_bus import SampleStream, WrongHost
 from rollmesh.shared.codec.metadata import check_metadata
 from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.shared.payload_files import UnreadableRecord, file_of, in_file
 from rollmesh.v1 import types_pb2
 
 READS_MAX = 16
@@ -60,9 +61,12 @@ class Payloads:
             log = await bus.open(stream)
             info = await log.info()
             there = sorted(sequence for sequence in self._scored if sequence >= info.first_seq)
+            files = log.files if isinstance(log, SampleStream) else None
+            newest_file = max(await asyncio.to_thread(files.sizes), default=0) if files else 0
             found: list[bool] = []
             for at in range(0, len(there), READS_MAX):
-                found += await asyncio.gather(*(self._check(log, n, info.last_seq) for n in there[at : at + READS_MAX]))
+                some = there[at : at + READS_MAX]
+                found += await asyncio.gather(*(self._check(log, n, info.last_seq, newest_file) for n in some))
         except UnknownStream:
             return PayloadCounts(compared=0, purged=len(self._scored))
         except BusUnavailable as error:
@@ -71,21 +75,24 @@ class Payloads:
         compared = sum(found)
         return PayloadCounts(compared=compared, purged=len(self._scored) - compared)
 
-    async def _check(self, log: StreamLog, sequence: int, last_seq: int) -> bool:
+    async def _check(self, log: StreamLog, sequence: int, last_seq: int, newest_file: int) -> bool:
         """Return whether the payload exists."""
         fact, position = self._scored[sequence]
         try:
             payload = (await log.read_direct(sequence)).payload
-        except NoPayloadFile:
-            return False
-        except UnreadableRecord as error:
+        except (UnreadableRecord, WrongHost) as error:
             self._complain(
                 "payloads", f"the payload of episode {fact.episode} cannot be read: {error.message}", position
             )
             return True
         except UnknownRecord:
-            if sequence > last_seq:
+            what = ""
+            if in_file(sequence):
+                if 0 < newest_file < file_of(sequence):
+                    what = f"payload {sequence} in file {file_of(sequence)}, but the newest file is {newest_file}"
+            elif sequence > last_seq:
                 what = f"payload {sequence}, but {log.name} ends at {last_seq}"
+            if what:
                 self._complain("payloads", f"episode {fact.episode} has {what}", position)
             return False
         try:

@@ -31,10 +31,10 @@ from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.services.coordinator.translate import to_error
-from rollmesh.shared.bus.payload_files import file_of, in_file
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, PayloadTooLarge
 from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.payload_files import file_of, in_file
 from rollmesh.shared.telemetry import metrics
 
 CAUSE_CHARS_MAX = 500

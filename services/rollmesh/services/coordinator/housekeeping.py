@@ -2,8 +2,8 @@
 
 A payload in the stream is purged if its sequence is below those of all live groups *in the stored state*, and below the
 end of the stream one safety term ago, because workers store a payload first and report it later. A payload file is removed
-as a whole, if no live group has a payload in it, no worker appends to it, and its size has not changed for that term. A run
-that has ended accepts no report, so it needs no such term.
+as a whole, if no live group has a payload in it and its size has not changed for that term. A run that has ended accepts no
+report, so it needs no such term.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.payload_bus import SampleStream
-from rollmesh.shared.bus.payload_files import PayloadFiles, file_of, in_file
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.payload_files import PayloadFiles, file_of, in_file
 
 REPORT_TERMS = 2.0
 """Number of episode lease terms after which a stored payload has been reported or never will be."""
@@ -117,22 +117,17 @@ class Housekeeper:
         self._file_sizes = {
             n: known[n] if n in known and known[n][0] == size else (size, now_s) for n, size in sizes.items()
         }
-        complete = await asyncio.to_thread(lambda: {n for n in sizes if not files.is_open(n)})
-        for number in await self._driver.read(lambda core, _: self._unneeded(core, complete)):
+        for number in await self._driver.read(self._unneeded):
             await asyncio.to_thread(files.remove, number)
 
-    def _unneeded(self, core: Core, complete: set[int]) -> list[int]:
+    def _unneeded(self, core: Core, _: LedgerHead) -> list[int]:
         """Return the files to remove. As in `_mark`, no later report can be accepted for a payload in them."""
         if core.state.spec is None or core.state.spec.exports:
             return []
-        ended, now_s = bool(core.state.ended), self._clock.monotonic_s()
+        term_s = 0.0 if core.state.ended else REPORT_TERMS * core.state.spec.episode_lease_s
+        before_s = self._clock.monotonic_s() - term_s
         live = {file_of(sequence) for sequence in _live_sequences(core.state) if in_file(sequence)}
-        before_s = now_s if ended else now_s - REPORT_TERMS * core.state.spec.episode_lease_s
-        found = [
-            number
-            for number, (_, since_s) in self._file_sizes.items()
-            if number not in live and since_s <= before_s and (ended or number in complete)
-        ]
+        found = [n for n, (_, since_s) in self._file_sizes.items() if n not in live and since_s <= before_s]
         self._driver.purged_files.update(found)
         return found
 

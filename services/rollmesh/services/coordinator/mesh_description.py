@@ -32,6 +32,8 @@ class MeshDescription:
     base_dir: str
     """Directory on this host to which file names in the configuration are relative."""
     model: ModelFiles | None = None
+    payloads: str = "stream"
+    """Where workers on this host store payloads: files or stream."""
 
 
 class MeshDescriber:
@@ -56,6 +58,7 @@ class MeshDescriber:
             base_dir=offer.base_dir,
             runs=runs,
             model_files=offer.model.listing if offer.model is not None else (),
+            payloads=offer.payloads,
         )
 
     async def check_run(self, spec: RunSpec) -> None:

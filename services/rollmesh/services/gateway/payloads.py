@@ -20,12 +20,12 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.services.gateway.metrics import BYTES, EPISODES
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
-from rollmesh.shared.bus.payload_files import UnreadableRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.metadata import check_metadata
 from rollmesh.shared.errors import DataLoss, MeshError, MetadataMismatch, PayloadLost
+from rollmesh.shared.payload_files import UnreadableRecord
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 

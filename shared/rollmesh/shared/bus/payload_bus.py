@@ -1,4 +1,4 @@
-"""A bus whose sample streams keep their payloads in files of this host, where that loses nothing (`payload_files`).
+"""A bus whose sample streams keep their payloads in files of this host (`payload_files`), where that loses nothing.
 
 The stream of a run and its files are one `SampleStream`: the sequence of a record tells which of the two holds it. Readers take both, so
 that a run can be resumed with the other kind, and a worker on another host appends to the stream.
@@ -7,23 +7,21 @@ that a run can be resumed with the other kind, and a worker on another host appe
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamInfo, StreamLog, StreamRecord, StreamSpec, check_append
-from rollmesh.shared.bus.payload_files import PayloadFiles, PayloadWriter, in_file
+from rollmesh.shared.bus.bus import Bus, StreamInfo, StreamLog, StreamRecord, StreamSpec, UnknownRecord, check_append
+from rollmesh.shared.bus.payload_writer import PayloadWriter
 from rollmesh.shared.bus.run_streams import run_of_samples
 from rollmesh.shared.errors import FailedPrecondition
+from rollmesh.shared.payload_files import NoPayloadFile, PayloadFiles, in_file
 from rollmesh.shared.telemetry.logs import apart
 
 PayloadsIn = Literal["auto", "stream", "files"]
 """Where the payloads of a run are stored."""
 CALL_BYTES = 4 * 1024 * 1024
 """Payload bytes of one call of a writer."""
-IDLE_S = 60.0
-"""Time without an append after which a writer completes its file, so that it can be removed."""
 
 
 class WrongHost(FailedPrecondition):
@@ -32,9 +30,13 @@ class WrongHost(FailedPrecondition):
     reason = "WRONG_HOST"
 
 
-class _Waiting(NamedTuple):
-    payload: bytes
-    stored: asyncio.Future[int]
+class _Batch:
+    """The payloads of one call of a writer, and the task that makes it."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.num_bytes = 0
+        self.task: asyncio.Task[list[int]]
 
 
 class SampleStream:
@@ -46,9 +48,10 @@ class SampleStream:
         self.files = files
         """None on another host."""
         self._writer = writer
-        self._waiting: deque[_Waiting] = deque()
-        self._writing: asyncio.Task[None] | None = None
-        self._idle: asyncio.TimerHandle | None = None
+        self._batch: _Batch | None = None
+        """What the next call writes."""
+        self._writing = asyncio.Lock()
+        """One thread at a time uses the writer, in the order of the batches."""
 
     @property
     def name(self) -> str:
@@ -64,18 +67,27 @@ class SampleStream:
         deadline_s: float | None = None,
     ) -> int:
         """Store one record. In a file a repeated `msg_id` is another record: only the reported one counts."""
-        if self._writer is None or expected_last_seq is not None:
+        if self._writer is None:
             return await self._stream.append(
                 payload, msg_id=msg_id, expected_last_seq=expected_last_seq, headers=headers, deadline_s=deadline_s
             )
         check_append(msg_id, headers)
-        waiting = _Waiting(payload, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        if self._writing is None:
-            self._writing = asyncio.create_task(
-                self._write_all(self._writer), name=f"append {self.name}", context=apart()
+        batch = self._batch
+        if batch is None or batch.num_bytes + len(payload) > CALL_BYTES:
+            batch = self._batch = _Batch()
+            batch.task = asyncio.create_task(
+                self._write(self._writer, batch), name=f"append {self.name}", context=apart()
             )
-        return await waiting.stored
+        batch.payloads.append(payload)
+        batch.num_bytes += len(payload)
+        index = len(batch.payloads) - 1
+        return (await asyncio.shield(batch.task))[index]
+
+    async def _write(self, writer: PayloadWriter, batch: _Batch) -> list[int]:
+        async with self._writing:
+            if self._batch is batch:
+                self._batch = None
+            return await asyncio.to_thread(writer.append, batch.payloads)
 
     async def append_pipelined(
         self,
@@ -104,10 +116,10 @@ class SampleStream:
                 f"payload {seq} of {self.name} is in a file of the run's host, which this process does not have; read it from the "
                 "gateway there, or resume the run with `bus.payloads: stream`"
             )
-        payload = self.files.read_cached(seq)
-        if payload is None:
-            payload = await asyncio.to_thread(self.files.read, seq)
-        return StreamRecord(seq=seq, payload=payload, msg_id="")
+        try:
+            return StreamRecord(seq=seq, payload=await asyncio.to_thread(self.files.read, seq), msg_id="")
+        except NoPayloadFile as error:
+            raise UnknownRecord(error.message) from error
 
     def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         return self._stream.read_range(from_seq)
@@ -127,69 +139,10 @@ class SampleStream:
         return await self._stream.info()
 
     async def close(self) -> None:
-        """Complete the current file. Appends in progress are stored or cancelled."""
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.wait([self._writing])
-        for waiting in self._waiting:
-            if not waiting.stored.done():
-                waiting.stored.set_exception(BusUnavailable(f"{self.name} was closed with appends in flight"))
-        self._waiting.clear()
-        self._release()
-
-    async def _write_all(self, writer: PayloadWriter) -> None:
-        """Write what waits, several payloads per call."""
-        try:
-            while self._waiting:
-                await self._write(writer, self._take())
-        finally:
-            self._writing = None
-            self._release_later()
-
-    def _take(self) -> list[_Waiting]:
-        """Remove and return the oldest payloads of one call, without those that no caller waits for; at least one if any is left."""
-        taken: list[_Waiting] = []
-        num_bytes = 0
-        while self._waiting and (not taken or num_bytes + len(self._waiting[0].payload) <= CALL_BYTES):
-            waiting = self._waiting.popleft()
-            if not waiting.stored.done():
-                taken.append(waiting)
-                num_bytes += len(waiting.payload)
-        return taken
-
-    async def _write(self, writer: PayloadWriter, batch: list[_Waiting]) -> None:
-        if not batch:
-            return
-        call = asyncio.ensure_future(asyncio.to_thread(writer.append, [one.payload for one in batch]))
-        try:
-            await asyncio.wait([call])
-        except asyncio.CancelledError:  # one thread at a time uses the writer, so wait for it
-            await asyncio.wait([call])
-            raise
-        finally:
-            _resolve(batch, call)
-
-    def _release_later(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_S, self._release)
-
-    def _release(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-        if self._writer is not None and self._writing is None:
-            self._writer.release()
-
-
-def _resolve(batch: list[_Waiting], call: asyncio.Future[list[int]]) -> None:
-    error = BusUnavailable("the append was interrupted; append again") if not call.done() else call.exception()
-    for index, waiting in enumerate(batch):
-        if waiting.stored.done():
-            continue
-        if error is None:
-            waiting.stored.set_result(call.result()[index])
-        else:
-            waiting.stored.set_exception(error)
+        """Complete the appends in progress and close the current file."""
+        async with self._writing:
+            if self._writer is not None:
+                self._writer.close()
 
 
 class PayloadBus:
@@ -229,10 +182,12 @@ class PayloadBus:
         run = run_of_samples(stream.name)
         if not run:
             return stream
-        if self._write and self._folder is not None:
-            await asyncio.to_thread((self._folder / run).mkdir, 0o700, True, True)
         if stream.name not in self._streams:
-            files = PayloadFiles(self._folder / run) if self._folder is not None else None
-            writer = PayloadWriter(files, bytes_max=self._bytes_max) if files is not None and self._write else None
+            files = writer = None
+            if self._folder is not None:
+                files = PayloadFiles(self._folder / run)
+                if self._write:
+                    await asyncio.to_thread(files.folder.mkdir, 0o700, True, True)
+                    writer = PayloadWriter(files, bytes_max=self._bytes_max)
             self._streams[stream.name] = SampleStream(stream, files, writer)
         return self._streams[stream.name]

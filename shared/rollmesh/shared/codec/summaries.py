@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from rollmesh.v1 import types_pb2
 
@@ -14,13 +14,6 @@ TURNS_MAX = 512
 TEXT_CHARS_MAX = 16_384
 """Maximum length of its text, characters."""
 _DIGEST_BYTES = 8
-_FEW = 512
-"""Numbers below which a loop is faster than arrays."""
-_SPAN = 4096
-"""Numbers that are added at once: few enough that no sum of 53 bits overflows."""
-_COARSE, _FINE = 1.5 * 2.0**32, 1.5 * 2.0**-9
-"""Adding and subtracting one of these rounds to multiples of 2^-20 and of 2^-61."""
-_COARSE_MAX = 2.0**20
 
 
 def sample_summary(
@@ -36,8 +29,7 @@ def sample_summary(
     said: list[str] = []
     temperatures = [params.temperature for params in episode.sampling_params]
     greedy: set[bool] = set()
-    sums: list[float] = []
-    num_logprobs = 0
+    logprobs: list[float] = []
     observed, num_tokens, text = _digest(), 0, ""
     for index, segment in path:
         token_ids = segment.token_ids
@@ -49,12 +41,11 @@ def sample_summary(
         if token_ids and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
             num_tokens += len(token_ids) // 4
             packed, sampling = segment.logprobs, segment.sampling
-            num_logprobs += len(packed) // 4
-            sums += exact_sums(packed)
+            logprobs += struct.unpack_from(f"<{len(packed) // 4}f", packed)
             greedy.add(0 <= sampling < len(temperatures) and temperatures[sampling] == 0)
         if segment.finish == types_pb2.FINISH_REASON_UNSPECIFIED and index != sample.leaf:
             continue
-        mean = math.fsum(sums) / num_logprobs if num_logprobs else 0.0
+        mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
         turns.append(
             types_pb2.TurnSummary(
                 segment=index,
@@ -65,7 +56,7 @@ def sample_summary(
         )
         if text:
             said.append(text)
-        observed, sums, num_logprobs, num_tokens, text = _digest(), [], 0, 0, ""
+        observed, logprobs, num_tokens, text = _digest(), [], 0, ""
     return types_pb2.SampleSummary(
         role=sample.role,
         finish=sample.finish,
@@ -73,31 +64,6 @@ def sample_summary(
         text="\n\n".join(said)[-text_chars:] if text_chars else "",
         greedy=greedy == {True},
     )
-
-
-def exact_sums(numbers: bytes) -> Iterator[float]:
-    """Yield floats whose exact sum is that of `numbers` (f32le), so that `math.fsum` over them rounds once, on every machine alike.
-
-    A span is split into multiples of 2^-20 below 2^20, and multiples of 2^-61 below 2^-20. The sums of 4096 of each have at most 53 bits,
-    so float64 adds them without rounding in any order. A span with other numbers is yielded as it is.
-    """
-    num = len(numbers) // 4
-    if num < _FEW:
-        yield from struct.unpack_from(f"<{num}f", numbers)
-        return
-    import numpy as np  # not above, because an external trainer imports this module and may do without arrays
-
-    values = np.frombuffer(numbers, "<f4", num)
-    for at in range(0, len(values), _SPAN):
-        span = values[at : at + _SPAN].astype(np.float64)
-        coarse = (span + _COARSE) - _COARSE
-        rest = span - coarse
-        fine = (rest + _FINE) - _FINE
-        if (fine == rest).all() and coarse.min() > -_COARSE_MAX and coarse.max() < _COARSE_MAX:
-            yield float(coarse.sum())
-            yield float(fine.sum())
-        else:
-            yield from span.tolist()
 
 
 def why_invalid_summary(summary: types_pb2.SampleSummary) -> tuple[str, str, object] | None:
