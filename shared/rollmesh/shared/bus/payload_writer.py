@@ -1,4 +1,4 @@
-"""Append the payloads of one process to files of its own (`payload_files`).
+"""Append the payloads of one process to separate files (`payload_files`).
 
 `append` returns after write(2): the record survives the kill of every process, and a lost host may lose it, as with an ack of JetStream.
 The position is returned after that, so a report never names a record that a kill cut off.
