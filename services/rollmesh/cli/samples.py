@@ -180,7 +180,8 @@ def summary_of_line(line: SampleLine, *, text_chars: int = 0) -> SampleSummary:
     )
     finish = FinishReason[line.finish.upper()] if line.finish else FinishReason.UNFINISHED
     sample = types_pb2.Sample(leaf=len(line.segments) - 1, role=line.role, finish=wire(finish))
-    summary = decode_summary(sample_summary(episode, sample, enumerate(episode.segments), text_chars=text_chars))
+    path = [(index, segment, segment.token_ids) for index, segment in enumerate(episode.segments)]
+    summary = decode_summary(sample_summary(episode, sample, path, text_chars=text_chars))
     turns = tuple(replace(turn, segment=line.segments[turn.segment].index) for turn in summary.turns)
     return replace(summary, turns=turns)
 

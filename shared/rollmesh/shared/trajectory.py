@@ -247,7 +247,7 @@ def text_view(path: Iterable[Segment]) -> tuple[Message, ...]:
         for message in segment.messages:
             continued = forced and segment.role is Role.ACTION
             beginning = view.pop().content if continued else ""
-            view.append(replace(message, content=beginning + message.content))
+            view.append(replace(message, content=beginning + message.content) if beginning else message)
             forced = segment.role is Role.ACTION and segment.source is not Source.POLICY
     return tuple(view)
 

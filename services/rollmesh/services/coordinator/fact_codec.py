@@ -22,6 +22,7 @@ from rollmesh.v1 import events_pb2
 
 T = TypeVar("T")
 E = TypeVar("E", bound=IntEnum)
+_SCALARS = (str, int, float, bool)
 Message = Any  # generated messages, accessed by field name, which their stubs cannot type
 
 
@@ -31,9 +32,18 @@ class _Field(NamedTuple):
     get: Callable[[Message], Any]
 
 
+class _Fields(NamedTuple):
+    scalars: tuple[str, ...]
+    """Fields with the same value in the record and the message."""
+    others: tuple[_Field, ...]
+
+
 def encode_into(value: object, message: Message) -> None:
     """Fill `message`, which must be empty, from a record."""
-    for field in _fields(type(value)):
+    fields = _fields(type(value))
+    for name in fields.scalars:
+        setattr(message, name, getattr(value, name))
+    for field in fields.others:
         field.put(message, getattr(value, field.name))
 
 
@@ -52,18 +62,25 @@ def encode(value: object, message_type: Callable[[], T]) -> T:
 def decode(type_: type[T], message: Message) -> T:
     """Return `message` as a record. Raises InvalidInput for an unknown enum value, ValueError for a value out of
     range."""
-    return type_(**{field.name: field.get(message) for field in _fields(type_)})
+    fields = _fields(type_)
+    values = {name: getattr(message, name) for name in fields.scalars}
+    for field in fields.others:
+        values[field.name] = field.get(message)
+    return type_(**values)
 
 
-_FIELDS: dict[type, tuple[_Field, ...]] = {}
+_FIELDS: dict[type, _Fields] = {}
 """Mappers by record class, built at the first use."""
 
 
-def _fields(type_: type) -> tuple[_Field, ...]:
-    found = _FIELDS.get(type_)
-    if found is None:
-        hints = typing.get_type_hints(type_)
-        found = _FIELDS[type_] = tuple(_field(name, hint) for name, hint in hints.items() if not name.startswith("_"))
+def _fields(type_: type) -> _Fields:
+    if (found := _FIELDS.get(type_)) is not None:
+        return found
+    hints = {name: hint for name, hint in typing.get_type_hints(type_).items() if not name.startswith("_")}
+    found = _FIELDS[type_] = _Fields(
+        scalars=tuple(name for name, hint in hints.items() if hint in _SCALARS),
+        others=tuple(_field(name, hint) for name, hint in hints.items() if hint not in _SCALARS),
+    )
     return found
 
 
@@ -77,8 +94,6 @@ def _field(name: str, hint: Any) -> _Field:
         return _optional(name, next(arg for arg in args if arg is not types.NoneType))
     if issubclass(hint, IntEnum):
         return _enum(name, hint)
-    if hint in (str, int, float, bool):
-        return _Field(name, lambda m, v: setattr(m, name, v), lambda m: getattr(m, name))
     return _Field(name, lambda m, v: _put_message(m, name, v), lambda m: decode(hint, getattr(m, name)))
 
 
@@ -89,7 +104,7 @@ def _put_message(message: Message, name: str, value: object) -> None:
 
 
 def _tuple(name: str, item: Any) -> _Field:
-    if item in (str, int, float, bool):
+    if item in _SCALARS:
         return _Field(name, lambda m, v: getattr(m, name).extend(v), lambda m: tuple(getattr(m, name)))
 
     def put(message: Message, values: Sequence[object]) -> None:

@@ -23,6 +23,8 @@ Target = inference_pb2.Target
 SESSIONS_MAX = 65536
 """Most sessions whose version is stored; the least recently used one is evicted first, and then begins again."""
 _PINNED = (Target.SELECTOR_SESSION_PINNED, Target.SELECTOR_RESPONSE_PINNED)
+_AT_LEAST = (Target.SELECTOR_AT_LEAST, *_PINNED)
+_SELECTORS = frozenset(Target.Selector.values())
 
 
 class ServingState:
@@ -155,20 +157,18 @@ class ServingState:
 
 def mismatch(target: Target, active: PolicyVersion) -> MeshError | None:
     """Return the error if the weights `active` must not serve `target`, else None."""
-    if target.selector not in Target.Selector.values():
-        return InvalidInput(f"`target.selector` must be 0 to 5, got {target.selector}")
-    wanted = f"step {target.step} of incarnation {target.incarnation}"
-    if target.selector == Target.SELECTOR_EXACT:
+    selector = target.selector
+    if selector not in _SELECTORS:
+        return InvalidInput(f"`target.selector` must be 0 to 5, got {selector}")
+    is_exact = selector == Target.SELECTOR_EXACT
+    if is_exact:
         fits = (active.step, active.incarnation) == (target.step, target.incarnation)
-        wanted = f"exactly {wanted}"
     else:
-        at_least = (Target.SELECTOR_AT_LEAST, *_PINNED)
-        fits = target.selector not in at_least or (
-            active.step >= target.step and active.incarnation >= target.incarnation
-        )
-        wanted = f"{wanted} or newer"
+        fits = selector not in _AT_LEAST or (active.step >= target.step and active.incarnation >= target.incarnation)
     if fits:
         return None
+    wanted = f"step {target.step} of incarnation {target.incarnation}"
+    wanted = f"exactly {wanted}" if is_exact else f"{wanted} or newer"
     return StaleWeights(
         f"the active version is {active}, requested was {wanted}; use another node",
         active=active,

@@ -11,17 +11,18 @@ holds for limits. Prefixes are concatenated from recorded ids and never encoded 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import numpy as np
+from opentelemetry.trace import Span
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.episode_trace import SERVICE
-from rollmesh.services.rollout.failures import EpisodeFailed, boundary
+from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.metrics import TOOL_CALLS
 from rollmesh.services.rollout.ports import Generator
@@ -86,24 +87,6 @@ class EnvironmentState:
     def format(self) -> ChatFormat:
         return self.tokenizer.format
 
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        start_s = self.clock.monotonic_s()
-        try:
-            yield
-        finally:
-            self.stage_s[stage] = self.stage_s.get(stage, 0.0) + self.clock.monotonic_s() - start_s
-
-    @contextmanager
-    def crossing(self, name: str) -> Iterator[None]:
-        """Wrap a call into the mesh: attribute its failure to `name`, and store the first failure."""
-        try:
-            with boundary(name):
-                yield
-        except EpisodeFailed as err:
-            self.failure = self.failure or err
-            raise
-
     def check(self) -> None:
         """Raise the failure or the limit that has ended the episode."""
         if self.failure is not None:
@@ -114,6 +97,33 @@ class EnvironmentState:
     def end_at(self, limit: str) -> LimitReached:
         self.limit = self.limit or limit
         return LimitReached(self.limit)
+
+
+class _Crossing:
+    """A call into the mesh. It adds the time to `stage`, attributes a failure to `boundary`, stores the first failure, and has a span."""
+
+    __slots__ = ("_boundary", "_span", "_stage", "_start_s", "_state")
+
+    def __init__(self, state: EnvironmentState, stage: str, boundary: str, span: str) -> None:
+        self._state, self._stage, self._boundary = state, stage, boundary
+        self._span = tracing.span(span, SERVICE)
+
+    def __enter__(self) -> Span | None:
+        self._start_s = self._state.clock.monotonic_s()
+        return self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        state, stage = self._state, self._stage
+        self._span.__exit__(kind, err, trace)
+        state.stage_s[stage] = state.stage_s.get(stage, 0.0) + state.clock.monotonic_s() - self._start_s
+        if not isinstance(err, Exception):
+            return
+        failed = err if isinstance(err, EpisodeFailed) else EpisodeFailed(self._boundary, err)
+        state.failure = state.failure or failed
+        if failed is not err:
+            raise failed from err
 
 
 class Environment:
@@ -143,7 +153,7 @@ class Environment:
         state = self._state
         state.check()
         params = self._params(stop, max_tokens, temperature)
-        with state.timed("generate"), state.crossing("inference"), tracing.span("generate", SERVICE) as traced:
+        with _Crossing(state, "generate", "inference", "generate") as traced:
             spans = await self._generate(params, train=train)
             if traced is not None:
                 traced.set_attributes(_generation_attributes(spans, state.num_turns, self._num_tokens))
@@ -174,7 +184,7 @@ class Environment:
             )
         target = exactly(state.target, step)
         gone: StaleWeights | None = None
-        with state.timed("logprobs"), state.crossing("inference"), tracing.span("logprobs", SERVICE):
+        with _Crossing(state, "logprobs", "inference", "logprobs"):
             try:
                 (scored,) = await state.generator.score([row], target=target, outputs=outputs)
             except StaleWeights as err:
@@ -189,7 +199,7 @@ class Environment:
         """Call a tool of the task. An error inside the tool is a result with `ok` False. The call itself does not add an observation."""
         state = self._state
         state.check()
-        with state.timed("tool"), state.crossing("sandbox"), tracing.span("tool", SERVICE) as traced:
+        with _Crossing(state, "tool", "sandbox", "tool") as traced:
             result = await self._tools.call(name, text)
             if traced is not None:
                 traced.set_attributes({"tool": name, "ok": result.ok})
@@ -246,7 +256,7 @@ class Environment:
         """
         state = self._state
         state.check()
-        with state.timed("tool"), state.crossing("sandbox"), tracing.span("fork", SERVICE):
+        with _Crossing(state, "tool", "sandbox", "fork"):
             twin = Environment(state, await self._tools.fork())
         twin._head, twin._tokens, twin._num_tokens = self._head, list(self._tokens), self._num_tokens
         return twin

@@ -223,7 +223,7 @@ class Generation:
             node_id, node = await self._pool.take(self._request)
             self._try = node_id, node, node.stream.submit(self._request.submission())
         node_id, node, stream_request = self._try
-        reply: Reply = await stream_request.replies.get()
+        reply: Reply = await stream_request.get()
         if isinstance(reply, MeshError):
             self._fail_over(reply)
             return None

@@ -207,11 +207,13 @@ class PendingRequest(RoutedRequest):
         return set(RoutedRequest.lacking(self, can)) | ({PINNED_NEEDS} if pinned else set())
 
     def submission(self) -> inference_pb2.Submission:
-        new = np.array(self.received, np.int32)
-        params = replace(self.params, max_tokens=self.params.max_tokens - len(self.received))
+        token_ids, params = self.token_ids, self.params
+        if self.received:
+            token_ids = np.concatenate([token_ids, np.array(self.received, np.int32)])
+            params = replace(params, max_tokens=params.max_tokens - len(self.received))
         return inference_pb2.Submission(
             target=self.target.encode(),
-            token_ids=encode_ints(np.concatenate([self.token_ids, new])),
+            token_ids=encode_ints(token_ids),
             params=encode_sampling_params(params),
             session=self.session,
             priority=self.priority,
@@ -242,6 +244,8 @@ class NodeChoice(Protocol):
 
 
 _Nodes = dict[KnownNode, coordinator_pb2.FleetNode]
+_Key = tuple[type[RoutedRequest], Target, tuple[str, ...]]
+"""What decides which nodes can serve a request."""
 
 
 class NodePool:
@@ -268,8 +272,10 @@ class NodePool:
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._ready: _Nodes = {}
         """READY nodes with weights, as of the fleet's revision `_revision`."""
-        self._capable_nodes: dict[tuple[type[RoutedRequest], Target, tuple[str, ...]], _Nodes] = {}
+        self._capable_nodes: dict[_Key, _Nodes] = {}
         """READY nodes that can serve requests of one kind."""
+        self._waited: set[_Key] = set()
+        """Kinds of requests that may wait for a change of this view of the fleet."""
         self._revision = -1
         self._digests: dict[tuple[str, str, int, int], str] = {}
         """Digest by node, policy, step and incarnation, of the fleet's revision `_digests_revision`."""
@@ -348,7 +354,7 @@ class NodePool:
         if self._revision != self._fleet.revision:
             self._revision = self._fleet.revision
             self._follow_fleet()
-        key = (type(request), request.target, request.outputs)
+        key = _key(request)
         if (nodes := self._capable_nodes.get(key)) is None:
             nodes = self._capable_nodes[key] = {
                 known: node
@@ -361,6 +367,7 @@ class NodePool:
     def _follow_fleet(self) -> None:
         """Take over a new view of the fleet. A restarted node is a new node."""
         self._capable_nodes.clear()
+        self._waited.clear()
         self._ready = {}
         seen = set()
         for node in self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE):
@@ -390,9 +397,11 @@ class NodePool:
 
     async def _wait_for_node(self, request: RoutedRequest) -> None:
         """Wait until the fleet changes or a penalty ends."""
-        self._raise_if_unable(request)
-        self._raise_if_hopeless(request.target)
         admissible = self._capable(request)
+        if (key := _key(request)) not in self._waited:
+            self._raise_if_unable(request)
+            self._raise_if_hopeless(request.target)
+            self._waited.add(key)
         cause = (f"a node that serves {request.target}", self._describe(bool(admissible)))
         revision = self._fleet.revision
         request.waiting_for = ": ".join(cause)
@@ -459,6 +468,10 @@ class NodePool:
         nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
         states = [f"{n.node_id} {_state_name(n)}" for n in nodes[:8]]
         return "no node does" + (f" ({', '.join(states)})" if states else "")
+
+
+def _key(request: RoutedRequest) -> _Key:
+    return type(request), request.target, request.outputs
 
 
 def _serving(node: coordinator_pb2.FleetNode, target: Target) -> list[PolicyVersion]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,21 @@ class StreamRequest:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.replies: asyncio.Queue[Reply] = asyncio.Queue()
+        self._replies: deque[Reply] = deque()
+        self._arrived: asyncio.Future[None] | None = None
+
+    def put(self, reply: Reply) -> None:
+        """Append a reply and wake the reader."""
+        self._replies.append(reply)
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def get(self) -> Reply:
+        """Wait for the next reply and return it. A request has one reader."""
+        while not self._replies:
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
+        return self._replies.popleft()
 
 
 class GenerateLink:
@@ -135,12 +150,12 @@ class GenerateLink:
         ended = delta.finish != types_pb2.FINISH_REASON_UNSPECIFIED
         request = self._live.pop(delta.request_id, None) if ended else self._live.get(delta.request_id)
         if request is not None:  # else cancelled meanwhile
-            request.replies.put_nowait(delta)
+            request.put(delta)
 
     def _fail(self, error: MeshError) -> None:
         live, self._live = self._live, {}
         for request in live.values():
-            request.replies.put_nowait(error)
+            request.put(error)
 
 
 class ScoreLink:

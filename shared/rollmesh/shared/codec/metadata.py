@@ -26,8 +26,8 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
     num_tokens = num_sampled = 0
     shared = _indices_before(episode, sample)
     path = _path(episode, sample)
-    for index, segment in reversed(path):
-        num_here = len(segment.token_ids) // _TOKEN_BYTES
+    for index, segment, token_ids in reversed(path):
+        num_here = len(token_ids) // _TOKEN_BYTES
         num_tokens += num_here
         if segment.source != types_pb2.SEGMENT_SOURCE_POLICY:
             continue
@@ -100,8 +100,8 @@ def _indices_before(episode: types_pb2.Episode, sample: types_pb2.Sample) -> set
     return found
 
 
-def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> list[tuple[int, types_pb2.Segment]]:
-    """Return the segments with their indices, from the root to the leaf."""
+def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> list[tuple[int, types_pb2.Segment, bytes]]:
+    """Return the segments with their indices and token ids, from the root to the leaf."""
     segments = episode.segments
     path = []
     index, above = sample.leaf, len(segments)
@@ -109,12 +109,13 @@ def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> list[tuple[in
         if not 0 <= index < above:
             raise _mismatch(sample.sample_id, f"its path has segment {index}, expected one in [0, {above})")
         segment = segments[index]
-        num_bytes, num_masked = len(segment.token_ids), len(segment.loss_mask)
+        token_ids = segment.token_ids
+        num_bytes, num_masked = len(token_ids), len(segment.loss_mask)
         if num_bytes % _TOKEN_BYTES:
             raise _mismatch(sample.sample_id, f"segment {index} has {num_bytes} bytes of token ids")
         if num_masked and num_masked != num_bytes // _TOKEN_BYTES:
             raise _mismatch(sample.sample_id, f"the loss mask of segment {index} does not have one value per token")
-        path.append((index, segment))
+        path.append((index, segment, token_ids))
         index, above = segment.parent, index
     path.reverse()
     return path

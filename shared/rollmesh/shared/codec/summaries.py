@@ -19,20 +19,19 @@ _DIGEST_BYTES = 8
 def sample_summary(
     episode: types_pb2.Episode,
     sample: types_pb2.Sample,
-    path: Iterable[tuple[int, types_pb2.Segment]],
+    path: Iterable[tuple[int, types_pb2.Segment, bytes]],
     *,
     text_chars: int = 0,
 ) -> types_pb2.SampleSummary:
-    """Return the summary of a sample of an episode. `path` has its segments with their indices, from the root to the leaf. `text_chars`
-    is the maximum length of the text."""
+    """Return the summary of a sample of an episode. `path` has its segments with their indices and token ids, from the root to the
+    leaf. `text_chars` is the maximum length of the text."""
     turns: list[types_pb2.TurnSummary] = []
     said: list[str] = []
     temperatures = [params.temperature for params in episode.sampling_params]
     greedy: set[bool] = set()
     logprobs: list[float] = []
     observed, num_tokens, text = _digest(), 0, ""
-    for index, segment in path:
-        token_ids = segment.token_ids
+    for index, segment, token_ids in path:
         if segment.role != types_pb2.SEGMENT_ROLE_ACTION:
             observed.update(token_ids)
             continue

@@ -315,7 +315,7 @@ def summary_of(episode: Episode, sample: Sample, *, text_chars: int = 0) -> Samp
         segments=[encode_segment(segment) for segment in episode.segments],
         sampling_params=[encode_sampling_params(params) for params in episode.sampling_params],
     )
-    path = [(index, message.segments[index]) for index in episode.path(sample.leaf)]
+    path = [(index, one := message.segments[index], one.token_ids) for index in episode.path(sample.leaf)]
     return decode_summary(sample_summary(message, encode_sample(sample), path, text_chars=text_chars))
 
 
