@@ -32,7 +32,7 @@ BENCHES = (
     "recipes",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm", "race", "demo_time")
+BY_NAME = ("vllm", "race", "demo_time", "publish_to_active")
 """Modules that run by name only: they need another environment, or another checkout. `methods` is a command with its own options."""
 WITH_OPTIONS = ("race", "demo_time")
 """Modules whose `run` has further options."""
