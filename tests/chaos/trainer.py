@@ -93,8 +93,8 @@ class WitnessTrainer:
         self._note(k, [sample for sample in samples if sample.sample.sample_id in used])
         return result
 
-    def score(self, token_ids: IntArray) -> FloatArray:
-        return self._engine.score(token_ids)
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        return self._engine.score(sequences)
 
     def export_weights(self, folder: Path) -> ExportedWeights:
         return self._engine.export_weights(folder)

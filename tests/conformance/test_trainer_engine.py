@@ -246,17 +246,20 @@ def test_scores_are_log_probs_of_the_present_weights(make_config: MakeConfig) ->
     restored = opened(config)
     assert restored.engine.vocab_size == 112
     prompt = np.array([20, 33, 47, 5, 90, 61], np.int32)
-    first = restored.engine.score(prompt)
+    (first,) = restored.engine.score([prompt])
     assert first.dtype == np.float32
     assert first[0] == 0.0
     assert (first[1:] < 0).all()
-    total = sum(np.exp(restored.engine.score(np.array([20, token], np.int32))[1]) for token in range(112))
+    total = sum(np.exp(row[1]) for row in restored.engine.score([np.array([20, t], np.int32) for t in range(112)]))
     assert total == pytest.approx(1.0, abs=1e-4)
     train(restored, 1)
-    second = restored.engine.score(prompt)
+    second, *others = restored.engine.score([prompt, prompt[:3], np.array([7, 8], np.int32)])
+    for row, alone in zip(others, [prompt[:3], np.array([7, 8], np.int32)], strict=True):
+        np.testing.assert_allclose(row, restored.engine.score([alone])[0], atol=1e-5)
+    np.testing.assert_allclose(second, restored.engine.score([prompt])[0], atol=1e-5)
     assert (second != first).any()
     save(restored)
-    np.testing.assert_array_equal(opened(config).engine.score(prompt), second)
+    np.testing.assert_array_equal(opened(config).engine.score([prompt])[0], restored.engine.score([prompt])[0])
 
 
 def test_the_measurements_of_groups_are_finite_and_of_groups_with_used_samples(make_config: MakeConfig) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,9 @@ class Diverged(fake_trainer.FakeTrainer):
 
     honest = True
 
-    def score(self, token_ids: IntArray) -> FloatArray:
-        scored = super().score(token_ids)
-        return scored * np.float32("nan") if self.step >= BROKEN_FROM and self.honest else scored
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        scored = super().score(sequences)
+        return [row * np.float32("nan") for row in scored] if self.step >= BROKEN_FROM and self.honest else scored
 
     def export_weights(self, folder: Path) -> ExportedWeights:
         exported = super().export_weights(folder)

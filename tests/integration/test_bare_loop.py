@@ -67,9 +67,9 @@ def small_config(model: Path) -> MeshConfig:
 async def test_bare_loop_trains_on_every_episode_and_serves_what_it_trained(tmp_path: Path, model: Path) -> None:
     tokens = np.arange(10, 30, dtype=np.int32)
     async with BareLoop(small_config(model), model, tmp_path) as loop:
-        before = loop.trainer.score(tokens)
+        (before,) = loop.trainer.score([tokens])
         results = [await loop.update() for _ in range(2)]
-        after = loop.trainer.score(tokens)
+        (after,) = loop.trainer.score([tokens])
         assert loop.engine.active is not None
         assert loop.engine.active.step == 2
         (served,) = await loop.engine.score([tokens])
@@ -144,7 +144,7 @@ async def test_evaluations_use_the_newest_weights_and_do_not_change_the_run(tmp_
                     assert len(episodes) == 6
                     assert len({episode.key.task for episode in episodes}) == 3
                     assert {s.version.step for e in episodes for s in e.segments if s.version is not None} == {k}
-            trained.append(loop.trainer.score(np.arange(10, 30, dtype=np.int32)))
+            trained.append(loop.trainer.score([np.arange(10, 30, dtype=np.int32)])[0])
     np.testing.assert_allclose(
         trained[0], trained[1], atol=1e-5
     )  # equal tokens; log-probs depend on the batch by rounding

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -271,10 +272,36 @@ async def test_a_gateway_stores_the_head_after_each_commit_and_keeps_it_over_a_r
     kept = read_heads(path)
     assert len(path.read_bytes().splitlines()) == len(kept)
     assert kept[mesh.name].position >= head.position
-    await heads.store("other", LedgerHead(position=1, hash="ab" * 32))
+    heads.store("other", LedgerHead(position=1, hash="ab" * 32))
     assert set(read_heads(path)) == {*kept, "other"}
-    await heads.store("other", EMPTY)
+    heads.store("other", EMPTY)
     assert set(read_heads(path)) == {*kept}
+    await heads.close()
+
+
+async def test_a_commit_does_not_wait_for_the_disk_and_every_head_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    syncing, disk = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> None:
+        syncing.set()
+        assert disk.wait(10)
+        synced.append(read_heads(path)["r"].position)
+
+    heads = Heads(tmp_path / "gateway-0")
+    heads.open()
+    monkeypatch.setattr("rollmesh.services.gateway.heads._sync", slow)
+    for position in range(1, 4):
+        heads.store("r", LedgerHead(position=position, hash="ab" * 32))
+        assert read_heads(tmp_path / "gateway-0" / HEADS)["r"].position == position
+        await asyncio.to_thread(syncing.wait, 10)
+    assert not synced
+    disk.set()
+    await heads.close()
+    assert synced[-1] == 3
+    assert len(synced) == 2  # heads that arrive during a sync share the next one
 
 
 async def test_a_head_that_cannot_be_stored_is_logged_and_fails_no_commit(
@@ -284,5 +311,5 @@ async def test_a_head_that_cannot_be_stored_is_logged_and_fails_no_commit(
     heads.open()
     (tmp_path / "gateway-0" / HEADS).unlink()
     (tmp_path / "gateway-0" / HEADS).mkdir()
-    await heads.store("r", LedgerHead(position=7, hash="ab" * 32))
+    heads.store("r", LedgerHead(position=7, hash="ab" * 32))
     assert "cannot store ledger head: head=7:abab" in caplog.text

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
+
 from rollmesh.client.batch import Batch, BatchAssembler, BatchLease
 from rollmesh.client.calls import RunCalls
 from rollmesh.client.local_payloads import add_local
@@ -78,6 +80,8 @@ class Trainer:
         self._run = run
         self._gateway = run.gateway
         self._depot = depot
+        self._depot_channel: grpc.aio.Channel | None = None
+        """The connection for uploads, open from the first one."""
         self._lease_id = ""
         self._renewal: Renewal | None = None
         self._files: PayloadFiles | None = None
@@ -228,6 +232,7 @@ class Trainer:
     async def close(self) -> None:
         """End the session as a crash does: `abandon`, and load nothing ahead of its lease."""
         await self.abandon()
+        await self._leave_depot()
         await self._prefetch.close()
 
     def check(self) -> None:
@@ -307,20 +312,25 @@ class Trainer:
 
     async def _upload(self, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None) -> None:
         try:
-            await self._upload_to(self._depot, version, built, transfer)
+            await self._upload_once(version, built, transfer)
         except MeshError:
             # The depot may have moved. Until it reconnects to the coordinator, its last address is used.
             depot = (await self._run.state_now()).weights_address
             if depot in ("", self._depot):
                 raise
+            await self._leave_depot()
             self._depot = depot
-            await self._upload_to(depot, version, built, transfer)
+            await self._upload_once(version, built, transfer)
 
-    async def _upload_to(
-        self, depot: str, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None
-    ) -> None:
-        async with open_channel(depot, access=self._gateway.access) as channel:
-            await upload(channel, built, owner=version_owner(version, self._run.name), config=transfer)
+    async def _upload_once(self, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None) -> None:
+        if self._depot_channel is None:
+            self._depot_channel = open_channel(self._depot, access=self._gateway.access)
+        await upload(self._depot_channel, built, owner=version_owner(version, self._run.name), config=transfer)
+
+    async def _leave_depot(self) -> None:
+        channel, self._depot_channel = self._depot_channel, None
+        if channel is not None:
+            await channel.close(None)
 
     def _holding(self) -> dict[str, Any]:
         return {**self._run.names(), "trainer_epoch": self.attached.trainer_epoch}

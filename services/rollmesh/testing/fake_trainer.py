@@ -126,7 +126,10 @@ class FakeTrainer:
             update=k, applied=bool(used), verdicts=verdicts, metrics=metrics, groups=tuple(_measured(used, groups))
         )
 
-    def score(self, token_ids: IntArray) -> FloatArray:
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        return [self._score(token_ids) for token_ids in sequences]
+
+    def _score(self, token_ids: IntArray) -> FloatArray:
         logits = self._draws().standard_normal((_PERIOD, max(1, self.vocab_size)))
         logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         scored: FloatArray = logprobs[np.arange(len(token_ids)) % _PERIOD, token_ids].astype(np.float32)

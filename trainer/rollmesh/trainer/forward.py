@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -109,10 +110,23 @@ def logprobs_of(
 
 
 @torch.no_grad()
+def scores(model: PreTrainedModel, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    """Return the log-prob [n] of each token of each sequence given those before it, under the plain softmax, as engines score probes; entry 0
+    is 0.
+
+    The sequences run in one forward, padded at the end, which a causal model does not see.
+    """
+    lengths = [len(token_ids) for token_ids in sequences]
+    padded = np.zeros((len(lengths), max(lengths, default=0)), np.int64)
+    for row, token_ids in zip(padded, sequences, strict=True):
+        row[: len(token_ids)] = token_ids
+    ids = torch.from_numpy(padded).to(model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    scored = torch.cat([chosen.new_zeros(len(lengths), 1), chosen], dim=1).cpu().numpy()
+    return [row[:length] for row, length in zip(scored, lengths, strict=True)]
+
+
 def score(model: PreTrainedModel, token_ids: IntArray) -> FloatArray:
-    """Return the log-prob [n] of each token given those before it, under the plain softmax, as engines score probes; entry 0 is 0."""
-    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-    chosen = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-    padded: FloatArray = torch.cat([chosen.new_zeros(1), chosen]).cpu().numpy()
-    return padded
+    """Return the log-prob [n] of each token of one sequence, see `scores`."""
+    return scores(model, [token_ids])[0]

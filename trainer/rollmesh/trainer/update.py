@@ -158,9 +158,14 @@ class BatchTrainer:
         )
 
     def score(self, token_ids: IntArray) -> FloatArray:
-        """Return the log-prob [n] of each token given those before it; entry 0 is 0. Nodes must reproduce it on these weights."""
+        """Return the log-prob [n] of each token of one sequence, see `scores`."""
+        return self.scores([token_ids])[0]
+
+    def scores(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Return the log-prob [n] of each token of each sequence given those before it; entry 0 is 0. Nodes must reproduce it on these
+        weights."""
         self.model.train(False)
-        return forward.score(self.model, token_ids)
+        return forward.scores(self.model, sequences)
 
     def export_weights(self, path: Path) -> None:
         """Write the weights for publishing to one safetensors file, with tied weights once."""

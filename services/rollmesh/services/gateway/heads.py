@@ -2,7 +2,8 @@
 
 heads.jsonl has one line per commit that this gateway forwarded: {"run": "r", "head": {"position": 17, "hash": "..."}}. The last line of a
 run is valid, because a head covers all records before it. An empty head means that the run was deleted. Opening the file rewrites it
-with these last lines, so that it does not grow with restarts.
+with these last lines, so that it does not grow with restarts. A stored head survives a killed process. It is on the disk a moment later,
+because a trainer would wait for the disk in each commit.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Heads:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
-        self._writing = asyncio.Lock()
+        self._syncing: asyncio.Task[None] | None = None
+        self._unsynced = False
 
     def open(self) -> None:
         """Create the folder, and drop all but the last line of each run."""
@@ -42,19 +44,30 @@ class Heads:
         _sync(partial)
         partial.replace(self._path)
 
-    async def store(self, run: str, head: LedgerHead) -> None:
-        """Append a head durably. A full disk does not fail the commit, because the coordinator has already recorded it."""
-        async with self._writing:
-            try:
-                await asyncio.to_thread(self._append, _encode(run, head))
-            except OSError as error:
-                _log.warning("cannot store ledger head: head=%s run=%s file=%s cause=%s", head, run, self._path, error)
+    async def close(self) -> None:
+        """Wait until every head is on the disk."""
+        if self._syncing is not None:
+            await self._syncing
 
-    def _append(self, line: bytes) -> None:
-        with self._path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+    def store(self, run: str, head: LedgerHead) -> None:
+        """Append a head, and begin to write it to the disk. A full disk does not fail the commit, because the coordinator has recorded it."""
+        try:
+            with self._path.open("ab") as file:
+                file.write(_encode(run, head))
+        except OSError as error:
+            _log.warning("cannot store ledger head: head=%s run=%s file=%s cause=%s", head, run, self._path, error)
+            return
+        self._unsynced = True
+        if self._syncing is None or self._syncing.done():
+            self._syncing = asyncio.create_task(self._sync_all(), name="sync heads")
+
+    async def _sync_all(self) -> None:
+        while self._unsynced:
+            self._unsynced = False
+            try:
+                await asyncio.to_thread(_sync, self._path)
+            except OSError as error:
+                _log.warning("cannot write ledger heads to the disk: file=%s cause=%s", self._path, error)
 
 
 def read_heads(path: Path) -> dict[str, LedgerHead]:

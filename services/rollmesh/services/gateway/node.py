@@ -60,6 +60,7 @@ class GatewayNode(JoinedNode):
 
     async def build(self, stack: AsyncExitStack) -> None:
         self._heads.open()
+        stack.push_async_callback(self._heads.close)
         bus = self._bus
         if bus is None:
             bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self.access))

@@ -67,7 +67,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
         response = await self._forward(self._run.CommitUpdate, request, context)
-        await self._heads.store(request.run, LedgerHead(position=response.ledger_position, hash=response.ledger_hash))
+        self._heads.store(request.run, LedgerHead(position=response.ledger_position, hash=response.ledger_hash))
         return response
 
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
@@ -89,7 +89,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         response = await self._forward(self._run.DeleteRun, request, context)
-        await self._heads.store(request.run, EMPTY)
+        self._heads.store(request.run, EMPTY)
         return response
 
     async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:

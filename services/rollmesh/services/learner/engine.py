@@ -83,8 +83,10 @@ class TrainerEngine(Protocol):
         """Make update k = step + 1. A sample that cannot be trained on is excluded with a reason, without an error."""
         ...
 
-    def score(self, token_ids: IntArray) -> FloatArray:
-        """Return the plain-softmax log-prob [n] of each token given the previous tokens; entry 0 is 0."""
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Return the plain-softmax log-prob [n] of each token of each sequence given the previous tokens; entry 0 is 0.
+
+        A sequence has the same result beside others as alone, up to float rounding."""
         ...
 
     def export_weights(self, folder: Path) -> ExportedWeights:

@@ -92,7 +92,9 @@ class Publisher:
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir(parents=True)
         exported = engine.export_weights(self._scratch)
-        probes = tuple(Probe(token_ids=ids, logprobs=engine.score(ids)) for ids in self._probe_prompts(engine))
+        prompts = self._probe_prompts(engine)
+        scored = engine.score(prompts) if prompts else []
+        probes = tuple(Probe(token_ids=ids, logprobs=row) for ids, row in zip(prompts, scored, strict=True))
         if not all(np.isfinite(probe.logprobs).all() for probe in probes):
             raise WeightsRejected(
                 f"the weights of {version} score a probe as NaN or infinite and are not published; remove the checkpoints that "

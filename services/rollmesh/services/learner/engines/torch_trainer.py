@@ -69,8 +69,8 @@ class TorchTrainer:
             groups=result.groups,
         )
 
-    def score(self, token_ids: IntArray) -> FloatArray:
-        return self._trainer.score(token_ids)
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        return self._trainer.scores(sequences)
 
     def export_weights(self, folder: Path) -> ExportedWeights:
         path = folder / WEIGHTS_NAME
