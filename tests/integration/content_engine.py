@@ -93,6 +93,12 @@ class DoubleEngine(ContentEngine):
         super().submit(request, doubled)
 
 
+class HalfEngine(ContentEngine):
+    """Computes in bfloat16."""
+
+    capabilities = EngineCapabilities(dtype="bfloat16")
+
+
 class StuckEngine(ContentEngine):
     """Reports success at every update and goes on serving its first weights."""
 

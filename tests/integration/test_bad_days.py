@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.recovery import recover
 from rollmesh.services.coordinator.snapshots import SnapshotStore
+from rollmesh.services.learner import publisher as publisher_module
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig, PublishConfig
 from rollmesh.services.learner.engine import ExportedWeights, Restored
@@ -132,10 +134,32 @@ async def test_a_learner_that_sees_its_weights_are_nan_publishes_nothing_and_say
         await compute.close(5.0)
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+async def test_a_tensor_that_no_probe_shows_to_be_broken_is_named_and_not_uploaded(tmp_path: Path, value: str) -> None:
+    """As a row of an embedding that no probe uses."""
+    options = FakeTrainerOptions(vocab_size=112)
+    opened = opening(DivergedUnnoticed, options)["open_engine"](LearnerConfig(directory=str(tmp_path)))
+    compute = ComputeThread(tmp_path)
+    publisher = Publisher(compute, compute, PublishConfig(), tmp_path / "publishing")
+    version = PolicyVersion(policy="main", step=0, incarnation=0)
+    try:
+        copy = await publisher.copy(opened.engine, version)
+        for path in copy.exported.files.values():
+            raw = path.read_bytes()
+            path.write_bytes(raw[:-4] + np.float32(value).tobytes())
+        untouched = SimpleNamespace(version=version)  # without an upload
+        with pytest.raises(WeightsRejected, match=r"tensor \w+ of main@0.0 has a value that is NaN or infinite"):
+            await publisher.publish(untouched, copy)  # type: ignore[arg-type]
+    finally:
+        await compute.close(5.0)
+
+
 async def test_nan_weights_that_are_published_never_become_active_and_the_learner_is_told(
     tmp_path: Path,
     model: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(publisher_module, "first_not_finite", lambda _: "")  # as a trainer that does not look
     made = patient(config(model, stall_s=2.0, updates_max=0, batch_lease_s=60.0, episode_lease_s=60.0))
     async with Mesh(made, run_dir=tmp_path / "run", options={"learner": opening(DivergedUnnoticed)}) as mesh:
         operator = Operator(mesh)

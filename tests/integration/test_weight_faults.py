@@ -14,19 +14,24 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from rollmesh.cli.mesh_client import FleetClient, MeshAddress
+from rollmesh.cli.weights_view import versions_of
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.errors import NotUploaded, UnknownBlob
+from rollmesh.shared.errors import NotUploaded, UnknownBlob, WeightsRejected
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.manifest import build_manifest, parse_manifest, version_owner
+from rollmesh.shared.weights.digests import sha256_hex
+from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest, version_owner
 from rollmesh.shared.weights.servicer import BlobServicer
 from rollmesh.shared.weights.transfer import TransferConfig, upload
 from rollmesh.v1 import coordinator_pb2, run_pb2, weights_pb2, weights_pb2_grpc
@@ -357,6 +362,54 @@ async def test_what_a_killed_upload_leaves_is_deleted_with_the_versions_that_fol
         assert store.store.used_bytes < 20_000
 
 
+# Precision ------------------------------------------------------------------------------------------------------------
+
+
+async def test_weights_that_would_be_rounded_are_rejected_unless_that_is_intended(tmp_path: Path) -> None:
+    config = InferenceConfig(
+        directory=str(tmp_path / "inf-0"),
+        engine=Extension("content_engine.py:HalfEngine"),
+        server=SERVER,
+        transfer=NETWORK,
+    )
+    half = write_safetensors(tmp_path / "half.safetensors", 0, num_values=500)
+    half.write_bytes(half.read_bytes().replace(b'"F32", "shape": [500]', b'"BF16", "shape": [1000]', 1))
+    raw = half.read_bytes()
+    header = raw[8 : raw.index(b"}}") + 2]
+    half.write_bytes(len(header).to_bytes(8, "little") + header + np.ones(1000, "<u2").tobytes())
+    async with depot(tmp_path) as store:
+        fits, _ = await publish(store.address, 0, {"m.safetensors": half})
+        wide, _ = await publish(store.address, 1, small(tmp_path, 1))
+        async with InferenceNode(config, node_id="inf-0", access=ACCESS, base_dir=HERE) as node:
+            await serve(node, fits, store.address)
+            with pytest.raises(
+                WeightsRejected, match=r"first w of float32, would be rounded to bfloat16.*cast_weights"
+            ):
+                await serve(node, wide, store.address)
+            assert node.state.active == fits
+        intended = msgspec.structs.replace(config, cast_weights=True)
+        async with InferenceNode(intended, node_id="inf-0", access=ACCESS, base_dir=HERE) as node:
+            await serve(node, wide, store.address)
+            assert node.state.active == wide
+        async with inference(tmp_path, "inf-1", engine="ContentEngine") as node:
+            await serve(node, fits, store.address)
+
+
+async def test_a_manifest_with_a_false_precision_is_rejected(tmp_path: Path) -> None:
+    files = small(tmp_path, 1)
+    built = build_manifest(files)
+    manifest = parse_manifest(built.data)
+    manifest.dtype = "bfloat16"
+    data = manifest.SerializeToString(deterministic=True)
+    false = BuiltManifest(data=data, weights_digest=sha256_hex(data), chunks=built.chunks)
+    version = PolicyVersion(policy="main", step=1, weights_digest=false.weights_digest)
+    async with depot(tmp_path) as store, inference(tmp_path) as node:
+        async with open_channel(store.address, access=ACCESS) as channel:
+            await upload(channel, false, owner=version_owner(version), config=NETWORK)
+        with pytest.raises(WeightsRejected, match="tensor w is float32, but the manifest states bfloat16"):
+            await node.keeper.prepare(version, [store.address])
+
+
 # Late nodes -----------------------------------------------------------------------------------------------------------
 
 
@@ -442,3 +495,26 @@ def joining(parts: MeshParts, node_id: str, kind: type[InferenceNode] = Inferenc
         transfer=NETWORK,
     )
     return kind(config, node_id=node_id, access=MESH_ACCESS, coordinator=parts.address, base_dir=HERE)
+
+
+async def test_the_versions_of_a_running_mesh_are_listed_with_their_precision(tmp_path: Path) -> None:
+    async with coordinator_mesh(tmp_path) as parts, joining(parts, "inf-0") as node:
+        assert node.membership is not None
+        await node.membership.wait_joined()
+        await parts.create()
+        await parts.attach()
+        found = node.fleet.address_of(DEPOT)
+        assert found is not None
+        version = await announce(parts, found, 0)
+        await eventually(lambda: serves(node, version))
+        assert parts.gateway is not None
+        mesh = MeshAddress(address=parts.gateway.address, access=MESH_ACCESS)
+
+        async def listed() -> bool:
+            async with FleetClient(mesh) as client:
+                rows = await versions_of(mesh, client)
+            return [(r.version, r.digest, r.kind, r.precision, r.nodes) for r in rows] == [
+                ("main@0.0", version.weights_digest, "full", "float32", {"inf-0": "active"})
+            ]
+
+        await eventually(listed)

@@ -254,12 +254,15 @@ class EngineCapabilities(_message.Message):
     SCORES_FIELD_NUMBER: _builtins.int
     SCORE_OUTPUTS_FIELD_NUMBER: _builtins.int
     VERSIONS_MAX_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Name of the engine in the configuration, e.g. "torch"."""
     scores: _builtins.bool
     """Whether it can score."""
     versions_max: _builtins.int
     """Most sets of weights from which it can sample at once; 0 and 1 mean one."""
+    dtype: _builtins.str
+    """Element type in which it computes, as in WeightManifest.dtype; empty if it does not report it."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Outputs of Submission.outputs that it can return."""
@@ -276,10 +279,11 @@ class EngineCapabilities(_message.Message):
         scores: _builtins.bool = ...,
         score_outputs: _abc.Iterable[_builtins.str] | None = ...,
         versions_max: _builtins.int = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "outputs", b"outputs", "score_outputs", b"score_outputs", "scores", b"scores", "versions_max", b"versions_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "engine", b"engine", "outputs", b"outputs", "score_outputs", b"score_outputs", "scores", b"scores", "versions_max", b"versions_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,34 @@ class WeightProbe(_message.Message):
 Global___WeightProbe: _TypeAlias = WeightProbe  # noqa: Y015
 
 @_typing.final
+class TensorPrecision(_message.Message):
+    """Tensors of one element type."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    """Element type, as in WeightManifest.dtype."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tensors, each once in the manifest."""
+
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        tensors: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorPrecision: _TypeAlias = TensorPrecision  # noqa: Y015
+
+@_typing.final
 class WeightManifest(_message.Message):
     """Everything that a node needs to load a version. The trainer writes it, serializes it deterministically and stores it as a blob,
     whose digest is the weights digest.
@@ -160,10 +188,13 @@ class WeightManifest(_message.Message):
     TIED_FIELD_NUMBER: _builtins.int
     PROBES_FIELD_NUMBER: _builtins.int
     PROBE_TOLERANCE_FIELD_NUMBER: _builtins.int
+    EXCEPTIONS_FIELD_NUMBER: _builtins.int
     kind: Global___WeightManifest.Kind.ValueType
     """Kind of the weights."""
     dtype: _builtins.str
-    """Element types of the stored tensors: "float32", "bfloat16", or several joined by commas. Informational; the files decide."""
+    """Element type of the tensors, except for those of `exceptions` and of an adapter: "float32", "bfloat16", "float16", "float64", ...
+    Nodes compare it with the files, and reject a version whose files differ. Empty: not stated.
+    """
     probe_tolerance: _builtins.float
     """Largest |log-prob difference| that a probe may have, in nats; 0 means 0.01."""
     @_builtins.property
@@ -178,6 +209,10 @@ class WeightManifest(_message.Message):
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightProbe]:
         """Probes. Empty means that activation is not verified by scoring."""
 
+    @_builtins.property
+    def exceptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorPrecision]:
+        """Tensors of another type than `dtype`."""
+
     def __init__(
         self,
         *,
@@ -187,10 +222,11 @@ class WeightManifest(_message.Message):
         tied: _abc.Iterable[_builtins.str] | None = ...,
         probes: _abc.Iterable[Global___WeightProbe] | None = ...,
         probe_tolerance: _builtins.float = ...,
+        exceptions: _abc.Iterable[Global___TensorPrecision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "files", b"files", "kind", b"kind", "probe_tolerance", b"probe_tolerance", "probes", b"probes", "tied", b"tied"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "exceptions", b"exceptions", "files", b"files", "kind", b"kind", "probe_tolerance", b"probe_tolerance", "probes", b"probes", "tied", b"tied"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -295,7 +295,8 @@ class WeightServiceServicer(object):
         Errors:
         NOT_FOUND UNKNOWN_BLOB: a chunk is at no source; upload it again.
         DATA_LOSS HASH_MISMATCH: the bytes of a chunk do not hash to its digest at any source.
-        FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model.
+        FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model, the manifest states another type than
+        the files have, or the engine would have to round the values.
         UNIMPLEMENTED: this node has no engine (the depot).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

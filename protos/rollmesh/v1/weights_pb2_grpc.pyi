@@ -168,7 +168,8 @@ class WeightServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_BLOB: a chunk is at no source; upload it again.
       DATA_LOSS HASH_MISMATCH: the bytes of a chunk do not hash to its digest at any source.
-      FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model.
+      FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model, the manifest states another type than
+        the files have, or the engine would have to round the values.
       UNIMPLEMENTED: this node has no engine (the depot).
     """
     Activate: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ActivateRequest, _weights_pb2.ActivateResponse]
@@ -195,7 +196,8 @@ class WeightServiceAsyncStub(WeightServiceStub):
     Errors:
       NOT_FOUND UNKNOWN_BLOB: a chunk is at no source; upload it again.
       DATA_LOSS HASH_MISMATCH: the bytes of a chunk do not hash to its digest at any source.
-      FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model.
+      FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model, the manifest states another type than
+        the files have, or the engine would have to round the values.
       UNIMPLEMENTED: this node has no engine (the depot).
     """
     Activate: _aio.UnaryUnaryMultiCallable[_weights_pb2.ActivateRequest, _weights_pb2.ActivateResponse]  # type: ignore[assignment]
@@ -231,7 +233,8 @@ class WeightServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND UNKNOWN_BLOB: a chunk is at no source; upload it again.
           DATA_LOSS HASH_MISMATCH: the bytes of a chunk do not hash to its digest at any source.
-          FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model.
+          FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model, the manifest states another type than
+            the files have, or the engine would have to round the values.
           UNIMPLEMENTED: this node has no engine (the depot).
         """
 

@@ -26,12 +26,13 @@ from rollmesh.cli.commands import (
     trace,
     train,
     up,
+    weights,
 )
 
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
-    demo, train, check, recipes, up, serve, drain, stop, delete, status, health, rollout, show, score, audit, judge, clean, certs,
+    demo, train, check, recipes, up, serve, drain, stop, delete, status, weights, health, rollout, show, score, audit, judge, clean, certs,
     trace, doctor, bench, dead,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""

@@ -19,3 +19,5 @@ class EngineCapabilities:
     """Per-token outputs that a call of `score` can request."""
     versions_max: int = 1
     """Most sets of weights from which it can sample at once."""
+    dtype: str = ""
+    """Element type in which it computes; empty if it does not report it."""

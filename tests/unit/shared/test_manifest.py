@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rollmesh.shared.weights.manifest import (
     parse_manifest,
     version_owner,
 )
+from rollmesh.shared.weights.precision import dtypes_of, misstated, precision_text, rounded
 from rollmesh.shared.weights.probes import Probe
 from rollmesh.v1 import weights_pb2
 
@@ -55,6 +57,53 @@ def test_chunks_in_order_are_the_file(tmp_path: Path) -> None:
     assert manifest.dtype == "float32"
 
 
+def mixed(path: Path) -> Path:
+    """Two tensors of float32, one of bfloat16 and one of int64."""
+    header = {
+        "big": {"dtype": "BF16", "shape": [100], "data_offsets": [0, 200]},
+        "gate": {"dtype": "F32", "shape": [2], "data_offsets": [200, 208]},
+        "bias": {"dtype": "F32", "shape": [2], "data_offsets": [208, 216]},
+        "ids": {"dtype": "I64", "shape": [1], "data_offsets": [216, 224]},
+    }
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(224))
+    return path
+
+
+def test_the_precision_is_that_of_most_bytes_with_the_other_tensors_as_exceptions(tmp_path: Path) -> None:
+    files = {"m.safetensors": mixed(tmp_path / "m.safetensors")}
+    manifest = parse_manifest(build_manifest(files).data)
+    assert manifest.dtype == "bfloat16"
+    assert {group.dtype: list(group.tensors) for group in manifest.exceptions} == {
+        "float32": ["bias", "gate"],
+        "int64": ["ids"],
+    }
+    assert precision_text(manifest) == "bfloat16, 2 tensors float32, 1 tensor int64"
+    dtypes = dtypes_of(files.values())
+    assert misstated(manifest, dtypes) == ""
+    assert rounded(dtypes, "bfloat16") == ["gate", "bias"]
+    assert rounded(dtypes, "float16") == ["big", "gate", "bias"], "float16 has a smaller range than bfloat16"
+    assert rounded(dtypes, "float32") == rounded(dtypes, "") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "dtype", "float32"), "tensor big is bfloat16, but the manifest states float32"),
+        (lambda m: m.exceptions.pop(), "tensor ids is int64, but the manifest states bfloat16"),
+        (lambda m: m.exceptions[0].tensors.append("x"), "the manifest states the type of tensor x, which no file has"),
+        (lambda m: m.ClearField("dtype"), ""),
+    ],
+)
+def test_a_manifest_that_states_another_precision_than_the_files_have_is_found_out(
+    tmp_path: Path, change: Callable[[weights_pb2.WeightManifest], object], message: str
+) -> None:
+    files = {"m.safetensors": mixed(tmp_path / "m.safetensors")}
+    manifest = parse_manifest(build_manifest(files).data)
+    change(manifest)
+    assert misstated(manifest, dtypes_of(files.values())) == message
+
+
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"PK\x03\x04 a zip archive, surely")
     with pytest.raises(InvalidInput, match=r"x\.safetensors is not a safetensors file"):
@@ -73,6 +122,11 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
         (lambda m: setattr(m.probes[0], "logprobs", bytes(8)), "probes[0].logprobs: 2 values for 3 tokens"),
         (lambda m: setattr(m, "probe_tolerance", float("nan")), "probe_tolerance: nan"),
         (lambda m: setattr(m, "kind", 0), "manifest.kind: 0"),
+        (lambda m: setattr(m, "dtype", "bfloat16,float32"), "manifest.dtype: 'bfloat16,float32', expected one of"),
+        (lambda m: m.exceptions.add(dtype="int64"), "exceptions[0].tensors: must name at least one tensor"),
+        (lambda m: m.exceptions.add(dtype="float32", tensors=["w"]), "exceptions[0].dtype: 'float32'"),
+        (lambda m: m.exceptions.add(dtype="int64", tensors=["w", "w"]), "exceptions[0].tensors: must name"),
+        (lambda m: (m.exceptions.add(dtype="int64", tensors=["w"]), m.ClearField("dtype")), "without `dtype`"),
     ],
 )
 def test_a_misleading_manifest_is_refused(

@@ -28,6 +28,9 @@ class InferenceConfig(Settings):
     kv: Literal["recompute", "keep"] = "recompute"
     """What happens to the key-value cache of running sequences when weights change. `recompute` rebuilds it, so that log-probs equal
     a forward; `keep` keeps it, without a pause."""
+    cast_weights: bool = False
+    """Whether weights may be rounded to the engine's `dtype`, such as float32 weights for an engine in bfloat16. If false, a version that
+    would be rounded is rejected. Conversions that keep every value, such as bfloat16 to float32, are always allowed."""
     quota_bytes: PositiveInt = 64 << 30
     """Limit of `directory`, in bytes. Two versions, and the files assembled from their chunks, must fit."""
     capacity: PositiveInt = 64

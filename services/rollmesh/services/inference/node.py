@@ -131,6 +131,7 @@ class InferenceNode(JoinedNode):
                 scores=can.scores,
                 score_outputs=can.score_outputs,
                 versions_max=can.versions_max,
+                dtype=can.dtype,
             )
         )
         return hello

@@ -27,18 +27,21 @@ from rollmesh.shared.errors import (
     DeadlineExceeded,
     DiskFull,
     EngineFailed,
+    InvalidInput,
     MeshError,
     NotPrepared,
     ProbeMismatch,
     UnknownPolicy,
     WeightsRejected,
 )
+from rollmesh.shared.text import count_of
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.digests import check_digest
 from rollmesh.shared.weights.fetcher import Fetcher, OpenChannel
-from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, version_owner
+from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE_TOLERANCE, version_owner
+from rollmesh.shared.weights.precision import dtypes_of, misstated, rounded
 from rollmesh.shared.weights.probes import probes_of
 from rollmesh.v1 import weights_pb2
 
@@ -141,6 +144,7 @@ class WeightKeeper:
         folder = self._store.directory / f"files-{version.weights_digest}"
         try:
             files = await self._files(manifest, folder)
+            await asyncio.to_thread(self._check_precision, manifest, files)
             await self._state.engine.prepare(version, files)
         except EngineRejects as err:
             raise WeightsRejected(f"{version}: {err}", version=version) from err
@@ -148,6 +152,22 @@ class WeightKeeper:
             raise EngineFailed(f"{version} was not prepared: {err}") from err
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _check_precision(self, manifest: weights_pb2.WeightManifest, files: Mapping[str, Path]) -> None:
+        """Raise `EngineRejects` if the files have another precision than the manifest states, or if the engine would round them."""
+        base = [path for name, path in files.items() if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
+        try:
+            dtypes = dtypes_of(base)
+        except InvalidInput as err:
+            raise EngineRejects(str(err)) from err
+        if what := misstated(manifest, dtypes):
+            raise EngineRejects(f"{what}; build the manifest from the files that are published")
+        own = self._state.engine.capabilities.dtype
+        if not self._config.cast_weights and (names := rounded(dtypes, own)):
+            raise EngineRejects(
+                f"{count_of(len(names), 'tensor')}, first {names[0]} of {dtypes[names[0]]}, would be rounded to {own}, in which the engine "
+                f"computes; publish {own}, set `inference.engine.options.dtype`, or allow it with `inference.cast_weights: true`"
+            )
 
     async def _files(self, manifest: weights_pb2.WeightManifest, folder: Path) -> Mapping[str, Path]:
         """Return the local path per file name: the blob itself if the file is one chunk, else a file assembled in `folder`."""

@@ -30,10 +30,14 @@ from rollmesh.shared.errors import InvalidInput, WeightsRejected
 from rollmesh.shared.trajectory import IntArray, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
+from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest
 from rollmesh.shared.weights.probes import Probe
 
 _SYNTHETIC_TOKENS = 32
+_NOT_FINITE = (
+    "so the version is not published; remove the checkpoints that hold this update, lower the learning rate, and resume"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Publisher:
     async def publish(self, trainer: Trainer, copy: WeightsCopy) -> PolicyVersion:
         """Upload and announce a copy of the weights of `trainer.version`; return it with its digest. Repeatable.
 
-        Raise `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
+        Raise `WeightsRejected` for a tensor with a value that is NaN or infinite, `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
         """
         assert str(copy.version) == str(trainer.version), "a version is published before the next update is committed"
         try:
@@ -97,8 +101,7 @@ class Publisher:
         probes = tuple(Probe(token_ids=ids, logprobs=row) for ids, row in zip(prompts, scored, strict=True))
         if not all(np.isfinite(probe.logprobs).all() for probe in probes):
             raise WeightsRejected(
-                f"the weights of {version} score a probe as NaN or infinite and are not published; remove the checkpoints that "
-                "hold this update, lower the learning rate, and resume",
+                f"the weights of {version} score a probe as NaN or infinite, {_NOT_FINITE}",
                 version=version,
             )
         return WeightsCopy(version, exported, probes)
@@ -117,6 +120,12 @@ class Publisher:
 
     def _build(self, copy: WeightsCopy) -> BuiltManifest:
         exported, probes = copy.exported, [probe.encode() for probe in copy.probes]
+        for path in exported.files.values():
+            if name := first_not_finite(path):
+                raise WeightsRejected(
+                    f"tensor {name} of {copy.version} has a value that is NaN or infinite, {_NOT_FINITE}",
+                    version=copy.version,
+                )
         return self._as_before(copy.version, build_manifest(exported.files, tied=exported.tied, probes=probes))
 
     def _as_before(self, version: PolicyVersion, built: BuiltManifest) -> BuiltManifest:

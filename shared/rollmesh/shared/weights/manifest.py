@@ -6,7 +6,6 @@ a reader does not serialize a manifest again to check it. Free of numpy, since t
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from array import array
@@ -18,9 +17,9 @@ from types import MappingProxyType
 from google.protobuf.message import DecodeError
 
 from rollmesh.shared.codec.refusal import invalid, refuse_unknown
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import check_digest, sha256_hex
+from rollmesh.shared.weights.precision import check_precision, state_precision
 from rollmesh.v1 import weights_pb2
 
 CHUNK_BYTES = 16 << 20
@@ -31,8 +30,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """The files of a low-rank adapter, as peft names them."""
 PROBE_TOLERANCE = 0.01
 """Nats. Reordered float32 sums differ by 1e-5; a stale layer of a small model showed 1e-1 and more."""
-_HEADER_BYTES_MAX = 100 << 20
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +84,11 @@ def build_manifest(
     manifest = weights_pb2.WeightManifest(
         kind=weights_pb2.WeightManifest.KIND_LORA if adapter else weights_pb2.WeightManifest.KIND_FULL,
         files=[_file(name, path, chunk_bytes, chunks) for name, path in sorted({**files, **adapter}.items())],
-        dtype=",".join(sorted(set().union(*(safetensors_dtypes(path) for path in files.values())))),
         tied=sorted(tied),
         probes=probes,
         probe_tolerance=probe_tolerance,
     )
+    state_precision(manifest, files.values())
     check_manifest(manifest)
     data = manifest.SerializeToString(deterministic=True)
     return BuiltManifest(data=data, weights_digest=sha256_hex(data), chunks=chunks)
@@ -127,6 +124,7 @@ def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
     is_adapter = manifest.kind == weights_pb2.WeightManifest.KIND_LORA
     if is_adapter != ({ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names)) or (is_adapter and len(names) < 3):
         invalid("manifest.files", f"an adapter has {ADAPTER_CONFIG}, {ADAPTER_WEIGHTS} and the files of its base")
+    check_precision(manifest)
     if not (math.isfinite(manifest.probe_tolerance) and manifest.probe_tolerance >= 0):
         invalid("manifest.probe_tolerance", f"{manifest.probe_tolerance}, expected a finite number, 0 or more")
     for index, probe in enumerate(manifest.probes):
@@ -136,22 +134,6 @@ def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
 def chunk_sizes(manifest: weights_pb2.WeightManifest) -> dict[str, int]:
     """Bytes of every distinct chunk, in order of first use."""
     return {chunk.digest: chunk.size_bytes for file in manifest.files for chunk in file.chunks}
-
-
-def safetensors_dtypes(path: Path) -> set[str]:
-    """Element types in a safetensors file, from its header. Raises `InvalidInput` if it is not such a file.
-
-    Format: u64le length of a JSON header {name: {dtype, shape, data_offsets}}, then the data.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(_HEADER_BYTES_MAX, path.stat().st_size - 8):
-            raise InvalidInput(f"{path} is not a safetensors file; save the state dict with safetensors")
-        try:
-            header = json.loads(file.read(length))
-            return {_DTYPES.get(t["dtype"], t["dtype"]) for name, t in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
-            raise InvalidInput(f"{path} has no readable safetensors header: {err}; save it again") from err
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class TorchEngine:
             outputs=("kept_mass", *score_outputs),
             score_outputs=score_outputs,
             versions_max=self._config.versions_max,
+            dtype=self._config.dtype,
         )
 
     @classmethod

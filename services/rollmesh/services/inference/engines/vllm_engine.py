@@ -59,10 +59,10 @@ class VllmEngine:
     """Implements `rollmesh.services.inference.engine.Engine`."""
 
     Options: ClassVar[type[Settings]] = VllmEngineConfig
-    capabilities = EngineCapabilities(outputs=OUTPUTS, score_outputs=SCORE_OUTPUTS)
 
     def __init__(self, options: VllmEngineConfig) -> None:
         self._config = options
+        self.capabilities = EngineCapabilities(outputs=OUTPUTS, score_outputs=SCORE_OUTPUTS, dtype=options.dtype)
         self._context_max = options.context_max
         """0 until the start, if the model gives it."""
         self._host = VllmHost(options)

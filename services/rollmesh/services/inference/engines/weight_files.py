@@ -1,26 +1,17 @@
-"""Read and check weight files without torch, for engines whose model runs in another process.
-
-The format is safetensors: eight bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
-(https://huggingface.co/docs/safetensors).
-"""
+"""Check weight files without torch, for engines whose model runs in another process."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rollmesh.services.inference.engine import WeightsMismatch
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import ADAPTER_WEIGHTS
+from rollmesh.shared.weights.precision import TensorHeader, tensor_headers
 
 Shapes = dict[str, tuple[int, ...]]
-
-_HEADER_BYTES_MAX = 100_000_000
-_BLOCK_BYTES = 64 << 20
-"""Values are checked in blocks of this size, which bounds the memory."""
 
 
 def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...]] | None) -> Shapes:
@@ -32,10 +23,9 @@ def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...
     if ADAPTER_WEIGHTS in files:
         raise WeightsMismatch("attached servers take whole weights: merge the adapter before it is published")
     for name in sorted(files):
-        for key, shape, blocks in _tensors(name, files[name]):
-            if not all(map(_is_finite, blocks)):
-                raise WeightsMismatch(f"tensor {key} has a value that is NaN or infinite: the update diverged")
-            found[key] = shape
+        found |= {key: tensor.shape for key, tensor in _headers(name, files[name]).items()}
+        if key := first_not_finite(files[name]):
+            raise WeightsMismatch(f"tensor {key} has a value that is NaN or infinite: the update diverged")
     for key, shape in (expected or {}).items():
         if key not in found:
             raise WeightsMismatch(f"tensor {key} is missing: send the whole state dict")
@@ -50,35 +40,11 @@ def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...
 def folder_shapes(folder: Path) -> Shapes | None:
     """Return the shape of each tensor in the safetensors files of a model folder; None if it has none."""
     files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
-    return {key: shape for name, path in files.items() for key, shape, _ in _tensors(name, path)} or None
+    return {key: tensor.shape for name, path in files.items() for key, tensor in _headers(name, path).items()} or None
 
 
-def _tensors(name: str, path: Path) -> Iterator[tuple[str, tuple[int, ...], Iterator[NDArray[np.generic]]]]:
-    """Yield name, shape and blocks of values of each tensor. Values of a type without NaN have no blocks."""
+def _headers(name: str, path: Path) -> dict[str, TensorHeader]:
     try:
-        data = np.memmap(path, np.uint8, mode="r")
-        size = int.from_bytes(data[:8].tobytes(), "little")
-        if not 0 < size <= min(_HEADER_BYTES_MAX, len(data) - 8):
-            raise ValueError("the header length is out of range")
-        header = json.loads(data[8 : 8 + size].tobytes())
-        for key, entry in header.items():
-            if key == "__metadata__":
-                continue
-            start, end = (8 + size + int(offset) for offset in entry["data_offsets"])
-            if not 8 + size <= start <= end <= len(data):
-                raise ValueError(f"tensor {key} is outside the file")
-            yield key, tuple(entry["shape"]), _blocks(data[start:end], entry["dtype"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return tensor_headers(path)
+    except (OSError, InvalidInput) as error:
         raise WeightsMismatch(f"file {name} at {path} is not readable safetensors: {error}") from error
-
-
-def _blocks(data: NDArray[np.uint8], dtype: str) -> Iterator[NDArray[np.generic]]:
-    kinds = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
-    for start in range(0, len(data) if dtype in kinds else 0, _BLOCK_BYTES):
-        yield np.frombuffer(data[start : start + _BLOCK_BYTES].tobytes(), kinds[dtype])
-
-
-def _is_finite(block: NDArray[np.generic]) -> bool:
-    if block.dtype == np.uint16:  # bfloat16: all ones in the exponent
-        return not bool(((block & np.uint16(0x7F80)) == 0x7F80).any())  # type: ignore[operator]
-    return bool(np.isfinite(block).all())
