@@ -290,13 +290,13 @@ class NodePool:
 
     async def take(self, request: RoutedRequest) -> tuple[str, KnownNode]:
         """Return the best node for a request, and wait for a usable one. The caller's deadline bounds the wait."""
+        while self._lost:
+            await self._lost.pop().close()
         while (node := self._choice.choose(request, self._capable(request), self._clock.monotonic_s())) is None:
             await self._wait_for_node(request)
         request.waiting_for = ""
         self._choice.sent(request, node)
-        while self._lost:
-            await self._lost.pop().close()
-        return node.node_id, node
+        return node.node_id, node  # without an await since the choice, so that the node cannot be closed in between
 
     def failed(self, request: RoutedRequest, node_id: str, node: KnownNode, err: MeshError) -> None:
         """Record a failure. Stale weights concern only this request; an overloaded or failed node is skipped for all.

@@ -124,10 +124,10 @@ class GenerateLink:
         try:
             with typed_errors():
                 async for response in call:
-                    if response.HasField("load"):
-                        self._note_load(response.load)
                     for delta in response.deltas:
                         self._deliver(delta)
+                    if response.HasField("load"):  # which counts no request that this frame ended
+                        self._note_load(response.load)
         finally:
             call.cancel()
             writer.cancel()
