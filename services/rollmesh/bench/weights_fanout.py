@@ -123,8 +123,8 @@ async def _sinks(
             name = f"sink-{number}"
             options = [name, mesh.layout.coordinator, str(folder / name), str(rate)]
             process = await asyncio.create_subprocess_exec(
-                *module, *options, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-            )
+                *module, *options, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
+            )  # Linux shares the cores by session, so that other work on the machine slows a node less
             processes.append(process)
             assert process.stdin is not None
             process.stdin.write(f"{mesh.access.token}\n".encode())
