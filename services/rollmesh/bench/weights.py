@@ -2,7 +2,7 @@
 
 Fan-out: a version of random bytes goes from a real depot to 1 and to 8 nodes, which fetch it as a real coordinator plans. Each node is a
 process without engine. Ingress and egress of each process are limited to the same rate. Deltas: a model is trained here, and each version
-is compared with the one before, chunk by chunk.
+is compared with the one before, chunk by chunk. The last part is the bench `publish_to_active`.
 
 How to read it: `time of 8` is the time until the last of 8 nodes has all bytes verified, over the time of one node at the same rate; 1 is
 the minimum. `egress of 8` is what the depot sends to 8 nodes, over what it sends to one; without forwarding it would be 8. All processes
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from statistics import median
 
+from rollmesh.bench import publish_to_active
 from rollmesh.bench.report import BenchTarget, Report
 from rollmesh.bench.weights_delta import CASES, DeltaFigures, measure
 from rollmesh.bench.weights_fanout import FanOut, fan_out
@@ -43,7 +44,18 @@ def run(quick: bool) -> Report:
         _fan_out(report, name, rate)
     for name in ["demo"] if quick else CASES:
         _delta(report, name, measure(name, 2 if quick else UPDATES[name]))
+    _publish_to_active(report, publish_to_active.run(quick))
     return report
+
+
+def _publish_to_active(report: Report, found: Report) -> None:
+    for row in found.rows:
+        case = f"{found.bench}, {row['mesh']}, {row['kv']}"
+        report.rows += [
+            {"case": case, "what": what, "value": value} for what, value in row.items() if what not in ("mesh", "kv")
+        ]
+    report.notes += [f"{found.bench}: {found.setting}", *found.notes]
+    report.targets += found.targets
 
 
 def _rate(report: Report) -> float:
