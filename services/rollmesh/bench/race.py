@@ -60,18 +60,20 @@ class ArmPlan:
     """Whether the services come from the other tree."""
 
 
-TRL, BARE = "TRL", "bare loop"
-ONE, MANY, FILTERED = "one process", "processes", "one process, eta 2, filtered"
+TRL, BARE, OLD = "TRL", "bare loop", "old "
+ONE, APART, MANY = "one process, eta 0", "learner apart, eta 2", ("processes, eta 0", "processes, eta 2")
 ARMS: dict[str, ArmPlan] = {
     TRL: ArmPlan("trl"),
     BARE: ArmPlan("bare"),
-    f"{ONE}, eta 0": ArmPlan("mesh", 0),
-    f"{ONE}, eta 2": ArmPlan("mesh", 2),
-    f"{MANY}, eta 0": ArmPlan("processes", 0),
-    f"{MANY}, eta 2": ArmPlan("processes", 2),
-    FILTERED: ArmPlan("mesh", 2, filtered=True),
+    ONE: ArmPlan("mesh", 0),
+    APART: ArmPlan("learner apart", 2),
+    MANY[0]: ArmPlan("processes", 0),
+    MANY[1]: ArmPlan("processes", 2),
+    f"{APART}, filtered": ArmPlan("learner apart", 2, filtered=True),
 }
-OF_TRL = {ONE: 1.0, MANY: 1.4}
+PAIRS = ((ONE, APART), MANY)
+"""Arms at eta 0 and at eta 2 of the same configuration: `processes.enabled` false, and true."""
+OF_TRL = {ONE: 1.0, APART: 1.0, MANY[0]: 1.4, MANY[1]: 1.4}
 """Most CPU per episode, relative to TRL's."""
 OF_ALLOWED = 0.85
 """Least speed-up of eta = 2, relative to the allowed one."""
@@ -123,10 +125,11 @@ def run(
     seeds, updates = (tuple(seeds)[:1], SNAPSHOT_EVERY) if quick else (tuple(seeds), updates)
     arms = dict(ARMS)
     if old is not None:
+        modes: dict[RaceMode, RaceMode] = {"mesh": "mesh", "learner apart": "mesh", "processes": "processes"}
         arms |= {
-            f"old {name}": ArmPlan(p.mode, p.eta, p.filtered, True)
+            f"{OLD}{name}": ArmPlan(modes[p.mode], p.eta, p.filtered, True)
             for name, p in ARMS.items()
-            if p.mode in ("mesh", "processes")
+            if p.mode in modes
         }
     with TemporaryDirectory(prefix="rollmesh-race-") as folder, ExitStack() as stack:
         race = _Race(
@@ -353,10 +356,10 @@ def _rates(records: Records) -> list[dict[str, Any]]:
         _spreads("start-up, wall s", records, lambda r: r.run.marks[0].wall_s - _wall_s(r) * r.run.marks[0].update, 1),
         _row(
             "allowed speed-up",
-            {name: spread([_allowed(r) for r in records[name]], 2) for name in _synchronous(records)},
+            {slow: spread([_allowed(r) for r in records[slow]], 2) for slow, _ in _pairs(records)},
             records,
         ),
-        _row("speed-up", {f"{mode}, eta 2": spread(found, 2) for mode, found in _speed_ups(records).items()}, records),
+        _row("speed-up", {name: spread(found, 2) for name, found in _speed_ups(records).items()}, records),
     ]
 
 
@@ -398,18 +401,13 @@ def _shares(records: Records) -> list[dict[str, Any]]:
 
 def _targets(records: Records) -> list[BenchTarget]:
     targets = []
-    for mode, bound in OF_TRL.items():
-        for eta in (0, 2):
-            ratios = [
-                _cpu_ms(ours) / _cpu_ms(trl)
-                for ours, trl in zip(records[f"{mode}, eta {eta}"], records[TRL], strict=True)
-            ]
-            targets.append(BenchTarget(f"CPU per episode over TRL, {mode}, eta {eta}", median(ratios), bound))
-    for mode, speed_ups in _speed_ups(records).items():
-        shares = [ours / _allowed(r) for ours, r in zip(speed_ups, records[f"{mode}, eta 0"], strict=True)]
-        targets.append(
-            BenchTarget(f"speed-up over the allowed one, {mode}, eta 2", median(shares), OF_ALLOWED, at_most=False)
-        )
+    for name, bound in OF_TRL.items():
+        ratios = [_cpu_ms(ours) / _cpu_ms(trl) for ours, trl in zip(records[name], records[TRL], strict=True)]
+        targets.append(BenchTarget(f"CPU per episode over TRL, {name}", median(ratios), bound))
+    speed_ups = _speed_ups(records)
+    for slow, fast in PAIRS:
+        shares = [ours / _allowed(r) for ours, r in zip(speed_ups[fast], records[slow], strict=True)]
+        targets.append(BenchTarget(f"speed-up over the allowed one, {fast}", median(shares), OF_ALLOWED, at_most=False))
     return targets
 
 
@@ -427,18 +425,17 @@ def _missed(records: Records, targets: Sequence[BenchTarget]) -> list[str]:
     return notes
 
 
-def _synchronous(records: Records) -> list[str]:
-    return [name for name in records if name.endswith(", eta 0")]
+def _pairs(records: Records) -> list[tuple[str, str]]:
+    """Return the arms at eta 0 and eta 2 that are compared, also those of the other tree."""
+    both = [*PAIRS, *((OLD + slow, OLD + fast) for slow, fast in PAIRS)]
+    return [(slow, fast) for slow, fast in both if slow in records]
 
 
 def _speed_ups(records: Records) -> dict[str, list[float]]:
-    """Return the wall time of eta = 0 over that of eta = 2, by mode."""
+    """Return the wall time of eta = 0 over that of eta = 2, by arm at eta = 2."""
     return {
-        name.removesuffix(", eta 0"): [
-            _wall_s(slow) / _wall_s(fast)
-            for slow, fast in zip(records[name], records[name.replace("eta 0", "eta 2")], strict=True)
-        ]
-        for name in _synchronous(records)
+        fast: [_wall_s(one) / _wall_s(other) for one, other in zip(records[slow], records[fast], strict=True)]
+        for slow, fast in _pairs(records)
     }
 
 

@@ -19,11 +19,12 @@ import msgspec
 
 from rollmesh.bench.bare_loop import BareLoop
 from rollmesh.bench.race_profile import MODEL, profiled_by_process, profiled_here
-from rollmesh.bench.race_work import RaceClock, RaceMark, RaceRun, RaceWork, UpdateSeen, race_config
+from rollmesh.bench.race_work import RaceClock, RaceMark, RaceMode, RaceRun, RaceWork, UpdateSeen, race_config
 from rollmesh.mesh import Mesh
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.interpreter_tuning import tune_process
 from rollmesh.mesh.running_mesh import RunningMesh
-from rollmesh.mesh.supervisor import Supervisor
+from rollmesh.mesh.supervisor import Supervisor, hosts_in_one_process
 from rollmesh.services.learner.metrics_log import MetricsLine, read_metrics
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -184,13 +185,19 @@ async def open_arm(work: RaceWork) -> AsyncIterator[RaceArm]:
             tune_process()
             yield BareArm(loop, work, clock)
         return
-    own = Mesh if work.mode == "mesh" else Supervisor
     async with (
-        own(config, run_dir=folder / "run", base_dir=folder) as mesh,
+        _mesh(config, work.mode, folder) as mesh,
         open_channel(mesh.layout.gateway, access=mesh.layout.access) as channel,
     ):
         profiled = (lambda: profiled_by_process(mesh)) if isinstance(mesh, Supervisor) else profiled_here
         yield MeshArm(mesh, work, clock, run_pb2_grpc.RunServiceStub(channel), profiled)
+
+
+def _mesh(config: MeshConfig, mode: RaceMode, folder: Path) -> Mesh | Supervisor:
+    if mode == "mesh":
+        return Mesh(config, run_dir=folder / "run", base_dir=folder)
+    hosts = hosts_in_one_process(config, folder) if mode == "learner apart" else None
+    return Supervisor(config, run_dir=folder / "run", base_dir=folder, hosts=hosts)
 
 
 async def main() -> None:

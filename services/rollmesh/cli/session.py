@@ -29,7 +29,7 @@ from rollmesh.cli.watch import RunRecorder, Watcher
 from rollmesh.demo.model_process import WarmStep, make_in_process
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.running_mesh import RunningMesh
-from rollmesh.mesh.supervisor import Supervisor, hosts_in_one_process, needs_processes
+from rollmesh.mesh.supervisor import Supervisor, hosts_in_one_process
 from rollmesh.services.learner.metrics_log import EventFile
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import DeadlineExceeded, MeshError
@@ -88,13 +88,14 @@ class TrainSession:
     def _mesh(self) -> RunningMesh:
         config, root = run_config(self.folder, self.config), self.folder.root
         enabled = config.processes.enabled
-        if self.in_process or not (enabled or needs_processes(config, self.base_dir)):
+        hosts = None if enabled or self.in_process else hosts_in_one_process(config, self.base_dir)
+        if self.in_process or not (enabled or hosts):
             return Mesh(config, run_dir=root, base_dir=self.base_dir)
         return Supervisor(
             config,
             run_dir=root,
             base_dir=self.base_dir,
-            hosts=None if enabled else hosts_in_one_process(config),
+            hosts=hosts,
             on_event=self.view.event,
             holds_lock=True,
         )

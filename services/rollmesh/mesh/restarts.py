@@ -21,8 +21,9 @@ class ProcessesConfig(Settings):
     """How the processes of a run are started, restarted and stopped."""
 
     enabled: bool = True
-    """Run each service in a separate process, and restart a process that crashes. False: all services share one process. This saves about
-    50 MB of memory and a second of start per service, but a crash of one service is a crash of all."""
+    """Run each service in a separate process, and restart a process that crashes. False: services share one process, except the learner if
+    `run.max_staleness` > 0, because it trains while the others generate. This saves about 50 MB of memory and a second of start per
+    service, but a crash of one service is a crash of all that share its process."""
     restarts_max: NonNegativeInt = 10
     """Restarts of one process within `window_s`. One more failure stops the run with its cause, because a repeated failure needs an
     operator. Single failures, days apart, do not add up."""

@@ -234,11 +234,18 @@ def needs_processes(config: MeshConfig, base_dir: Path) -> bool:
     return config.counts.inference > 0 and not is_this(interpreter_of(config.inference, base_dir))
 
 
-def hosts_in_one_process(config: MeshConfig) -> dict[str, Sequence[str]]:
-    """Return the hosts of a run whose services share a process, except inference nodes, which need another interpreter, and the learner,
-    because a host exits when its learner is done, and the last evaluation follows."""
+def hosts_in_one_process(config: MeshConfig, base_dir: Path) -> dict[str, Sequence[str]] | None:
+    """Return the hosts of a run whose services share a process where they can, or None if all of them can. Raises ConfigError.
+
+    With `max_staleness` > 0 the learner has a separate process, because it trains while the engine generates. In one process both wait for the
+    same interpreter lock after every tensor operation (`rollmesh bench race` has the figures). Inference nodes that need another
+    interpreter have separate processes. So has the learner then, because a host exits when its learner is done, and the last evaluation follows.
+    """
+    others = needs_processes(config, base_dir)
+    if not others and config.run.max_staleness == 0:
+        return None
     names = all_services(config)
-    apart = [name for name in names if is_inference(name) or name == "learner"]
+    apart = [name for name in names if name == "learner" or (others and is_inference(name))]
     return {"services": [name for name in names if name not in apart], **{name: (name,) for name in apart}}
 
 

@@ -91,7 +91,20 @@ def test_services_share_a_process_except_inference_and_the_learner(tmp_path: Pat
     config = mesh(bare)
     assert needs_processes(config, tmp_path)
     assert not needs_processes(mesh(Path(sys.executable)), tmp_path)
-    hosts = hosts_in_one_process(config)
+    hosts = hosts_in_one_process(config, tmp_path)
+    assert hosts is not None
     assert list(hosts) == ["services", "inference-0", "learner"]
     assert {"nats", "coordinator", "rollout-0"} < set(hosts["services"])
     assert os.path.isabs(interpreter_of(config.inference, tmp_path))
+
+
+@pytest.mark.parametrize(("max_staleness", "expected"), [(0, None), (1, ["services", "learner"])])
+def test_the_learner_shares_the_process_unless_it_overlaps_with_generation(
+    tmp_path: Path, max_staleness: int, expected: list[str] | None
+) -> None:
+    config = config_from_dict(MeshConfig, {"run": {"max_staleness": max_staleness}, "inference": {"engine": "fake"}})
+    hosts = hosts_in_one_process(config, tmp_path)
+    assert (hosts and list(hosts)) == expected
+    if hosts is not None:
+        assert "inference-0" in hosts["services"]
+        assert hosts["learner"] == ("learner",)
