@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
 
 
@@ -32,17 +32,15 @@ class Clock(Protocol):
         ...
 
 
+def time_limit(clock: Clock, limit_s: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+    """Cancel the body after `limit_s` seconds of `clock` and raise TimeoutError, as `asyncio.timeout` does."""
+    # The loop has the time of the system's clock, and its alarm needs no task.
+    return asyncio.timeout(limit_s) if isinstance(clock, SystemClock) else _time_limit_of(clock, limit_s)
+
+
 @asynccontextmanager
-async def time_limit(clock: Clock, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the body after `limit_s` seconds of `clock` and raise TimeoutError, as `asyncio.timeout` does.
-
-    `asyncio.timeout` distinguishes its cancellation from one by another task. Only its alarm is replaced.
-    """
-
-    if isinstance(clock, SystemClock):  # the loop has the same time, and its alarm needs no task
-        async with asyncio.timeout(limit_s) as limit:
-            yield limit
-        return
+async def _time_limit_of(clock: Clock, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """`asyncio.timeout` with another alarm. It distinguishes its cancellation from one by another task."""
 
     async def ring(limit: asyncio.Timeout) -> None:
         await clock.sleep(limit_s)

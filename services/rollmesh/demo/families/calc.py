@@ -11,6 +11,7 @@ import operator
 import random
 import re
 from collections.abc import Callable
+from functools import lru_cache
 
 from rollmesh.services.data.generated import Demonstration, GeneratedOptions, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
@@ -88,8 +89,14 @@ class CalcOracle:
     def resolve(self, rest: str) -> AnswerKey:
         if not _REFERENCE.fullmatch(rest):
             raise UnknownOracle("oracle `calc`: not an arithmetic expression of + - *", oracle_ref=f"calc:{rest[:100]}")
-        text = re.sub(r"\b0+(?=\d)", "", rest)  # Python rejects leading zeros in literals
-        return AnswerKey(answers=(str(_value(ast.parse(text, mode="eval").body)),))
+        return _answer_to(rest)
+
+
+@lru_cache(maxsize=1024)
+def _answer_to(expression: str) -> AnswerKey:
+    """Return the value. All episodes of a group ask for the same one."""
+    text = re.sub(r"\b0+(?=\d)", "", expression)  # Python rejects leading zeros in literals
+    return AnswerKey(answers=(str(_value(ast.parse(text, mode="eval").body)),))
 
 
 def _value(node: ast.expr) -> int:

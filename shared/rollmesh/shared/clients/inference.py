@@ -119,9 +119,7 @@ class InferenceRouter:
         deadline_s: float | None = None,
     ) -> Generation:
         """Continue as `generate`, but return the pieces. The request is sent when the iteration starts."""
-        labels = inference_pb2.RequestLabels()
-        if key is not None:
-            labels = inference_pb2.RequestLabels(run=key.run, group=key.group, episode=key.episode)
+        names = {} if key is None else {"run": key.run, "group": key.group, "episode": key.episode}
         limit_s = self._config.deadline_s if deadline_s is None else deadline_s
         until_s = asyncio.get_running_loop().time() + limit_s
         request = PendingRequest(
@@ -130,7 +128,7 @@ class InferenceRouter:
             target=target,
             session=session,
             priority=priority,
-            labels=labels,
+            labels=inference_pb2.RequestLabels(**names),
             deadline_s=until_s,
             outputs=self._outputs,
             num_top=self._num_top,

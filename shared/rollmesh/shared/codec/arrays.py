@@ -29,12 +29,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def encode_ints(values: IntArray) -> bytes:
     """Encode as i32le."""
-    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+    return values.astype(_I32, copy=False).tobytes()
 
 
 def encode_floats(values: FloatArray) -> bytes:
     """Encode as f32le."""
-    return np.ascontiguousarray(values, dtype="<f4").tobytes()
+    return values.astype(_F32, copy=False).tobytes()
 
 
 def encode_mask(values: MaskArray) -> bytes:
