@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import struct
+import sys
+from array import array
 from collections.abc import Iterable
+from itertools import chain
 
 from rollmesh.v1 import types_pb2
 
@@ -29,7 +31,7 @@ def sample_summary(
     said: list[str] = []
     temperatures = [params.temperature for params in episode.sampling_params]
     greedy: set[bool] = set()
-    logprobs: list[float] = []
+    logprobs: list[array[float]] = []
     observed, num_tokens, text = _digest(), 0, ""
     for index, segment, token_ids in path:
         if segment.role != types_pb2.SEGMENT_ROLE_ACTION:
@@ -40,11 +42,12 @@ def sample_summary(
         if token_ids and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
             num_tokens += len(token_ids) // 4
             packed, sampling = segment.logprobs, segment.sampling
-            logprobs += struct.unpack_from(f"<{len(packed) // 4}f", packed)
+            logprobs.append(_floats(packed))
             greedy.add(0 <= sampling < len(temperatures) and temperatures[sampling] == 0)
         if segment.finish == types_pb2.FINISH_REASON_UNSPECIFIED and index != sample.leaf:
             continue
-        mean = math.fsum(logprobs) / len(logprobs) if logprobs else 0.0
+        num_logprobs = sum(map(len, logprobs))
+        mean = math.fsum(chain.from_iterable(logprobs)) / num_logprobs if num_logprobs else 0.0
         turns.append(
             types_pb2.TurnSummary(
                 segment=index,
@@ -63,6 +66,14 @@ def sample_summary(
         text="\n\n".join(said)[-text_chars:] if text_chars else "",
         greedy=greedy == {True},
     )
+
+
+def _floats(packed: bytes) -> array[float]:
+    """Return f32le numbers without a Python object for each."""
+    found = array("f", packed[: len(packed) // 4 * 4])
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
 
 
 def why_invalid_summary(summary: types_pb2.SampleSummary) -> tuple[str, str, object] | None:
