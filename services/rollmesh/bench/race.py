@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -61,19 +61,21 @@ class ArmPlan:
 
 
 TRL, BARE, OLD = "TRL", "bare loop", "old "
-ONE, APART, MANY = "one process, eta 0", "learner apart, eta 2", ("processes, eta 0", "processes, eta 2")
+ONE, MANY = ("one process, eta 0", "one process, eta 2"), ("processes, eta 0", "processes, eta 2")
+APART = "learner apart, eta 2"
 ARMS: dict[str, ArmPlan] = {
     TRL: ArmPlan("trl"),
     BARE: ArmPlan("bare"),
-    ONE: ArmPlan("mesh", 0),
+    ONE[0]: ArmPlan("mesh", 0),
+    ONE[1]: ArmPlan("mesh", 2),
     APART: ArmPlan("learner apart", 2),
     MANY[0]: ArmPlan("processes", 0),
     MANY[1]: ArmPlan("processes", 2),
     f"{APART}, filtered": ArmPlan("learner apart", 2, filtered=True),
 }
-PAIRS = ((ONE, APART), MANY)
-"""Arms at eta 0 and at eta 2 of the same configuration: `processes.enabled` false, and true."""
-OF_TRL = {ONE: 1.0, APART: 1.0, MANY[0]: 1.4, MANY[1]: 1.4}
+PAIRS = (ONE, (ONE[0], APART), MANY)
+"""Arms at eta 0 and at eta 2. With `processes.enabled` false a run has one process at eta 0, and a learner apart at eta 2."""
+OF_TRL = {ONE[0]: 1.0, ONE[1]: 1.0, APART: 1.0, MANY[0]: 1.4, MANY[1]: 1.4}
 """Most CPU per episode, relative to TRL's."""
 OF_ALLOWED = 0.85
 """Least speed-up of eta = 2, relative to the allowed one."""
@@ -125,12 +127,7 @@ def run(
     seeds, updates = (tuple(seeds)[:1], SNAPSHOT_EVERY) if quick else (tuple(seeds), updates)
     arms = dict(ARMS)
     if old is not None:
-        modes: dict[RaceMode, RaceMode] = {"mesh": "mesh", "learner apart": "mesh", "processes": "processes"}
-        arms |= {
-            f"{OLD}{name}": ArmPlan(modes[p.mode], p.eta, p.filtered, True)
-            for name, p in ARMS.items()
-            if p.mode in modes
-        }
+        arms |= {f"{OLD}{name}": replace(p, old=True) for name, p in ARMS.items() if p.mode in ("mesh", "processes")}
     with TemporaryDirectory(prefix="rollmesh-race-") as folder, ExitStack() as stack:
         race = _Race(
             arms=arms, seeds=seeds, updates=updates, old=old, out=out or Path(folder), folder=Path(folder), stack=stack
