@@ -25,15 +25,14 @@ BENCHES = (
     "telemetry",
     "staleness",
     "handover",
-    "weights",
     "ledger",
     "recovery",
     "time_to_success",
     "recipes",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm", "race", "demo_time", "publish_to_active")
-"""Modules that run by name only: they need another environment, or another checkout. `methods` is a command with its own options."""
+BY_NAME = ("vllm", "race", "weights", "demo_time", "publish_to_active")
+"""Modules that run by name only: they need another environment, another checkout, or 12 GB of memory. `methods` is a command with its own options."""
 WITH_OPTIONS = ("race", "demo_time")
 """Modules whose `run` has further options."""
 METHODS = "methods"
