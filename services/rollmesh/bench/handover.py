@@ -1,10 +1,10 @@
 """Samples per second and CPU per sample from worker to trainer, against the same transfer with Ray.
 
-Ours: lease -> payload to JetStream -> report -> batch lease -> FetchSamples -> commit, with checkpoint and weights as in any run. Three
+Ours: lease -> payload to a file of the run -> report -> batch lease -> read -> commit, with checkpoint and weights as in any run. Three
 processes (services; worker; learner) and nats-server; the worker generates nothing, the trainer computes nothing. Ray: worker actor ->
 object store -> controller actor -> driver (`ray_handover`), with the processes that Ray starts. Both move the same arrays in lists of the same length.
 
-How to read it: `ours is` above 1 means that ours is better. The guarantees differ. Ours writes every payload and every decision to disk,
+How to read it: `ours is` above 1 means that ours is better. The guarantees differ. Ours writes every payload and every decision to a file,
 checks and fences each step, and survives the kill of any process. Ray keeps references and objects in memory and loses them with their
 owner, but reads them without a copy. The baseline needs a Python with Ray: `pip install ray` in a separate environment, and set
 ROLLMESH_RAY_PYTHON to its interpreter. Without it only our rows appear.
@@ -27,7 +27,7 @@ from typing import Any
 
 from rollmesh.bench.cpu_profile import tree_cpu_s
 from rollmesh.bench.progress import until_update
-from rollmesh.bench.report import Report, spread
+from rollmesh.bench.report import BenchTarget, Report, spread
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.shared.config import config_from_dict, to_yaml
@@ -58,6 +58,10 @@ def run(quick: bool) -> Report:
             if ray_python:
                 rays.append(_ray(ray_python, num_bytes, num_batches))
         report.rows.append(_row(num_bytes, ours, rays))
+        if rays:
+            ratio = median(o.samples_per_s / r.samples_per_s for o, r in zip(ours, rays, strict=True))
+            what = f"samples/s over Ray's, {num_bytes // 1024} KB"
+            report.targets.append(BenchTarget(what, ratio, 1.0, at_most=False))
     if not ray_python:
         report.notes.append(f"no baseline: set {RAY_PYTHON} to a Python that has Ray")
     return report
