@@ -11,6 +11,7 @@ import urllib.request
 from collections import defaultdict
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -62,6 +63,9 @@ def value(series: Series, name: str, **labels: str) -> float:
 
 async def test_metrics_agree_with_the_books_of_a_run(tmp_path: Path, model: Path) -> None:
     made = config(model, metrics="prometheus")
+    made = msgspec.structs.replace(
+        made, bus=msgspec.structs.replace(made.bus, payloads="stream")
+    )  # the gateway sends them
     async with Mesh(made, run_dir=tmp_path) as mesh:
         operator = Operator(mesh)
         await operator.finished()

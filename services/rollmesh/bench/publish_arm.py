@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 import yaml
 
-from rollmesh.bench.publish_client import Arrival, ClientWork
+from rollmesh.bench.publish_client import Arrival, TimedClientWork
 from rollmesh.mesh import Mesh
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.host import HostOptions, run_host
@@ -86,7 +86,7 @@ async def _client(layout: RunLayout, arrivals: list[Arrival]) -> AsyncIterator[N
     client = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 30
     )
-    work = ClientWork(coordinator=layout.coordinator, token=layout.access.token, max_tokens=REQUEST_TOKENS)
+    work = TimedClientWork(coordinator=layout.coordinator, token=layout.access.token, max_tokens=REQUEST_TOKENS)
     assert client.stdin is not None
     client.stdin.write(msgspec.json.encode(work) + b"\n")
     try:

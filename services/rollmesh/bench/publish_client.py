@@ -1,6 +1,6 @@
 """One process of the bench `publish_to_active`: a client that generates without a pause, and records when its tokens arrive.
 
-`python -m rollmesh.bench.publish_client` reads a `ClientWork` as JSON from the first line of stdin, generates until stdin ends, and writes
+`python -m rollmesh.bench.publish_client` reads a `TimedClientWork` as JSON from the first line of stdin, generates until stdin ends, and writes
 its arrivals as JSON. It is a separate process, so that no other work of the bench delays what it sees.
 """
 
@@ -24,7 +24,7 @@ CALL_S_MAX = 10.0
 START_S_MAX = 60.0
 
 
-class ClientWork(msgspec.Struct, frozen=True, kw_only=True):
+class TimedClientWork(msgspec.Struct, frozen=True, kw_only=True):
     """The mesh, and the length of a request."""
 
     coordinator: str
@@ -43,7 +43,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
-async def generate(work: ClientWork, until: asyncio.Future[bytes]) -> list[Arrival]:
+async def generate(work: TimedClientWork, until: asyncio.Future[bytes]) -> list[Arrival]:
     """Send one request after the other until `until` is done. A request does not end before it has `max_tokens`."""
     access = Access(token=work.token)
     address = await _serving_node(work, access)
@@ -74,7 +74,7 @@ async def generate(work: ClientWork, until: asyncio.Future[bytes]) -> list[Arriv
     return arrivals
 
 
-async def _serving_node(work: ClientWork, access: Access) -> str:
+async def _serving_node(work: TimedClientWork, access: Access) -> str:
     """Return the address of an inference node that serves weights."""
     async with open_channel(work.coordinator, access=access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
@@ -99,7 +99,7 @@ def _request(number: int, max_tokens: int) -> inference_pb2.GenerateRequest:
 
 
 async def main() -> None:
-    work = msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientWork)
+    work = msgspec.json.decode(sys.stdin.buffer.readline(), type=TimedClientWork)
     until = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
     arrivals = await generate(work, until)
     sys.stdout.buffer.write(msgspec.json.encode(arrivals) + b"\n")

@@ -133,12 +133,12 @@ def train(
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class _PublishedBytes:
     manifest: weights_pb2.WeightManifest
     chunks: dict[str, bytes]
 
 
-def _publish(model: torch.nn.Module, dtype: torch.dtype, folder: Path) -> _Version:
+def _publish(model: torch.nn.Module, dtype: torch.dtype, folder: Path) -> _PublishedBytes:
     """Write the weights as a trainer does that keeps float32 and publishes `dtype`, and read their chunks."""
     folder.mkdir(exist_ok=True)
     path = folder / WEIGHTS_NAME
@@ -146,10 +146,10 @@ def _publish(model: torch.nn.Module, dtype: torch.dtype, folder: Path) -> _Versi
     built: BuiltManifest = build_manifest({WEIGHTS_NAME: path})
     data = path.read_bytes()
     chunks = {digest: data[c.offset : c.offset + c.size_bytes] for digest, c in built.chunks.items()}
-    return _Version(parse_manifest(built.data), chunks)
+    return _PublishedBytes(parse_manifest(built.data), chunks)
 
 
-def _compare(old: _Version, new: _Version, value_bytes: int, file: Path, figures: DeltaFigures) -> None:
+def _compare(old: _PublishedBytes, new: _PublishedBytes, value_bytes: int, file: Path, figures: DeltaFigures) -> None:
     """Encode and apply the delta of each chunk of `new`. A chunk that both versions have is not sent."""
     bases = base_chunks(new.manifest, old.manifest)
     sent, changed, exact = 0, 0, True

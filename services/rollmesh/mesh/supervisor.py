@@ -34,6 +34,7 @@ from rollmesh.mesh.process_events import FILE, ProcessEvent, ProcessLog
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.run_lock import owned
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import AddressTaken
@@ -112,6 +113,7 @@ class Supervisor:
             if not self._holds_lock:
                 stack.enter_context(owned(self.layout.run_dir))
             await self._until_addresses_are_free()
+            await self._reach_bus()
             self._write_config()
             events = ProcessLog(self.layout.run_dir / FILE, clock=self._clock, on_event=self._on_event)
             stack.push_async_callback(self._stop_all)
@@ -150,6 +152,11 @@ class Supervisor:
                         address=address,
                     )
                 await self._clock.sleep(_POLL_S)
+
+    async def _reach_bus(self) -> None:
+        """Raise BusUnavailable now, and not after all restarts, if no server answers at `bus.url`."""
+        if url := self.layout.config.bus.url:
+            await (await JetStreamBus.connect(url, login=self.layout.bus_login())).close()
 
     def _write_config(self) -> None:
         """Write the configuration that the hosts read, without the keys of the command line."""
