@@ -83,6 +83,16 @@ def test_the_summary_has_the_turns_of_the_path_with_their_observations() -> None
         assert decode_summary(summary) == summary_of(domain, sample, text_chars=40)
 
 
+def test_infinite_log_probs_of_both_signs_have_no_mean() -> None:
+    domain = episodes.rich_episode()
+    episode = encode_episode(domain)
+    (action,) = {sample.leaf for sample in episode.samples[:1]}
+    segment = episode.segments[action]
+    num = len(segment.logprobs) // 4
+    segment.logprobs = np.array([np.inf, -np.inf] + [0.0] * (num - 2), "<f4").tobytes()
+    assert sample_meta(episode, episode.samples[0]).summary.turns[-1].mean_logprob == 0.0
+
+
 def test_equal_observations_have_equal_digests() -> None:
     episode = encode_episode(episodes.rich_episode())
     first = sample_meta(episode, episode.samples[0]).summary.turns[0]

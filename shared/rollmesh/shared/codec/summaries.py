@@ -6,7 +6,7 @@ import hashlib
 import math
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from rollmesh.v1 import types_pb2
@@ -46,8 +46,7 @@ def sample_summary(
             greedy.add(0 <= sampling < len(temperatures) and temperatures[sampling] == 0)
         if segment.finish == types_pb2.FINISH_REASON_UNSPECIFIED and index != sample.leaf:
             continue
-        num_logprobs = sum(map(len, logprobs))
-        mean = math.fsum(chain.from_iterable(logprobs)) / num_logprobs if num_logprobs else 0.0
+        mean = _mean(logprobs)
         turns.append(
             types_pb2.TurnSummary(
                 segment=index,
@@ -66,6 +65,15 @@ def sample_summary(
         text="\n\n".join(said)[-text_chars:] if text_chars else "",
         greedy=greedy == {True},
     )
+
+
+def _mean(logprobs: Sequence[array[float]]) -> float:
+    """Return the exactly rounded mean; 0 without numbers, NaN for infinities of both signs."""
+    num = sum(map(len, logprobs))
+    try:
+        return math.fsum(chain.from_iterable(logprobs)) / num if num else 0.0
+    except ValueError:  # -inf + inf
+        return math.nan
 
 
 def _floats(packed: bytes) -> array[float]:
