@@ -226,17 +226,20 @@ async def test_a_lost_jail_is_an_infra_failure_that_the_client_retries(tmp_path:
 
 
 async def test_shared_sessions_end_when_idle_and_with_their_node(tmp_path: Path) -> None:
-    others = {process.pid for process in descendants(os.getpid())}
+
+    def living() -> set[int]:  # an exited process that nothing has waited for has no command
+        return {process.pid for process in descendants(os.getpid()) if process.command}
+
+    others = living()
     async with serving(tmp_path, idle_s=0.3) as (node, client):
         for tenant in "ab":
             await client.call_stateless("tools", "add", "1+1", tenant=tenant)
         assert node.core.sessions.counts().live == 2
         await until(lambda: not node.core.sessions.counts().live)
         await client.call_stateless("tools", "add", "1+1", tenant="a")
-        noted = {process.pid for process in descendants(os.getpid())} - others
+        noted = living() - others
         assert noted
-    # An exited child is one until the event loop has waited for it.
-    await until(lambda: not [process for process in descendants(os.getpid()) if process.pid in noted])
+    await until(lambda: not living() & noted)
 
 
 async def test_a_client_cannot_name_a_shared_session(tmp_path: Path) -> None:
