@@ -25,7 +25,7 @@ class LoggedTrainer:
     def __init__(self, inner, file):
         self.inner, self.file = inner, file
 
-    def __getattr__(self, name):  # step, vocab_size, score, export_weights, save
+    def __getattr__(self, name):  # step, vocab_size, score, export_weights, save, close
         return getattr(self.inner, name)
 
     def update(self, k, samples, groups):

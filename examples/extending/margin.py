@@ -2,6 +2,8 @@
 
 
 class Margin:
+    by_token = True
+
     def __call__(self, inputs):
         logprobs = inputs.logits.log_softmax(-1)
         others = logprobs.scatter(-1, inputs.token_ids[:, None], float("-inf"))

@@ -43,8 +43,6 @@ class Controls:
         self._world = world
         hierarchy = cgroups.detect_here()
         self._group = hierarchy.make(f"control-{os.getpid()}") if hierarchy is not None else None
-        if self._group is not None:
-            self._group.limit(_LIMITS)
 
     def close(self) -> None:
         if self._group is not None:
@@ -61,7 +59,7 @@ class Controls:
             return mismatch(self._said(script, folder, time_s), attack.free)
 
     def _said(self, script: Path, folder: str, time_s: float) -> str:
-        fds = self._group.entry_fds() if self._group is not None else []
+        fds = self._group.enter(_LIMITS) if self._group is not None else []
         try:
             return _run(script, folder, fds, time_s)
         finally:

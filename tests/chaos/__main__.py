@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -22,12 +23,16 @@ import msgspec
 from rollmesh.cli.config import TrainConfig, load_train_config
 from rollmesh.demo.model_process import make_in_process
 
-from .plan import draw
+from ..nats_cluster import NatsCluster
+from .plan import CLUSTER_VICTIMS, PROGRAM_VICTIMS, draw
+from .programs import program_config
 from .round import Outcome, play
 from .table import by_victim, to_text, totals
+from .world import save_model_folder
 
 CONFIG = Path(__file__).parent / "rounds.yaml"
 _MAKE_MODEL_S_MAX = 900.0
+_CLUSTER_UPDATES = 14
 
 
 def _parse() -> argparse.Namespace:
@@ -41,6 +46,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=240.0, help="longest round, seconds (default 240)")
     parser.add_argument("--out", type=Path, help="folder of model and rounds (default: a new temporary one)")
     parser.add_argument("--model", type=Path, help="warm-started model; by default made in the folder")
+    parser.add_argument(
+        "--programs", action="store_true", help="agents are programs, 64 at once over four workers, with a fake model"
+    )
+    parser.add_argument(
+        "--cluster",
+        action="store_true",
+        help="streams on three NATS servers; one at a time is killed, stopped or cut off",
+    )
     parser.add_argument("--json", type=Path, help="file for the report as JSON")
     parser.add_argument("--keep", action="store_true", help="keep the folders of rounds that held, too")
     return parser.parse_args()
@@ -48,7 +61,11 @@ def _parse() -> argparse.Namespace:
 
 async def _run(options: argparse.Namespace) -> list[Outcome]:
     out = options.out or Path(tempfile.mkdtemp(prefix="rollmesh-chaos-"))
-    config = await _config(out, options.model)
+    config = (
+        program_config(save_model_folder(out / "model"))
+        if options.programs
+        else await _config(out, options.model, cluster=options.cluster)
+    )
     room = asyncio.Semaphore(options.parallel)
 
     async def one(seed: int) -> Outcome:
@@ -63,16 +80,20 @@ async def _round(seed: int, config: TrainConfig, folder: Path, options: argparse
         _tell(f"round {seed}: {line}")
 
     tell(f"begins at {time.strftime('%H:%M:%S')}")
-    faults = draw(seed, num=options.faults, updates_max=config.run.updates_max)
-    outcome = await play(seed, faults, config, folder, limit_s=options.limit_s, tell=tell)
+    turn = {"turn": PROGRAM_VICTIMS} if options.programs else {"turn": CLUSTER_VICTIMS} if options.cluster else {}
+    faults = draw(seed, num=options.faults, updates_max=config.run.updates_max, **turn)
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(NatsCluster(folder / "cluster")) if options.cluster else None
+        outcome = await play(seed, faults, config, folder, limit_s=options.limit_s, tell=tell, cluster=cluster)
     tell(f"{outcome.seconds:6.1f} s  {f'FAILED, see {folder}: {outcome.cause}' if outcome.cause else 'held'}")
     if not outcome.cause and not options.keep:
         shutil.rmtree(folder)
     return outcome
 
 
-async def _config(out: Path, model: Path | None) -> TrainConfig:
-    """Return the configuration of all rounds, with one model for all of them."""
+async def _config(out: Path, model: Path | None, *, cluster: bool) -> TrainConfig:
+    """Return the configuration of all rounds, with one model for all of them. A round with a `cluster` is longer, because at most one server
+    is down at a time."""
     config = load_train_config(CONFIG)
     plan = config.made_model
     assert plan is not None
@@ -81,7 +102,10 @@ async def _config(out: Path, model: Path | None) -> TrainConfig:
         _tell(f"making the model in {folder}")
         folder.parent.mkdir(parents=True, exist_ok=True)
         await make_in_process(plan, folder, seed=1, limit_s=_MAKE_MODEL_S_MAX, on_step=lambda _: None)
-    return msgspec.structs.replace(config, made_model=None, model=str(folder.resolve()))
+    config = msgspec.structs.replace(config, made_model=None, model=str(folder.resolve()))
+    if not cluster:
+        return config
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, updates_max=_CLUSTER_UPDATES))
 
 
 def _tell(line: str) -> None:

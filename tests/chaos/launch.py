@@ -21,8 +21,7 @@ async def at_rollout(moment: RolloutFaultPoint) -> None:
 
 OPTIONS: Options = {
     "learner": {"at": at_learner},
-    "rollout-0": {"at": at_rollout},
-    "rollout-1": {"at": at_rollout},
+    **{f"rollout-{number}": {"at": at_rollout} for number in range(4)},
 }
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-Kind = Literal["kill", "pause"]
-SUPERVISOR, SERVER = "supervisor", "nats-server"
+Kind = Literal["kill", "pause", "cut"]
+SUPERVISOR, SERVER, PROGRAM = "supervisor", "nats-server", "program"
 SERVICES = (
     "nats", "coordinator", "depot", "reward", "data", "sandbox-0", "inference-0", "inference-1", "gateway", "rollout-0",
     "learner",
@@ -22,6 +23,20 @@ MOMENTS = (
 """The first process that reaches the fault point is hit (`traps`)."""
 _TURN = (SUPERVISOR, *SERVICES, SERVER, SUPERVISOR, *MOMENTS)
 """The first faults of consecutive seeds cycle through these, so that every victim is hit."""
+PROGRAM_VICTIMS = (
+    "rollout-0", "rollout-1", "inference-0", "rollout-2", "gateway", PROGRAM, "rollout-generating", "rollout-3", SUPERVISOR, "inference-1",
+    "rollout-stored", "rollout-leased", PROGRAM, "inference-generating", "coordinator",
+)  # fmt: skip
+"""The same for rounds with programs as agents (`programs`). A fault of `program` hits a third of them."""
+NATS_SERVERS = ("nats-a", "nats-b", "nats-c")
+"""Servers of the NATS cluster of a round (`tests.nats_cluster`). One of them at a time is down, stopped or cut off."""
+CLUSTER_VICTIMS = (
+    "nats-a", "coordinator", "nats-b", "learner-committed", "nats-c", SUPERVISOR, "nats-a", "rollout-stored", "nats-b", "gateway", "nats-c",
+    "data", "nats-a", "learner-mid_checkpoint", "nats-b", "rollout-0", "nats-c", "learner", "nats-a", "coordinator",
+)  # fmt: skip
+"""The same for rounds with a cluster."""
+_OUTAGE_S = (1.0, 12.0)
+"""From shorter than the election of a leader to longer than every lease of the round."""
 _PAUSE_SHARE = 0.3
 _PAUSE_S = (0.5, 9.0)
 """From unnoticed to longer than every lease of the round."""
@@ -31,10 +46,10 @@ _AFTER_MAX = 20
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """SIGKILL, or SIGSTOP and later SIGCONT, to one process."""
+    """SIGKILL, or SIGSTOP and later SIGCONT, to one process. `cut`: a server of NATS that neither clients nor servers reach."""
 
     victim: str
-    """A service, `supervisor`, `nats-server`, or a fault point: the process that passes it."""
+    """A service, `supervisor`, `nats-server`, `program`, a server of the cluster, or a fault point: the process that passes it."""
     kind: Kind
     update: int
     """The fault waits until this update is committed."""
@@ -43,7 +58,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     after: int = 0
     """Number of passes of the fault point before the fault."""
     pause_s: float = 0.0
-    """Seconds from SIGSTOP to SIGCONT."""
+    """Seconds from SIGSTOP to SIGCONT; of a server of the cluster, until it runs, continues or is joined again."""
 
     @property
     def at_fault_point(self) -> bool:
@@ -52,24 +67,32 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def service(self) -> str:
         """The kind of process, without its number."""
-        return self.victim if self.victim in (SUPERVISOR, SERVER) else self.victim.partition("-")[0]
+        return self.victim if self.victim in (SUPERVISOR, SERVER, PROGRAM) else self.victim.partition("-")[0]
 
     def __str__(self) -> str:
         when = f"pass {self.after + 1} from" if self.at_fault_point else f"{self.delay_s:.2f} s after"
-        what = f"pause {self.pause_s:.1f} s" if self.kind == "pause" else "kill"
+        what = f"{self.kind} {self.pause_s:.1f} s" if self.pause_s else self.kind
         return f"{what} {self.victim}, {when} update {self.update}"
 
 
-def draw(seed: int, *, num: int, updates_max: int) -> list[Fault]:
-    """Return the faults of a round in order, before its last update."""
+def draw(seed: int, *, num: int, updates_max: int, turn: Sequence[str] = _TURN) -> list[Fault]:
+    """Return the faults of a round in order, before its last update. The first victims of consecutive seeds cycle through `turn`."""
     draws = random.Random(seed)
-    victims = [_TURN[seed % len(_TURN)], *(draws.choice(_TURN) for _ in range(num - 1))]
+    victims = [turn[seed % len(turn)], *(draws.choice(turn) for _ in range(num - 1))]
     draws.shuffle(victims)
     updates = sorted(draws.randrange(updates_max - 1) for _ in victims)
     return [_fault(draws, victim, update) for victim, update in zip(victims, updates, strict=True)]
 
 
 def _fault(draws: random.Random, victim: str, update: int) -> Fault:
+    if victim in NATS_SERVERS:
+        return Fault(
+            victim=victim,
+            kind=draws.choice(("kill", "pause", "cut")),
+            update=update,
+            delay_s=round(draws.uniform(0.0, _DELAY_S_MAX), 2),
+            pause_s=round(draws.uniform(*_OUTAGE_S), 1),
+        )
     pause = draws.random() < _PAUSE_SHARE
     pause_s, delay_s = draws.uniform(*_PAUSE_S), draws.uniform(0.0, _DELAY_S_MAX)
     after = 0 if victim.startswith("learner-") else draws.randrange(_AFTER_MAX)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..integration.process_tree import Process, descendants, everybody
 
-__all__ = ["Process", "descendants", "gone_after", "marked", "same_as"]
+__all__ = ["Process", "descendants", "gone_after", "listed", "marked", "same_as"]
 _POLL_S = 0.02
 
 
@@ -33,6 +33,11 @@ async def gone_after(processes: Sequence[Process], limit_s: float) -> tuple[floa
             break
         await asyncio.sleep(_POLL_S)
     return time.monotonic() - begin_s, left
+
+
+def listed(processes: Sequence[Process]) -> str:
+    """Return the processes as text."""
+    return ", ".join(f"{one.pid} ({one.command[-100:]})" for one in processes)
 
 
 def _environment(pid: int) -> bytes:

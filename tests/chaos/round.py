@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.nats_files import ALL
 from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.config import to_yaml
@@ -26,15 +27,27 @@ from rollmesh.shared.process_launch import bound_to_parent
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import run_pb2
 
-from .plan import SUPERVISOR, Fault
+from ..nats_cluster import NatsCluster
+from .plan import NATS_SERVERS, PROGRAM, SUPERVISOR, Fault
 from .processes import same_as
+from .programs import (
+    JournalLine,
+    ProgramCounts,
+    ProgramWitness,
+    at_once_min,
+    runs_programs,
+    signal_programs,
+    with_journal,
+)
 from .train_command import RoundFailed, TrainCommand, environment
 from .verdict import check_witness
 
-_MOMENT_S_MAX = 120.0
-_THERE_S_MAX = 120.0
+_MOMENT_S_MAX = 240.0
+_THERE_S_MAX = 240.0
 """Longest absence of a victim because of an earlier fault, and longest time of the run to reach the update of a fault."""
-_AUDIT_S_MAX = 60.0
+_AUDIT_S_MAX = 180.0
+_CURRENT_S_MAX = 180.0
+"""Longest time until a server of the cluster has all records again."""
 _LINES_TOLD = 15
 Tell = Callable[[str], None]
 
@@ -67,16 +80,29 @@ class Outcome(msgspec.Struct, kw_only=True):
     lag_max: int = -1
     lags: dict[int, int] = {}
     """Number of samples in the final weights by staleness, from the stamps of their payloads."""
+    programs: ProgramCounts | None = None
+    """What the witness of the programs saw; None if the agents are not programs."""
 
 
 async def play(
-    seed: int, faults: list[Fault], config: TrainConfig, folder: Path, *, limit_s: float, tell: Tell
+    seed: int,
+    faults: list[Fault],
+    config: TrainConfig,
+    folder: Path,
+    *,
+    limit_s: float,
+    tell: Tell,
+    cluster: NatsCluster | None = None,
 ) -> Outcome:
-    """Run a round in `folder`. A failure of the run is not raised: the outcome has the cause."""
-    folder.mkdir(parents=True)  # noqa: ASYNC240 (nothing else runs here)
+    """Run a round in `folder`. A failure of the run is not raised: the outcome has the cause. `cluster` has started; the run uses it."""
+    folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 (nothing else runs here)
+    if cluster is not None:
+        config = on_cluster(config, cluster)
+    if runs_programs(config):
+        config = with_journal(config, folder)
     (folder / "config.yaml").write_text(to_yaml(config))
     outcome = Outcome(seed=seed, folder=str(folder))
-    one = _Round(config, TrainCommand(folder), outcome, tell)
+    one = _Round(config, TrainCommand(folder), outcome, tell, cluster)
     begin_s = time.monotonic()
     try:
         async with asyncio.timeout(limit_s):
@@ -91,19 +117,36 @@ async def play(
     return outcome
 
 
+def on_cluster(config: TrainConfig, cluster: NatsCluster) -> TrainConfig:
+    """Return the configuration with the streams on a cluster, with a copy on each server."""
+    bus = msgspec.structs.replace(config.bus, url=cluster.url, login_file=str(cluster.logins / ALL))
+    streams = msgspec.structs.replace(config.coordinator.streams, num_replicas=len(cluster.servers))
+    coordinator = msgspec.structs.replace(config.coordinator, streams=streams)
+    return msgspec.structs.replace(config, bus=bus, coordinator=coordinator)
+
+
 class _Round:
     """Injects the faults of one round and checks the result."""
 
-    def __init__(self, config: TrainConfig, command: TrainCommand, outcome: Outcome, tell: Tell) -> None:
+    def __init__(
+        self, config: TrainConfig, command: TrainCommand, outcome: Outcome, tell: Tell, cluster: NatsCluster | None
+    ) -> None:
         self.command = command
+        self._cluster = cluster
+        self._outage: asyncio.Task[None] | None = None
         self._config = config
         self._outcome = outcome
         self._tell = tell
         self._begin_s = time.monotonic()
         self._pauses: list[asyncio.Task[None]] = []
+        self._programs: ProgramWitness | None = None
+        if runs_programs(config):
+            self._programs = ProgramWitness(Path(outcome.folder))
+            outcome.programs = self._programs.counts
 
     async def play(self, faults: list[Fault]) -> None:
         await self.command.start()
+        watching = asyncio.create_task(self._programs.watch()) if self._programs is not None else None
         try:
             for fault in faults:
                 hit = await self._inject(fault)
@@ -115,6 +158,11 @@ class _Round:
             for pause in self._pauses:
                 pause.cancel()
             await asyncio.gather(*self._pauses, return_exceptions=True)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait({watching})
+        if watching is not None and not watching.cancelled():
+            watching.result()
         if self.command.exit_code:
             raise RoundFailed(f"`rollmesh train` ended with exit code {self.command.exit_code}")
         await self._judge()
@@ -131,6 +179,10 @@ class _Round:
         if fault.at_fault_point:
             return await self._strike_at_fault_point(fault)
         await asyncio.sleep(fault.delay_s)
+        if fault.victim == PROGRAM:
+            return await self._strike_programs(fault)
+        if fault.victim in NATS_SERVERS:
+            return await self._strike_server(fault)
 
         async def there() -> int | None:
             return self.command.pid_of(fault.victim)
@@ -144,7 +196,66 @@ class _Round:
             return True
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        self._go_on_later(pid, fault)
+        await self._hit(pid, fault)
+        return True
+
+    async def _strike_server(self, fault: Fault) -> bool:
+        """Hit a server of the cluster after the one before runs again, so that a majority remains."""
+        assert self._cluster is not None
+        cluster, name = self._cluster, fault.victim.removeprefix("nats-")
+
+        async def there() -> bool | None:
+            return True if self._outage is None or self._outage.done() else None
+
+        if await self.command.unless_over("the last server runs again", there, limit_s=_THERE_S_MAX) is None:
+            return False
+        if self._outage is not None:
+            self._outage.result()
+        server = cluster.servers[name]
+        match fault.kind:
+            case "kill":
+                server.kill()
+            case "pause":
+                server.signal(signal.SIGSTOP)
+            case "cut":
+                await cluster.cut(name)
+
+        async def end() -> None:
+            try:
+                await asyncio.sleep(fault.pause_s)
+            finally:
+                server.signal(signal.SIGCONT)
+                await cluster.join(name)
+                if server.pid is None:
+                    server.start()
+            await cluster.until_current(name, limit_s=_CURRENT_S_MAX)
+
+        self._outage = asyncio.create_task(end(), name=f"outage of {name}")
+        self._pauses.append(self._outage)
+        return True
+
+    async def _strike_programs(self, fault: Fault) -> bool:
+        """Hit a third of the programs that run."""
+        assert self._programs is not None
+        programs = self._programs
+
+        async def there() -> list[JournalLine] | None:
+            return programs.running()[::3] or None
+
+        hit = await self.command.unless_over("programs run", there, limit_s=_THERE_S_MAX)
+        if hit is None:
+            return False
+        if fault.kind == "kill":
+            signal_programs(hit, signal.SIGKILL)
+            programs.counts.killed += len(hit)
+            return True
+        signal_programs(hit, signal.SIGSTOP)
+
+        async def go_on() -> None:
+            await asyncio.sleep(fault.pause_s)
+            signal_programs(hit, signal.SIGCONT)
+
+        self._pauses.append(asyncio.create_task(go_on()))
         return True
 
     async def _strike_at_fault_point(self, fault: Fault) -> bool:
@@ -161,13 +272,18 @@ class _Round:
         finally:
             traps.disarm(moment)
         if pid is not None:
-            self._go_on_later(pid, fault)
+            await self._hit(pid, fault)
         return pid is not None
 
+    async def _hit(self, pid: int, fault: Fault) -> None:
+        """Follow a process that received the signal."""
+        if fault.kind == "pause":
+            self._go_on_later(pid, fault)
+        elif self._programs is not None and fault.service == "rollout":
+            await self._programs.worker_killed(pid)
+
     def _go_on_later(self, pid: int, fault: Fault) -> None:
-        """End the pause, if the fault is one."""
-        if fault.kind != "pause":
-            return
+        """End the pause."""
         paused = same_as(pid)
 
         async def go_on() -> None:
@@ -198,6 +314,8 @@ class _Round:
             raise RoundFailed(
                 f"the final list has {len(ids)} samples, {len(set(ids))} different; the ledger {samples.trained}"
             )
+        if self._programs is not None:
+            self._programs.check(ids, at_once=at_once_min(self._config))
         out.lags = check_witness(self.command.run_dir, trained, eta=self._config.run.max_staleness)
 
     async def _audit(self) -> AuditReport:

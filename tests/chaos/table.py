@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from .plan import MOMENTS
 from .round import Outcome
 
@@ -26,9 +28,20 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "samples": {name: sum(one.samples.get(name, 0) for one in held) for name in _ENDS},
         "lag_max": max((one.lag_max for one in held), default=-1),
         "trained_by_lag": dict(sorted(sum((Counter(one.lags) for one in held), Counter[int]()).items())),
+        **_program_totals(held),
         "seconds_median": seconds[len(seconds) // 2] if seconds else 0.0,
         "seconds_max": seconds[-1] if seconds else 0.0,
     }
+
+
+def _program_totals(held: Sequence[Outcome]) -> dict[str, object]:
+    """Return sums over the rounds with programs; the largest of `*_max`, and of the rounds' largest numbers at once the smallest."""
+    counts = [msgspec.structs.asdict(one.programs) for one in held if one.programs is not None]
+    if not counts:
+        return {}
+    sums = {name: sum(one[name] for one in counts) for name in counts[0] if not name.endswith("_max")}
+    at_once = min(one["at_once_max"] for one in counts)
+    return {"programs": {**sums, "at_once": at_once, "gone_s_max": max(one["gone_s_max"] for one in counts)}}
 
 
 def by_victim(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
@@ -61,7 +74,9 @@ def _rounds(outcomes: Sequence[Outcome]) -> str:
 
 
 def _faults(outcomes: Sequence[Outcome]) -> str:
-    kinds = [f"{kind}, {where}" for where in ("any time", "at a fault point") for kind in ("kill", "pause")]
+    kinds = [f"{kind}, {where}" for where in ("any time", "at a fault point") for kind in ("kill", "pause")] + [
+        "cut, any time"
+    ]
     rows = [[service, *(str(n.get(kind, "")) for kind in kinds)] for service, n in by_victim(outcomes).items()]
     return _markdown(["service", *kinds], rows)
 

@@ -6,13 +6,11 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from rollmesh.cli.config import TrainConfig
-from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.process_launch import bound_to_parent
 from rollmesh.shared.registry import Extension
 
@@ -21,7 +19,7 @@ from .processes import gone_after, marked
 from .round import Outcome, play
 from .table import by_victim, to_text, totals
 from .train_command import ALL_GONE_S_MAX
-from .world import mesh_config, save_model_folder
+from .world import as_train_config, mesh_config, save_model_folder
 
 ENGINE = "tests.chaos.engine:TrappedEngine"
 SHORT = (
@@ -35,9 +33,7 @@ UPDATES = 8
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    mesh = mesh_config(save_model_folder(tmp_path / "model"), engine=ENGINE, updates_max=UPDATES)
-    fields: dict[str, Any] = {name: getattr(mesh, name) for name in MeshConfig.__struct_fields__}
-    return TrainConfig(**fields)
+    return as_train_config(mesh_config(save_model_folder(tmp_path / "model"), engine=ENGINE, updates_max=UPDATES))
 
 
 @pytest.mark.slow  # `make chaos` runs such rounds

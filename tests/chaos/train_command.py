@@ -22,7 +22,7 @@ from rollmesh.shared.process_launch import bound_to_parent
 from rollmesh.v1 import run_pb2
 
 from .plan import SERVER, SUPERVISOR
-from .processes import Process, descendants, gone_after, marked
+from .processes import descendants, gone_after, listed, marked
 from .traps import FOLDER_VARIABLE, Traps
 from .world import ROOT, run_state
 
@@ -74,7 +74,7 @@ class TrainCommand:
         gone_s, left = await gone_after(family, ALL_GONE_S_MAX)
         await self._process.wait()
         if left:
-            raise RoundFailed(f"{ALL_GONE_S_MAX:g} s after SIGKILL of the supervisor there are still {_listed(left)}")
+            raise RoundFailed(f"{ALL_GONE_S_MAX:g} s after SIGKILL of the supervisor there are still {listed(left)}")
         self.gone_s.append(gone_s)
 
     def pid_of(self, victim: str) -> int | None:
@@ -114,7 +114,7 @@ class TrainCommand:
 
     def left_over(self) -> list[str]:
         """Return the processes and cgroups of this run that still exist."""
-        processes = [_listed([one]) for one in marked(f"{FOLDER_VARIABLE}={self.traps.folder}")]
+        processes = [listed([one]) for one in marked(f"{FOLDER_VARIABLE}={self.traps.folder}")]
         hierarchy = cgroups.detect_here()
         groups = [path for name in self._groups for path in (hierarchy.find(f"{name}-") if hierarchy else ())]
         return [*processes, *map(str, groups), *map(str, self.run_dir.glob("sandbox-*/groups-*"))]
@@ -140,7 +140,3 @@ def environment(traps: Traps) -> dict[str, str]:
     """Return the environment of every process of the run: it finds the tests and the traps, and it identifies the processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, FOLDER_VARIABLE: str(traps.folder), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def _listed(processes: list[Process]) -> str:
-    return ", ".join(f"{one.pid} ({one.command[-100:]})" for one in processes)

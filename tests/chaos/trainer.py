@@ -7,7 +7,7 @@ records whether the stamped weights generate these tokens (a function of weights
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -101,6 +101,12 @@ class WitnessTrainer:
 
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
         return self._engine.save(_TrappedLog(log), position, data_snapshot=data_snapshot)
+
+    def copy_to_save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Callable[[], Path]:
+        return self._engine.copy_to_save(_TrappedLog(log), position, data_snapshot=data_snapshot)
+
+    def close(self) -> None:
+        self._engine.close()
 
     def _note(self, k: int, samples: Sequence[TrainingSample]) -> None:
         versions = [oldest(sample) for sample in samples]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollmesh.cli.config import TrainConfig
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.process_events import ProcessEvent
@@ -87,6 +88,12 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", direct: bool
             },
         },
     )  # fmt: skip
+
+
+def as_train_config(mesh: MeshConfig) -> TrainConfig:
+    """Return the configuration of `rollmesh train` with these services."""
+    fields: dict[str, Any] = {name: getattr(mesh, name) for name in MeshConfig.__struct_fields__}
+    return TrainConfig(**fields)
 
 
 def save_model_folder(folder: Path) -> Path:

@@ -727,6 +727,18 @@ async def test_prepare_and_activate_are_idempotent(kit: Kit) -> None:
     assert kit.engine.active == version(1)
 
 
+async def test_scores_of_an_activation_are_those_of_the_new_weights(kit: Kit) -> None:
+    activate_scored = getattr(kit.engine, "activate_scored", None)
+    if activate_scored is None:
+        pytest.skip("the engine has no `activate_scored`")
+    await kit.prepare(1)
+    row = np.array(PROMPT, np.int32)
+    (scored,) = await activate_scored(version(1), KvPolicy.RECOMPUTE, [row], [])
+    assert kit.engine.active == scored.version == version(1)
+    (expected,) = await kit.engine.score([row])
+    np.testing.assert_array_equal(scored.logprobs, expected.logprobs)
+
+
 @pytest.mark.parametrize("fault", ["shape", "nan", "missing", "extra", "garbage"])
 async def test_unfit_weights_are_rejected_while_serving_continues(kit: Kit, fault: str) -> None:
     name = kit.rename

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -234,3 +236,23 @@ async def test_the_heap_is_trimmed_once_after_many_large_requests(monkeypatch: p
     assert trimmer._timer is None
     assert trimmer._num_bytes == 0
     trimmer.close()
+
+
+def test_the_memory_of_messages_is_reused_without_page_faults() -> None:
+    """Eight blocks of 1 MiB take 2048 pages. A process that returns them to the system faults on each page again."""
+    program = """
+import resource
+from rollmesh.shared.rpc.heap import reuse_freed_memory
+
+def make_messages():
+    for _ in range(20):
+        [b"x" * n for n in [1 << 20] * 8]
+
+reuse_freed_memory()
+make_messages()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+make_messages()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    num_faults = int(subprocess.check_output([sys.executable, "-c", program], text=True))
+    assert num_faults < 2048

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.inference.engines.weights_buffer import read_state
+from rollmesh.services.learner.config import LearnerConfig, PublishConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import LedgerHead
@@ -29,8 +30,19 @@ from rollmesh.shared.trajectory import (
     TrainingSample,
 )
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.weights.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    ROUNDED_PROBE_TOLERANCE,
+    build_manifest,
+    parse_manifest,
+)
+from rollmesh.shared.weights.precision import dtypes_of
+from rollmesh.trainer.config import ComputeConfig, LoraSettings
+from rollmesh.trainer.forward import score
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.trained_log import read_trained
+from tests.unit.trainer.test_precision import end_process_group
 
 HEAD = LedgerHead(position=7, hash="ab" * 32)
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
@@ -44,17 +56,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["fake", "torch"])
-def make_config(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> MakeConfig:
+@pytest.fixture(params=["fake", "torch", "torch with adapters", "torch in bfloat16"])
+def make_config(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> Iterator[MakeConfig]:
     """Return a config with a separate folder per learner."""
 
     def make(name: str) -> LearnerConfig:
         directory = str(tmp_path / name)
-        if request.param == "torch":
-            return LearnerConfig(directory=directory, model=str(model), keep_last=2)
+        if request.param != "fake":
+            lora = LoraSettings(rank=4 if "adapters" in request.param else 0)
+            compute = ComputeConfig(precision="bfloat16" if "bfloat16" in request.param else "float32")
+            return LearnerConfig(directory=directory, model=str(model), keep_last=2, lora=lora, compute=compute)
         return LearnerConfig(directory=directory, engine=Extension("fake", {"vocab_size": 112}), keep_last=2)
 
-    return make
+    yield make
+    end_process_group()
 
 
 def opened(config: LearnerConfig) -> Restored:
@@ -125,7 +140,8 @@ def save(restored: Restored, *, incarnation: int = 0, snapshot: bytes = b"") -> 
 
 def weights(restored: Restored, folder: Path) -> dict[str, bytes]:
     folder.mkdir(exist_ok=True)
-    return {name: path.read_bytes() for name, path in restored.engine.export_weights(folder).files.items()}
+    exported = restored.engine.export_weights(folder)
+    return {name: path.read_bytes() for name, path in (*exported.files.items(), *exported.adapter.items())}
 
 
 def test_a_first_opening_has_no_history(make_config: MakeConfig) -> None:
@@ -260,6 +276,36 @@ def test_scores_are_log_probs_of_the_present_weights(make_config: MakeConfig) ->
     assert (second != first).any()
     save(restored)
     np.testing.assert_array_equal(opened(config).engine.score([prompt])[0], restored.engine.score([prompt])[0])
+
+
+def test_published_weights_are_rounded_on_request_and_the_manifest_says_so(model: Path, tmp_path: Path) -> None:
+    publish = PublishConfig(dtype="bfloat16")
+    config = LearnerConfig(directory=str(tmp_path / "a"), model=str(model))
+    exact, rounded = (opened(c).engine.export_weights(tmp_path) for c in (config, replace(config, publish=publish)))
+    manifest = parse_manifest(build_manifest(rounded.files, probe_tolerance=rounded.probe_tolerance).data)
+    assert (manifest.dtype, list(manifest.exceptions)) == ("bfloat16", [])
+    assert manifest.probe_tolerance == rounded.probe_tolerance > exact.probe_tolerance
+
+
+def test_the_base_of_a_published_adapter_is_rounded_on_request_and_the_adapter_is_not(
+    model: Path, tmp_path: Path
+) -> None:
+    publish = PublishConfig(dtype="bfloat16")
+    config = LearnerConfig(directory=str(tmp_path / "a"), model=str(model), lora=LoraSettings(rank=4), publish=publish)
+    restored = opened(config)
+    first = restored.engine.export_weights(tmp_path)
+    train(restored, 1)
+    second = restored.engine.export_weights(tmp_path)
+    assert (set(first.adapter), set(second.adapter)) == (set(), {ADAPTER_CONFIG, ADAPTER_WEIGHTS})
+    for exported in (first, second):
+        assert set(dtypes_of(exported.files.values()).values()) == {"bfloat16"}
+        assert exported.probe_tolerance == ROUNDED_PROBE_TOLERANCE
+    assert set(dtypes_of([second.adapter[ADAPTER_WEIGHTS]]).values()) == {"float32"}
+    prompt = np.arange(20, 60, dtype=np.int32)
+    served = build_tiny_model(SMALL, seed=0)
+    served.load_state_dict(read_state({**second.files, **second.adapter}), strict=False)
+    (expected,) = restored.engine.score([prompt])
+    assert 1e-6 < np.abs(score(served, prompt) - expected).max() < 0.01
 
 
 def test_the_measurements_of_groups_are_finite_and_of_groups_with_used_samples(make_config: MakeConfig) -> None:

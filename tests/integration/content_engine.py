@@ -108,6 +108,20 @@ class StuckEngine(ContentEngine):
         self.serving = first or self.serving
 
 
+class ScoredEngine(ContentEngine):
+    """Scores the probes as a part of the activation."""
+
+    async def activate_scored(
+        self, version: PolicyVersion, kv: KvPolicy, probes: Sequence[IntArray], retain: Collection[PolicyVersion] = ()
+    ) -> list[ScoreResult]:
+        await self.activate(version, kv, retain)
+        return await self.score(probes)
+
+
+class StuckScoredEngine(ScoredEngine, StuckEngine):
+    """Reports success at every update, and scores the probes under its first weights."""
+
+
 class WideEngine(ContentEngine):
     """Scores with the arrays `place`, the index of each token, and `wide`, of 64 KiB per token."""
 

@@ -46,6 +46,8 @@ from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc, types_pb2
 
 ACCESS = Access(token="token")
+LIMIT_S = 60.0
+"""Limit of a wait, in seconds; busy hosts need more than a moment."""
 
 
 def episode(group: str, index: int, *, steps: tuple[int, ...] = (0,), reward: float = 0.0) -> Episode:
@@ -148,6 +150,10 @@ class World(run_pb2_grpc.RunServiceServicer):
         self.may_publish = asyncio.Event()
         """Whether PublishVersion proceeds."""
         self.may_publish.set()
+        self.uploaded: list[str] = []
+        """Owners of the blobs that the depot received as bytes, which are manifests on one host."""
+        self.commit_waits_for_upload = False
+        """Whether a commit waits until the depot has the manifest of its version."""
         self.make: Callable[[str, int], Episode] = lambda g, i: episode(g, i, steps=(self.step,), reward=float(i % 2))
         self.mask_below_step = 0
         self.restamp: dict[str, int] = {}
@@ -175,8 +181,14 @@ class World(run_pb2_grpc.RunServiceServicer):
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Returns once `condition()` holds; looked at after every call."""
-        async with asyncio.timeout(20), self._changed:
+        async with asyncio.timeout(LIMIT_S), self._changed:
             await self._changed.wait_for(condition)
+
+    async def stored(self, owner: str) -> None:
+        """Note an upload."""
+        self.uploaded.append(owner)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def called(self, verb: str, times: int) -> None:
         """Returns once `verb` has been called so often."""
@@ -344,6 +356,9 @@ class World(run_pb2_grpc.RunServiceServicer):
     # Commits, checkpoints, versions -----------------------------------------------------------------------------------
 
     async def CommitUpdate(self, request: run_pb2.CommitUpdateRequest, context: Any) -> run_pb2.CommitUpdateResponse:
+        if self.commit_waits_for_upload:
+            owner = f"weights:r/main@{request.update}.{self.incarnation}"
+            await self.until(lambda: owner in self.uploaded)
         reply: run_pb2.CommitUpdateResponse = await self._around("CommitUpdate", lambda: self._commit(request))
         return reply
 
@@ -463,6 +478,14 @@ class RunningWorld:
         await self._stack.enter_async_context(self._server)
         self.world.weights_address = self._depot.address
         self.world.blob = lambda digest: self._depot.store.directory / digest
+        put = self._depot.store.put
+
+        async def watched(*args: Any, owner: str) -> bool:
+            existed = await put(*args, owner=owner)
+            await self.world.stored(owner)
+            return existed
+
+        setattr(self._depot.store, "put", watched)  # noqa: B010 - mypy knows it as a method
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, self.world)
         await self._server.start()
         return self

@@ -10,7 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.engines.attached_tables import computed_in
 from rollmesh.services.inference.node import InferenceNode
+from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.versions import PolicyVersion
@@ -47,8 +49,8 @@ class Attached:
     node: InferenceNode
     server: FakeSglangServer
 
-    async def activate(self, step: int, *phases: WeightReport.Phase.ValueType) -> tuple[PolicyVersion, WeightReport]:
-        """Publish a step with right probes, have it prepared and activated, and return the report in one of `phases`."""
+    async def upload(self, step: int) -> PolicyVersion:
+        """Upload a step with right probes to the depot."""
         file = self.folder / f"{step}.safetensors"
         plain = log_softmax(load_file(file)["bigram"].astype(np.float64))[TOKENS[:-1], TOKENS[1:]]
         probe = Probe(token_ids=TOKENS, logprobs=np.concatenate(([0.0], plain)).astype(np.float32))
@@ -56,6 +58,11 @@ class Attached:
         version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
         async with open_channel(self.depot, access=ACCESS) as channel:
             await upload(channel, built, owner=version_owner(version), config=NETWORK)
+        return version
+
+    async def activate(self, step: int, *phases: WeightReport.Phase.ValueType) -> tuple[PolicyVersion, WeightReport]:
+        """Publish a step with right probes, have it prepared and activated, and return the report in one of `phases`."""
+        version = await self.upload(step)
         self.boss.command("inf-0", WeightCommand.VERB_PREPARE, version, [self.depot])
         await self.boss.outcome("inf-0", version, WeightReport.PHASE_PREPARED)
         self.boss.command("inf-0", WeightCommand.VERB_ACTIVATE, version)
@@ -63,8 +70,8 @@ class Attached:
 
 
 @asynccontextmanager
-async def attached(folder: Path) -> AsyncIterator[Attached]:
-    server = FakeSglangServer(bigram_model(folder, VOCAB, 64))
+async def attached(folder: Path, *, dtype: str = "auto", cast_weights: bool = False) -> AsyncIterator[Attached]:
+    server = FakeSglangServer(bigram_model(folder, VOCAB, 64), dtype=dtype)
     await server.start()
     options = {
         "url": server.url,
@@ -80,6 +87,7 @@ async def attached(folder: Path) -> AsyncIterator[Attached]:
             membership=MEMBERSHIP,
             transfer=NETWORK,
             drain_s=0.0,
+            cast_weights=cast_weights,
         )
         async with InferenceNode(config, node_id="inf-0", access=ACCESS, coordinator=address) as node:
             await boss.until(lambda: len(boss.hellos) == 2)
@@ -94,6 +102,32 @@ async def test_weights_from_the_depot_are_served_after_their_probes_pass(tmp_pat
             assert world.node.state.active == version
         (hello,) = [hello for hello in world.boss.hellos if hello.node_id == "inf-0"]
         assert (hello.capabilities.engine, list(hello.capabilities.outputs)) == ("sglang", ["top_k", "kept_mass"])
+
+
+async def test_weights_that_the_server_would_round_are_rejected_unless_that_is_allowed(tmp_path: Path) -> None:
+    """The weights are in float32. `half` is a name that servers have for float16."""
+    async with attached(tmp_path / "a", dtype="half") as world:
+        assert world.node.state.engine.capabilities.dtype == "float16"
+        with pytest.raises(WeightsRejected, match=r"bigram of float32, would be rounded to float16.*--dtype"):
+            await world.node.keeper.prepare(await world.upload(0), [world.depot])
+    async with attached(tmp_path / "b", dtype="half", cast_weights=True) as world:
+        await world.activate(0, WeightReport.PHASE_ACTIVE)
+
+
+@pytest.mark.parametrize(
+    ("stated", "model", "dtype"),
+    [
+        ("auto", {"dtype": "bfloat16"}, "bfloat16"),
+        ("auto", {"torch_dtype": "float16"}, "float16"),
+        ("auto", {"torch_dtype": "float32"}, ""),
+        ("auto", {}, ""),
+        ("torch.bfloat16", {"dtype": "float32"}, "bfloat16"),
+        ("float", {}, "float32"),
+        ("", {"dtype": "bfloat16"}, ""),
+    ],
+)
+def test_the_type_in_which_a_server_computes(stated: str, model: dict[str, str], dtype: str) -> None:
+    assert computed_in(stated, model) == dtype
 
 
 async def test_a_server_that_keeps_the_old_weights_is_not_served(tmp_path: Path) -> None:

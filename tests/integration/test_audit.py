@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from rollmesh.services.coordinator import audit
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import decode_record
@@ -115,6 +118,29 @@ async def test_a_trainer_that_finished_before_it_could_commit_rolls_forward(mesh
     report = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "c")
     assert report.holds, report.to_text()
     assert report.samples.trained == 4
+
+
+async def test_the_trainer_may_replace_its_checkpoint_while_the_ledger_is_read(
+    mesh: MeshParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mesh.begin()
+    log = TrainedLog()
+    await update(mesh, 1, log)
+    save(log, tmp_path / "update-00000001.0")
+    read = audit._read
+
+    async def read_slowly(*args: Any, **options: Any) -> Any:
+        for number in (2, 3):  # committed after the end of the ledger that is read
+            log.append(number, [f"g{number}.0-0"], incarnation=0, outcome="APPLIED")
+        save(log, tmp_path / "update-00000003.0")
+        shutil.rmtree(tmp_path / "update-00000001.0")
+        return await read(*args, **options)
+
+    monkeypatch.setattr(audit, "_read", read_slowly)
+    report = await audit_run(mesh.bus, "r", checkpoint=tmp_path)
+    assert report.holds, report.to_text()
+    assert report.checkpoint is not None
+    assert report.checkpoint.updates == 1
 
 
 async def test_a_doctored_ledger_on_the_bus_does_not_pass(mesh: MeshParts) -> None:

@@ -143,13 +143,14 @@ async def test_a_tensor_that_no_probe_shows_to_be_broken_is_named_and_not_upload
     publisher = Publisher(compute, compute, PublishConfig(), tmp_path / "publishing")
     version = PolicyVersion(policy="main", step=0, incarnation=0)
     try:
-        copy = await publisher.copy(opened.engine, version)
+        copying = asyncio.create_task(publisher.copy(opened.engine, version))
+        copy = await copying
         for path in copy.exported.files.values():
             raw = path.read_bytes()
             path.write_bytes(raw[:-4] + np.float32(value).tobytes())
         untouched = SimpleNamespace(version=version)  # without an upload
         with pytest.raises(WeightsRejected, match=r"tensor \w+ of main@0.0 has a value that is NaN or infinite"):
-            await publisher.publish(untouched, copy)  # type: ignore[arg-type]
+            await publisher.publish(untouched, copying, asyncio.Event())  # type: ignore[arg-type]
     finally:
         await compute.close(5.0)
 

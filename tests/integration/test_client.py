@@ -17,7 +17,15 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.codec.trajectory import encode_episode
-from rollmesh.shared.errors import Fenced, InvalidSpec, LeaseExpired, NotPublished, Unauthenticated, Unavailable
+from rollmesh.shared.errors import (
+    Fenced,
+    InvalidSpec,
+    LeaseExpired,
+    NotPublished,
+    Unauthenticated,
+    Unavailable,
+    WeightsRejected,
+)
 from rollmesh.shared.retry import RetryConfig
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2
@@ -127,6 +135,15 @@ async def test_nothing_is_leased_before_weights_are_published(running: RunningWo
         assert (await next_batch(trainer)).update == 1
 
 
+async def test_weights_that_are_not_finite_are_not_sent(running: RunningWorld) -> None:
+    async with client_of(running) as client, await client.run("r").attach() as trainer:
+        bad = Tensor(dtype="bfloat16", shape=[2], data=bytes.fromhex("803f807f"))
+        with pytest.raises(WeightsRejected, match="tensor w of main@0.0 has a value that is NaN or infinite"):
+            await trainer.publish({"w": bad})
+        assert not running.world.published
+        await trainer.publish(WEIGHTS)
+
+
 async def test_dropped_samples_keep_their_reasons(running: RunningWorld) -> None:
     world = running.world
     async with client_of(running) as client, await client.run("r").attach() as trainer:
@@ -157,7 +174,7 @@ async def loaded_ahead(trainer: Trainer, world: World, num: int) -> None:
     assert isinstance(await trainer.lease(wait_s=0.1), str)
 
     async def loaded() -> bool:
-        return len(trainer._prefetch._kept) >= num
+        return trainer.num_ahead >= num
 
     await eventually(loaded)
     world.stalled = lambda: False

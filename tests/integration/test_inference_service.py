@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.endpoint_node import EndpointNode
 from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
 from rollmesh.services.inference.generate_stream import GenerateStream
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
 from rollmesh.shared.errors import (
+    ConfigError,
     InvalidInput,
     MeshError,
     Overloaded,
@@ -26,6 +28,7 @@ from rollmesh.shared.errors import (
     UnknownEndpoint,
     UnknownPolicy,
 )
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.trajectory import SamplingParams
@@ -34,7 +37,7 @@ from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors
 from .content_engine import ContentEngine, content_logprobs, content_of
-from .weight_mesh import ACCESS, depot, inference, publish
+from .weight_mesh import ACCESS, HERE, depot, inference, publish
 
 Target = inference_pb2.Target
 ERROR, STOP, LENGTH = types_pb2.FINISH_REASON_ERROR, types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -381,8 +384,19 @@ async def test_named_versions_stay_first_then_the_newest_with_pinned_requests(
         assert steps_of(stream, survives) == {int(survives[-1])}
 
 
-async def test_no_token_of_wrong_weights_leaves_the_node(tmp_path: Path) -> None:
-    async with served(tmp_path, engine="StuckEngine", step_s=0.001, context_max=LONG) as it:
+async def test_probes_that_are_scored_as_a_part_of_the_activation_release_its_tokens(tmp_path: Path) -> None:
+    async with served(tmp_path, engine="ScoredEngine", step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", max_tokens=LONG))
+        await stream.next()
+        await it.activate(1)
+        while 5 not in steps_of(stream, "a"):
+            await stream.next()
+
+
+@pytest.mark.parametrize("engine", ["StuckEngine", "StuckScoredEngine"])
+async def test_no_token_of_wrong_weights_leaves_the_node(tmp_path: Path, engine: str) -> None:
+    async with served(tmp_path, engine=engine, step_s=0.001, context_max=LONG) as it:
         stream = Stream(it.stub)
         await stream.submit(submission("a", max_tokens=LONG))
         await stream.next()
@@ -462,6 +476,37 @@ async def test_unary_calls_are_refused_by_target(tmp_path: Path, target: Target,
         request = inference_pb2.ScoreRequest(target=target, token_ids=[np.array(PROMPT, "<i4").tobytes()])
         with pytest.raises(error), typed_errors():
             await it.stub.Score(request)
+
+
+async def test_a_node_of_an_endpoint_serves_its_weights_and_no_policy(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    write_safetensors(tmp_path / "weights" / "model.safetensors", 9)
+    config = InferenceConfig(directory=str(tmp_path / "node"), engine=Extension("content_engine.py:ContentEngine"))
+    async with (
+        EndpointNode(
+            config, node_id="e", access=ACCESS, endpoint="judge", weights=tmp_path / "weights", base_dir=HERE
+        ) as node,
+        open_channel(node.address, access=ACCESS) as channel,
+    ):
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        request = inference_pb2.ScoreRequest(target=Target(endpoint="judge"), token_ids=[PROMPT_BYTES])
+        reply = await stub.Score(request)
+        expected = content_logprobs(
+            content_of({"m": tmp_path / "weights" / "model.safetensors"}), np.array(PROMPT, np.int32)
+        )
+        np.testing.assert_array_equal(np.frombuffer(reply.logprobs[0], "<f4"), expected)
+        assert (reply.version.policy, reply.version.step) == ("judge", 0)
+        assert node.hello().active == reply.version
+        for target, error in ((Target(endpoint="other"), UnknownEndpoint), (at_least(0), UnknownPolicy)):
+            with pytest.raises(error, match="serves endpoint 'judge', not"), typed_errors():
+                await stub.Score(inference_pb2.ScoreRequest(target=target, token_ids=[PROMPT_BYTES]))
+
+
+async def test_a_folder_without_weights_is_an_error_of_the_table(tmp_path: Path) -> None:
+    config = InferenceConfig(directory=str(tmp_path / "node"), engine=Extension("content_engine.py:ContentEngine"))
+    with pytest.raises(ConfigError, match=r"`endpoints.judge.model`: .* has no file \*.safetensors"):
+        async with EndpointNode(config, node_id="e", access=ACCESS, endpoint="judge", weights=tmp_path, base_dir=HERE):
+            pass
 
 
 async def test_score_is_that_of_the_active_weights(tmp_path: Path) -> None:

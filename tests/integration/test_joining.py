@@ -6,19 +6,27 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
+from rollmesh.mesh import joining
 from rollmesh.mesh.config import CountsConfig
 from rollmesh.mesh.joining import CONFIG_FILE, JoinOptions, open_joined
 from rollmesh.mesh.mesh import Mesh
+from rollmesh.mesh.mesh_description import describe_mesh
+from rollmesh.mesh.run_layout import RunLayout
+from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.services.rollout.tokenizer import load_tokenizer
+from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.errors import AlreadyExists, ConfigError, MeshError, Unauthenticated, Unimplemented, UnknownBlob
 from rollmesh.shared.ids import new_secret
 from rollmesh.shared.model_files import fetch_model_files
+from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb
@@ -92,6 +100,48 @@ async def test_what_cannot_join_is_told_why(
 ) -> None:
     with pytest.raises(error, match=message):
         await open_joined(options(mesh, kind, **fields))
+
+
+@pytest.mark.parametrize(
+    ("own", "remedy"),
+    [("1.2", "upgrade the coordinator first"), ("0.9", "different major versions never work together")],
+)
+async def test_a_node_of_another_release_is_rejected_before_it_reads_the_configuration(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, own: str, remedy: str
+) -> None:
+    monkeypatch.setattr(joining, "PROTOCOL", ProtocolVersion.parse(own))
+    asked = options(mesh, "rollout")
+    with pytest.raises(ProtocolMismatch, match=remedy):
+        await open_joined(asked)
+    assert asked.folder is not None
+    assert not asked.folder.exists()
+
+
+async def test_settings_that_only_the_newer_coordinator_has_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def describe(layout: RunLayout, bus: Bus) -> MeshDescription:
+        found = describe_mesh(layout, bus)
+        tree = yaml.safe_load(found.config_yaml)
+        tree["rollout"]["later"], tree["newest"] = 1, {"a": 2}
+        return replace(found, config_yaml=yaml.safe_dump(tree))
+
+    monkeypatch.setattr("rollmesh.mesh.mesh_description.describe_mesh", describe)
+    monkeypatch.setattr(joining, "PROTOCOL", ProtocolVersion(major=PROTOCOL.major, minor=PROTOCOL.minor - 1))
+    model = save_model_folder(tmp_path / "theirs")
+    services = ("coordinator", "gateway")
+    async with Mesh(mesh_config(model), run_dir=tmp_path / "run", base_dir=tmp_path, services=services) as newer:
+        asked = options(newer, "sandbox", address=newer.layout.coordinator)
+        layout, _ = await open_joined(asked)
+        assert layout.config.run == newer.layout.config.run
+        assert "have no effect here: rollout.later, newest" in caplog.text or "newest, rollout.later" in caplog.text
+        with pytest.raises(ConfigError, match="override `rollout.later=2`: `rollout.later`: unknown key"):
+            await open_joined(
+                options(newer, "sandbox", address=newer.layout.coordinator, overrides=("rollout.later=2",))
+            )
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match="unknown key"):  # of the same release it is a mistake
+            await open_joined(asked)
 
 
 async def test_a_mesh_that_hosts_no_workers_trains_with_nodes_that_join(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rollmesh.shared.errors import (
     DataLoss,
     DigestMismatch,
     Fenced,
+    LeaseExpired,
     NotUploaded,
     PayloadLost,
     Unauthenticated,
@@ -35,13 +36,14 @@ from rollmesh.shared.fault_points import Hook
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import Episode, GroupContext, TrainingSample
+from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import run_pb2
 
-from .learner_world import ACCESS, RunningWorld, World, episode
+from .learner_world import ACCESS, LIMIT_S, RunningWorld, World, episode
 
 QUICK = LearnerRetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
 
@@ -63,7 +65,7 @@ def learner(world: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> Lear
 
 
 async def train(world: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> LearnerNode:
-    async with learner(world, settings, **kwargs) as node, asyncio.timeout(20):
+    async with learner(world, settings, **kwargs) as node, asyncio.timeout(LIMIT_S):
         await node.wait()
     return node
 
@@ -164,6 +166,47 @@ async def test_a_version_is_uploaded_and_announced_while_the_next_batch_is_train
         check_once(world, config(tmp_path))
 
 
+async def test_a_version_is_uploaded_while_its_update_is_committed_and_announced_after_it(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path, updates_max=2) as running:
+        world, announced = running.world, list[int]()
+        world.commit_waits_for_upload = True
+
+        async def at(moment: LearnerFaultPoint) -> None:
+            if moment is LearnerFaultPoint.COMMITTED:
+                announced.append(world.calls["PublishVersion"])
+
+        await train(running, config(tmp_path), at=at)
+        assert announced == [1, 2], "neither the first version nor the second was announced at its commit"
+        assert sorted(world.published) == [(0, 0), (1, 0), (2, 0)]
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 100])
+async def test_a_version_whose_commit_fails_is_not_announced(tmp_path: Path, checkpoint_every: int) -> None:
+    """The one before it is published again, from the manifest that is still stored."""
+    settings = config(tmp_path, checkpoint_every=checkpoint_every)
+    folder = Path(settings.directory) / "publishing"
+    async with straight_weights(tmp_path) as expected, RunningWorld(tmp_path) as running:
+        world, manifests = running.world, list[str]()
+        world.commit_waits_for_upload = True
+
+        async def at(moment: LearnerFaultPoint) -> None:
+            if moment is LearnerFaultPoint.STEPPED and world.step == 2 and not manifests:
+                manifests.extend(path.name for path in folder.glob("step-*.manifest"))
+                world.faults.refuse["CommitUpdate"] = [LeaseExpired("too late")]
+            if moment is LearnerFaultPoint.COPIED and len(manifests) == 1:
+                assert (3, 0) not in world.published
+                manifests.extend(sorted(path.name for path in folder.glob("step-*.manifest")))
+
+        await train(running, settings, at=at)
+        assert world.uploaded.count("weights:r/main@3.0") == (2 if checkpoint_every == 1 else 1)
+        assert [key for key in world.published if key[0] == 3] == [(3, world.incarnation)]
+        if checkpoint_every == 1:
+            assert manifests == ["step-00000002.0.manifest", "step-00000002.0.manifest", "step-00000003.0.manifest"]
+        assert not (folder / "files").exists()
+        check_once(world, settings)
+        assert weights(world, (5, world.incarnation)) == expected
+
+
 async def test_versions_are_published_as_seldom_as_the_run_says_and_at_the_end(tmp_path: Path) -> None:
     async with RunningWorld(tmp_path, publish_every=3, updates_max=5) as running:
         await train(running, config(tmp_path))
@@ -189,7 +232,7 @@ async def test_data_snapshot_of_the_commit_s_ledger_position_is_in_the_checkpoin
 async def test_stop_command_ends_with_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:
     settings = config(tmp_path, checkpoint_every=100)
     async with RunningWorld(tmp_path, updates_max=1000) as running:
-        async with learner(running, settings) as node, asyncio.timeout(20):
+        async with learner(running, settings) as node, asyncio.timeout(LIMIT_S):
             await running.world.until(lambda: running.world.step >= 3)
             running.world.commands.put_nowait(run_pb2.TRAINER_COMMAND_STOP)
             await node.wait()
@@ -204,7 +247,7 @@ async def test_checkpoint_command_writes_one_and_training_goes_on(tmp_path: Path
         await running.world.until(lambda: running.world.checkpoint > 0)
         done = running.world.step
         await running.world.until(lambda: running.world.step > done)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             await node.stop()
         check_once(running.world, settings)
 
@@ -319,6 +362,25 @@ async def test_a_version_published_again_after_a_restart_has_the_same_digest(tmp
     assert {p.token_ids for p in probes[0]} != {p.token_ids for p in probes[1]}
     assert {p.token_ids for p in probes[1]} == {p.token_ids for p in probes[5]}
     assert {p.logprobs for p in probes[1]} != {p.logprobs for p in probes[5]}
+
+
+async def test_the_manifest_of_a_version_is_stored_before_its_announcement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored while the version is uploaded. A learner that is killed after the announcement finds it."""
+    settings, stored = config(tmp_path), []
+    async with RunningWorld(tmp_path) as running:
+        publish = running.world._publish
+
+        def look(request: run_pb2.PublishVersionRequest) -> run_pb2.PublishVersionResponse:
+            files = list((Path(settings.directory) / "publishing").glob("step-*.manifest"))
+            assert any(sha256_hex(file.read_bytes()) == request.version.weights_digest for file in files)
+            stored.append(request.version.step)
+            return publish(request)
+
+        monkeypatch.setattr(running.world, "_publish", look)
+        await train(running, settings)
+        assert stored == sorted(step for step, _ in running.world.published)
 
 
 # A mesh in trouble ----------------------------------------------------------------------------------------------------
@@ -489,7 +551,7 @@ class WatchedClock(ManualClock):
 
     async def has_sleeper(self) -> None:
         """While an update is computed, only the renewal sleeps."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             while not self.num_sleepers():
                 self._slept.clear()
                 await self._slept.wait()
@@ -498,7 +560,7 @@ class WatchedClock(ManualClock):
 async def test_the_lease_is_renewed_while_an_update_takes_many_terms(tmp_path: Path) -> None:
     clock, slow = WatchedClock(), SlowTrainer()
     async with RunningWorld(tmp_path, clock=clock, lease_s=30.0, updates_max=1) as running:
-        async with learner(running, config(tmp_path), clock=clock, open_engine=slow) as node, asyncio.timeout(20):
+        async with learner(running, config(tmp_path), clock=clock, open_engine=slow) as node, asyncio.timeout(LIMIT_S):
             await slow.asked.wait()
             for renewals in range(1, 13):
                 await clock.has_sleeper()
@@ -514,7 +576,7 @@ async def test_an_update_whose_lease_expired_is_not_committed_but_made_again(tmp
     clock, slow = WatchedClock(), SlowTrainer()
     settings = config(tmp_path)
     async with RunningWorld(tmp_path, clock=clock, lease_s=30.0, updates_max=1) as running:
-        async with learner(running, settings, clock=clock, open_engine=slow) as node, asyncio.timeout(20):
+        async with learner(running, settings, clock=clock, open_engine=slow) as node, asyncio.timeout(LIMIT_S):
             await slow.asked.wait()
             await clock.has_sleeper()
             clock.advance(31.0)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from functools import partial
 
 import pytest
 
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Unauthenticated, Unavailable
+from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -131,19 +134,54 @@ async def test_a_wrong_token_is_told_at_once_and_not_tried_for_ever() -> None:
         assert "refuses this node" in node.waiting_for
 
 
-async def test_a_refused_hello_is_told() -> None:
-    class Strict(TinyCoordinator):
-        async def Join(self, request_iterator, context):  # type: ignore[no-untyped-def]
-            await anext(aiter(request_iterator))
-            raise InvalidInput("hello.address: empty")
-            yield
+class Strict(TinyCoordinator):
+    """Rejects every hello."""
 
+    async def Join(self, request_iterator, context):  # type: ignore[no-untyped-def]
+        await anext(aiter(request_iterator))
+        raise InvalidInput("hello.address: empty")
+        yield
+
+
+async def test_a_refused_hello_is_told() -> None:
     async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())  # type: ignore[abstract]
         await server.start()
         async with member(server.address, Worker()) as node:
             with pytest.raises(InvalidInput, match=r"hello\.address: empty"):
                 await node.wait_joined()
+
+
+class Idle(JoinedNode):
+    """A node without services."""
+
+    kind = coordinator_pb2.NODE_KIND_ROLLOUT
+    serves = False
+
+    async def build(self, stack: AsyncExitStack) -> None: ...
+
+
+async def test_a_node_leaves_a_coordinator_that_is_older_and_does_not_check_it() -> None:
+    boss = TinyCoordinator()  # type: ignore[abstract]
+    boss.protocol = None  # as releases before 1.1
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
+        server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, boss)
+        await server.start()
+        node = Idle(node_id="w", access=ACCESS, coordinator=server.address, membership=MEMBERSHIP)
+        async with node, asyncio.timeout(20):
+            with pytest.raises(ProtocolMismatch, match=r"and the coordinator has 1\.0: upgrade the coordinator first"):
+                await node.wait()
+    assert boss.hellos[0].protocol.minor == PROTOCOL.minor
+
+
+async def test_a_node_whose_hello_is_rejected_ends_with_that_error() -> None:
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
+        server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())  # type: ignore[abstract]
+        await server.start()
+        node = Idle(node_id="w", access=ACCESS, coordinator=server.address, membership=MEMBERSHIP)
+        async with node, asyncio.timeout(20):
+            with pytest.raises(InvalidInput, match=r"hello\.address: empty"):
+                await node.wait()
 
 
 async def test_a_handler_that_is_stuck_loses_the_stream_not_the_memory() -> None:

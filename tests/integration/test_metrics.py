@@ -103,6 +103,7 @@ def _assert_complete(series: Series, services: list[str]) -> None:
     """Every metric of the catalog has been seen, and every service has a separate series."""
     seen = {name.removesuffix("_bucket") for name in series}
     absent = {
+        "rollmesh_coordinator_heldout_success_ratio",
         "rollmesh_rollout_failures_total",
         "rollmesh_learner_effective_sample_size_ratio",
         "rollmesh_sandbox_egress_requests_total",
@@ -111,12 +112,28 @@ def _assert_complete(series: Series, services: list[str]) -> None:
         "rollmesh_sandbox_pool_ready",
         "rollmesh_sandbox_kills_total",
         "rollmesh_sandbox_shared_sessions_ended_total",
+        "rollmesh_certificate_expiry_timestamp_seconds",
     }
+    unused = (
+        "rollmesh_endpoint_",
+        "rollmesh_openai_",
+        "rollmesh_gateway_page_",
+    )  # no endpoints, no programs, no browser
+    absent |= {metric.name for metric in catalog() if metric.name.startswith(unused)}
     assert (
         {metric.name for metric in catalog()} - seen == absent
     )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing
+    _assert_fixed_values(series)
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
     assert nodes == set(services)
+
+
+def _assert_fixed_values(series: Series) -> None:
+    """Dashboards and alerts are checked against the fixed values, so no series may have another one."""
+    for metric in catalog():
+        for label, fixed in metric.values.items():
+            seen = {dict(labels)[label] for labels in series[metric.name]}
+            assert seen <= set(fixed), (metric.name, label)
 
 
 def _assert_promtool_content(text: str) -> None:

@@ -12,7 +12,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from rollmesh.shared.errors import InvalidInput, InvalidSpec
+from rollmesh.services.weights.servicer import DepotBlobServicer
+from rollmesh.shared.errors import InvalidInput, InvalidSpec, NotUploaded
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.weights.manifest import parse_manifest
@@ -178,3 +179,26 @@ async def test_an_outcome_of_an_episode_that_nobody_here_knows_is_refused(mesh: 
     report.outcome = NEWER_NUMBER  # type: ignore[assignment]
     (result,) = await mesh.report([report])
     assert result.startswith("INVALID_REPORT: `outcome` must be COMPLETED, INFRA_FAILURE or CANCELLED"), result
+
+
+async def test_a_version_is_announced_with_a_depot_that_checks_digests_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def older(self: DepotBlobServicer, request: weights_pb2.HasRequest, context: Any) -> weights_pb2.HasResponse:
+        return await has(self, weights_pb2.HasRequest(digests=request.digests), context)
+
+    has = DepotBlobServicer.Has
+    monkeypatch.setattr(DepotBlobServicer, "Has", older)
+    async with coordinator_mesh(tmp_path) as mesh:
+        await mesh.begin()
+        chunk = weights_pb2.WeightChunk(digest="ab" * 32, size_bytes=3)
+        file = weights_pb2.WeightFile(name="m.safetensors", size_bytes=3, chunks=[chunk])
+        kind = weights_pb2.WeightManifest.KIND_FULL
+        manifest = weights_pb2.WeightManifest(kind=kind, files=[file], dtype="float32")
+        digest = await mesh.put(manifest.SerializeToString())
+        for unknown, first in ((digest, "ab" * 32), ("cd" * 32, "cd" * 32)):
+            version = types_pb2.PolicyVersion(step=0, weights_digest=unknown)
+            request = run_pb2.PublishVersionRequest(run=mesh.name, trainer_epoch=mesh.epoch, version=version)
+            with pytest.raises(NotUploaded) as caught:
+                await mesh.call(mesh.run.PublishVersion, request)
+            assert caught.value.metadata["first"] == first

@@ -142,6 +142,8 @@ OWN = {
 """A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered passes, tokens of
 the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the step, answers after another prompt, and
 estimators that read turns, answers and texts of all members."""
+FAST = {"remax", "mssr", "vcpo", "seeupo", "archer", "kl_cov", "hgpo", "v0", "v05", "imitation.yaml"}
+"""Recipes of which one uses each of these parts; the others run in `make recipes`."""
 FURTHER = {
     "v05": ['reward.scorers=[{name: "scorer.py:Scorer", reward: correct}, {name: "scorer.py:Prior", reward: prior}]'],
 }
@@ -166,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("recipe", OWN)
+@pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in OWN])
 def test_three_updates_with_a_recipe_and_an_audit(recipe: str, folder: Path) -> None:
     out = folder / f"run-{recipe}"
     settings = [f"recipe={recipe}", *FURTHER.get(recipe, [])]

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
+from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.rollout.config import RolloutConfig, WorkerConfig
@@ -26,6 +27,7 @@ from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.trajectory import encode_segment, episode_from_bytes
 from rollmesh.shared.errors import UnknownNode
 from rollmesh.shared.outputs import array_names
+from rollmesh.shared.protocol import PROTOCOL
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
@@ -122,7 +124,11 @@ class ListingCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Join(self, requests: Any, context: Any) -> AsyncIterator[coordinator_pb2.JoinResponse]:
         hello = (await anext(aiter(requests))).hello
         queue = self.commands[hello.node_id] = asyncio.Queue()
-        yield coordinator_pb2.JoinResponse(welcome=coordinator_pb2.Welcome(heartbeat_s=0.5, coordinator_id="c"))
+        yield coordinator_pb2.JoinResponse(
+            welcome=coordinator_pb2.Welcome(
+                heartbeat_s=0.5, coordinator_id="c", protocol=encode(PROTOCOL, coordinator_pb2.ProtocolVersion)
+            )
+        )
         if hello.address:
             self.add(hello.node_id, hello.kind, hello.address)
         queue.put_nowait(coordinator_pb2.JoinResponse(fleet=self.view()))

@@ -27,6 +27,8 @@ from rollmesh.shared.registry import Extension
 
 UID_BASE = 60900
 WALL_S = 40.0
+GRACE_S = 30.0
+"""A program that is out of time is stopped inside its session. On a busy host this may take longer than the default grace period."""
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[JailEngine]:
-    config = SandboxConfig(uid_base=UID_BASE, warm=("shell",))
+    config = SandboxConfig(uid_base=UID_BASE, warm=("shell",), grace_s=GRACE_S)
     made = JailEngine(config, state_dir=tmp_path_factory.mktemp("state"), ids=SeededIds(os.getpid()))
     await made.start()
     yield made
@@ -116,7 +118,9 @@ async def test_bash_command_out_of_time_is_interrupted_and_the_shell_continues(
 
 async def test_bash_is_interrupted_whatever_its_service_ignores(tmp_path: Path) -> None:
     """A service that was started by nohup, or in the background of a script, ignores SIGINT and passes that on."""
-    engine = JailEngine(SandboxConfig(warm=("shell",)), state_dir=tmp_path, ids=SeededIds(os.getpid() + 2))
+    engine = JailEngine(
+        SandboxConfig(warm=("shell",), grace_s=GRACE_S), state_dir=tmp_path, ids=SeededIds(os.getpid() + 2)
+    )
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         await engine.start()

@@ -318,7 +318,7 @@ async def test_what_one_session_answers_breaks_no_other_sessions_call(tmp_path: 
         await client.open("victim")
         await client.open("attacker")
         await client.send(
-            "victim", run=pb.RunCode(language="python", code="input_ = 0\nimport time; time.sleep(0.5)\n6*7")
+            "victim", run=pb.RunCode(language="python", code="input_ = 0\nimport time; time.sleep(2)\n6*7")
         )
         answer = await client.ask(
             "attacker", run=pb.RunCode(language="python", code=FORGED.replace("{forged}", forged))

@@ -1,18 +1,12 @@
-"""Faults on the way of weights, with processes that are killed, disks that are full, and sources that lie: the fleet never serves wrong weights.
+"""Faults of uploads, disks, precision and reports: the fleet never serves wrong weights. test_weight_feeders.py has those of sources.
 
 docs/reliability.md has the table.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,187 +17,26 @@ from rollmesh.cli.weights_view import versions_of
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.errors import NotUploaded, UnknownBlob, WeightsRejected
+from rollmesh.shared.errors import NotUploaded, ProbeMismatch, UnknownBlob, WeightsRejected
 from rollmesh.shared.registry import Extension
-from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest, version_owner
-from rollmesh.shared.weights.servicer import BlobServicer
-from rollmesh.shared.weights.transfer import TransferConfig, upload
-from rollmesh.v1 import coordinator_pb2, run_pb2, weights_pb2, weights_pb2_grpc
+from rollmesh.shared.weights.transfer import upload
+from rollmesh.v1 import coordinator_pb2, weights_pb2, weights_pb2_grpc
 
 from ..unit.shared.safetensors_files import write_safetensors
 from .coordinator_mesh import ACCESS as MESH_ACCESS
-from .coordinator_mesh import DEPOT, JOIN, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import coordinator_mesh, eventually
+from .script_process import LIMIT_S, line_of, script_process
 from .test_bad_days import small_disk  # noqa: F401  (a fixture)
-from .test_weight_plane import CHUNK, file, peer
-from .weight_mesh import ACCESS, HERE, NETWORK, SERVER, coordinator, depot, inference, publish
+from .test_weight_plane import CHUNK, file
+from .weight_fleet import announce, begin, joining, publish_version, serve_all
+from .weight_mesh import ACCESS, HERE, NETWORK, SERVER, coordinator, depot, inference, publish, serve, small
 from .weight_mesh import WeightCommand as Command
 from .weight_mesh import WeightReport as Report
-
-LIMIT_S = 60.0
-
-
-@contextlib.contextmanager
-def process(script: str, *args: object, access: Access = ACCESS) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that runs `script`. It is killed at the end."""
-    command = [sys.executable, "-c", script, *map(str, args)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"SECRET": access.token}) as one:
-        try:
-            yield one
-        finally:
-            one.kill()
-
-
-async def line_of(one: subprocess.Popen[str]) -> str:
-    """Return the next line that a process prints."""
-    assert one.stdout is not None
-    line = await asyncio.wait_for(asyncio.to_thread(one.stdout.readline), LIMIT_S)
-    assert line, "the process has ended"
-    return line.strip()
-
-
-# A feeder that is killed, stalls or lies ------------------------------------------------------------------------------
-
-FEEDER = """
-import asyncio, os, sys
-from pathlib import Path
-from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.transfer import TransferConfig
-
-async def main(folder, source, digest):
-    config = InferenceConfig(
-        directory=folder, engine=Extension("fake"), egress_bytes_per_s=3e5, transfer=TransferConfig(same_host=False)
-    )
-    async with InferenceNode(config, node_id="feeder", access=Access(token=os.environ["SECRET"])) as node:
-        await node.keeper.prepare(PolicyVersion(policy="main", step=1, weights_digest=digest), [source])
-        print(node.address, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-"""A node that has a version and sends 300 kB per second."""
-
-
-def small(folder: Path, step: int) -> dict[str, Path]:
-    """A file of 4 kB, of another name than those of `file`, so that it is not the base of a delta."""
-    return {f"{step}.safetensors": write_safetensors(folder / f"{step}.safetensors", step)}
-
-
-async def serve(node: InferenceNode, version: PolicyVersion, *sources: str) -> None:
-    await node.keeper.prepare(version, sources)
-    await node.keeper.activate(version, KvPolicy.RECOMPUTE)
-
-
-async def test_a_feeder_that_is_killed_in_mid_transfer_is_replaced_by_the_depot(tmp_path: Path) -> None:
-    async with depot(tmp_path) as store, inference(tmp_path, engine="ContentEngine") as node:
-        before, _ = await publish(store.address, 0, small(tmp_path, 0), with_probes=True)
-        await serve(node, before, store.address)
-        version, _ = await publish(store.address, 1, file(tmp_path, "a"), with_probes=True, chunk_bytes=CHUNK)
-        manifest = parse_manifest((await store.store.open(version.weights_digest)).read_bytes())
-        chunks = [chunk.digest for chunk in manifest.files[0].chunks]
-        with process(FEEDER, tmp_path / "feeder", store.address, version.weights_digest) as feeder:
-            address = await line_of(feeder)
-            preparing = asyncio.create_task(node.keeper.prepare(version, [address, store.address]))
-
-            async def half_way() -> bool:
-                assert not preparing.done(), "the feeder has to be slower than this test"
-                return len(node.store.missing(chunks)) < len(chunks)
-
-            await eventually(half_way, LIMIT_S)
-            feeder.kill()
-            feeder.wait()
-            assert node.state.active == before, "it serves meanwhile"
-            fetched_bytes = await asyncio.wait_for(preparing, LIMIT_S)
-        size = manifest.files[0].size_bytes
-        assert size < fetched_bytes < size + 3 * CHUNK, "chunks that the feeder sent are not fetched again"
-        await node.keeper.activate(version, KvPolicy.RECOMPUTE)
-        assert node.state.active == version
-
-
-class LyingFeeder(BlobServicer):
-    """A source that has the version and sends something else. `lie` says what."""
-
-    lie = ""
-
-    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
-        size = (await self._store.open(request.digest)).stat().st_size - request.offset
-        if self.lie == "wrong":
-            yield weights_pb2.FetchResponse(data=bytes(size))
-        elif self.lie == "short":
-            yield weights_pb2.FetchResponse(data=bytes(size // 2))
-        elif self.lie == "stalls after wrong bytes":
-            yield weights_pb2.FetchResponse(data=bytes(10))
-            await asyncio.Event().wait()
-        elif self.lie == "fails after wrong bytes":
-            yield weights_pb2.FetchResponse(data=bytes(10))
-            raise UnknownBlob("it is gone")
-        elif self.lie == "bytes, then a delta":
-            yield weights_pb2.FetchResponse(data=bytes(10))
-            yield weights_pb2.FetchResponse(data=b"x" * 100, delta=True)
-        else:
-            assert self.lie in ("endless", "endless and empty")
-            while True:
-                yield weights_pb2.FetchResponse(data=bytes(0 if "empty" in self.lie else 4096))
-                await asyncio.sleep(0)
-
-
-LIES = [
-    "wrong",
-    "short",
-    "stalls after wrong bytes",
-    "fails after wrong bytes",
-    "bytes, then a delta",
-    "endless",
-    "endless and empty",
-]
-
-
-@pytest.mark.parametrize("lie", LIES)
-async def test_a_feeder_that_lies_delays_a_version_and_does_not_change_it(tmp_path: Path, lie: str) -> None:
-    """The depot is asked last. It sends the right chunks in the end, whatever the feeder sent before."""
-    kind = type("Feeder", (LyingFeeder,), {"lie": lie})
-    async with depot(tmp_path) as store, peer(tmp_path / "l", kind) as liar, peer(tmp_path / "p") as node:
-        version, _ = await publish(store.address, 1, file(tmp_path, "a"), chunk_bytes=CHUNK)
-        await liar.fetch.version(version.weights_digest, [store.address], owner="v")
-        manifest = await asyncio.wait_for(
-            node.fetch.version(version.weights_digest, [liar.address, store.address], owner="v"), LIMIT_S
-        )
-        assert await node.content(manifest) == (tmp_path / "a").read_bytes()
-
-
-@pytest.mark.parametrize("lie", LIES)
-async def test_a_version_that_only_a_liar_has_ends_in_one_error_and_the_node_serves_what_it_served(
-    tmp_path: Path, lie: str
-) -> None:
-    kind = type("Feeder", (LyingFeeder,), {"lie": lie})
-    quick = TransferConfig(same_host=False, stall_s=0.2, peer_wait_s=0.2)
-    async with (
-        coordinator() as (boss, address),
-        depot(tmp_path) as store,
-        peer(tmp_path / "l", kind) as liar,
-        inference(tmp_path, coordinator=address, engine="ContentEngine", transfer=quick) as node,
-    ):
-        await boss.until(boss.has_hello)
-        before, _ = await publish(store.address, 0, small(tmp_path, 0), with_probes=True)
-        await serve(node, before, store.address)
-        version, _ = await publish(store.address, 1, file(tmp_path, "a"), chunk_bytes=CHUNK)
-        await liar.fetch.version(version.weights_digest, [store.address], owner="v")
-        boss.command("inf-0", Command.VERB_PREPARE, version, [liar.address])
-        report = await boss.outcome("inf-0", version, Report.PHASE_FAILED, Report.PHASE_PREPARED)
-        expected = {"endless and empty": "DEADLINE_EXCEEDED", "stalls after wrong bytes": "DEADLINE_EXCEEDED"}
-        expected["fails after wrong bytes"] = "UNKNOWN_BLOB"
-        assert report.failure.reason == expected.get(lie, "HASH_MISMATCH"), report.failure.message
-        assert node.state.active == before
-
 
 # A full disk ----------------------------------------------------------------------------------------------------------
 
@@ -268,18 +101,13 @@ async def test_half_an_upload_never_becomes_a_version_and_the_next_learner_finis
     tmp_path: Path, same_host: bool
 ) -> None:
     async with coordinator_mesh(tmp_path) as parts, joining(parts, "inf-0") as node:
-        assert node.membership is not None
-        await node.membership.wait_joined()
-        await parts.create()
-        await parts.attach()
-        found = node.fleet.address_of(DEPOT)
-        assert found is not None
-        before = await announce(parts, found, 0)
-        await eventually(lambda: serves(node, before))
+        depot_address = await begin(parts, node)
+        before = await announce(parts, depot_address, 0, small(tmp_path, 0))
+        await eventually(lambda: serve_all(before, node))
         await parts.train(1)
         path = write_safetensors(tmp_path / "large.safetensors", 9, num_values=250_000)
         owner = version_owner(PolicyVersion(policy="main", step=1), "r")
-        async with open_channel(found, access=MESH_ACCESS) as channel:
+        async with open_channel(depot_address, access=MESH_ACCESS) as channel:
             blobs = weights_pb2_grpc.BlobServiceStub(channel)
             built = build_manifest({"m.safetensors": path}, chunk_bytes=1024)
 
@@ -289,7 +117,7 @@ async def test_half_an_upload_never_becomes_a_version_and_the_next_learner_finis
             async def half_way() -> bool:
                 return await missing() < len(built.chunks)
 
-            with process(LEARNER, found, path, owner, same_host, access=MESH_ACCESS) as learner:
+            with script_process(LEARNER, depot_address, path, owner, same_host, access=MESH_ACCESS) as learner:
                 digest = await line_of(learner)
                 await eventually(half_way, LIMIT_S)
                 learner.kill()
@@ -304,39 +132,21 @@ async def test_half_an_upload_never_becomes_a_version_and_the_next_learner_finis
                 await publish_version(parts, version)
             assert node.state.active == before, "the fleet serves what it served"
 
-            with process(LEARNER, found, path, owner, same_host, access=MESH_ACCESS) as learner:
+            with script_process(LEARNER, depot_address, path, owner, same_host, access=MESH_ACCESS) as learner:
                 assert await line_of(learner) == digest
                 assert int(await line_of(learner)) >= len(built.chunks) - num_missing, (
                     "what was there is not sent again"
                 )
             assert await missing() == 0
         await publish_version(parts, version)
-        await eventually(lambda: serves(node, version))
-
-
-async def announce(parts: MeshParts, address: str, step: int) -> PolicyVersion:
-    built = build_manifest(small(parts.folder, step))
-    version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
-    async with open_channel(address, access=MESH_ACCESS) as channel:
-        await upload(channel, built, owner=version_owner(version, "r"))
-    await publish_version(parts, version)
-    return version
-
-
-async def publish_version(parts: MeshParts, version: PolicyVersion) -> None:
-    request = run_pb2.PublishVersionRequest(run="r", trainer_epoch=parts.epoch, version=encode_version(version))
-    await parts.call(parts.run.PublishVersion, request)
-
-
-async def serves(node: InferenceNode, version: PolicyVersion) -> bool:
-    return node.state.active == version
+        await eventually(lambda: serve_all(version, node))
 
 
 async def test_what_a_killed_upload_leaves_is_deleted_with_the_versions_that_follow(tmp_path: Path) -> None:
     """Chunks of half an upload have an owner, and go with the old versions. Files that were not claimed are deleted by age."""
     async with depot(tmp_path, versions_max=2) as store:
         path = write_safetensors(tmp_path / "large.safetensors", 9, num_values=250_000)
-        with process(LEARNER, store.address, path, "weights:main@1.0", "False") as learner:
+        with script_process(LEARNER, store.address, path, "weights:main@1.0", "False", access=ACCESS) as learner:
             await line_of(learner)
 
             async def begun() -> bool:
@@ -388,9 +198,14 @@ async def test_weights_that_would_be_rounded_are_rejected_unless_that_is_intende
                 await serve(node, wide, store.address)
             assert node.state.active == fits
         intended = msgspec.structs.replace(config, cast_weights=True)
+        rounded, _ = await publish(store.address, 2, small(tmp_path, 2), with_probes=True, probe_error=0.5)
+        wrong, _ = await publish(store.address, 3, small(tmp_path, 3), with_probes=True, probe_error=2.0)
         async with InferenceNode(intended, node_id="inf-0", access=ACCESS, base_dir=HERE) as node:
             await serve(node, wide, store.address)
-            assert node.state.active == wide
+            await serve(node, rounded, store.address)
+            assert node.state.active == rounded, "rounding explains differences of this size"
+            with pytest.raises(ProbeMismatch, match="differ by 2 nats, at most 1 is allowed"):
+                await serve(node, wrong, store.address)
         async with inference(tmp_path, "inf-1", engine="ContentEngine") as node:
             await serve(node, fits, store.address)
 
@@ -461,19 +276,12 @@ async def test_a_node_that_reports_another_digest_is_excluded_and_the_others_ser
         joining(parts, "a-liar", FalseReports) as liar,
         joining(parts, "b-node") as node,
     ):
-        for one in (liar, node):
-            assert one.membership is not None
-            await one.membership.wait_joined()
-        await parts.create()
-        await parts.attach()
-        found = node.fleet.address_of(DEPOT)
-        assert found is not None
-        first = await announce(parts, found, 0)
-        await eventually(lambda: serves(liar, first))
-        await eventually(lambda: serves(node, first))
+        depot_address = await begin(parts, node, liar)
+        first = await announce(parts, depot_address, 0, small(tmp_path, 0))
+        await eventually(lambda: serve_all(first, liar, node))
         await parts.train(1)
-        second = await announce(parts, found, 1)
-        await eventually(lambda: serves(node, second))
+        second = await announce(parts, depot_address, 1, small(tmp_path, 1))
+        await eventually(lambda: serve_all(second, node))
 
         async def excluded() -> bool:
             request = coordinator_pb2.GetFleetRequest(kind=coordinator_pb2.NODE_KIND_INFERENCE)
@@ -486,27 +294,11 @@ async def test_a_node_that_reports_another_digest_is_excluded_and_the_others_ser
         assert listed == ["b-node"], "routers do not see it"
 
 
-def joining(parts: MeshParts, node_id: str, kind: type[InferenceNode] = InferenceNode) -> InferenceNode:
-    config = InferenceConfig(
-        directory=str(parts.folder / node_id),
-        engine=Extension("content_engine.py:ContentEngine"),
-        server=SERVER,
-        membership=JOIN,
-        transfer=NETWORK,
-    )
-    return kind(config, node_id=node_id, access=MESH_ACCESS, coordinator=parts.address, base_dir=HERE)
-
-
 async def test_the_versions_of_a_running_mesh_are_listed_with_their_precision(tmp_path: Path) -> None:
     async with coordinator_mesh(tmp_path) as parts, joining(parts, "inf-0") as node:
-        assert node.membership is not None
-        await node.membership.wait_joined()
-        await parts.create()
-        await parts.attach()
-        found = node.fleet.address_of(DEPOT)
-        assert found is not None
-        version = await announce(parts, found, 0)
-        await eventually(lambda: serves(node, version))
+        depot_address = await begin(parts, node)
+        version = await announce(parts, depot_address, 0, small(tmp_path, 0))
+        await eventually(lambda: serve_all(version, node))
         assert parts.gateway is not None
         mesh = MeshAddress(address=parts.gateway.address, access=MESH_ACCESS)
 

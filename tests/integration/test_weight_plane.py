@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollmesh.shared.errors import MeshError
+from rollmesh.shared.errors import DeadlineExceeded, DiskFull, MeshError
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
@@ -21,23 +21,29 @@ from rollmesh.shared.weights.byte_rate import ByteRate
 from rollmesh.shared.weights.delta import encode_delta
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.digests import sha256_hex
-from rollmesh.shared.weights.fetcher import Fetcher
+from rollmesh.shared.weights.fetcher import Fetcher, SourceChannels
 from rollmesh.shared.weights.manifest import chunk_sizes
 from rollmesh.shared.weights.servicer import BlobServicer
 from rollmesh.shared.weights.transfer import PIECE_BYTES, TransferConfig
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
+from .test_bad_days import small_disk  # noqa: F401  (a fixture)
 from .weight_mesh import ACCESS, SERVER, depot, publish
 
 CHUNK = 1 << 16
-QUICK = TransferConfig(same_host=False, stall_s=0.2, peer_wait_s=0.2)
+PATIENT = TransferConfig(same_host=False, stall_s=10.0, peer_wait_s=0.2)
+"""For sources that do not stall. They may wait for a core."""
+QUICK = TransferConfig(same_host=False, stall_s=1.0, peer_wait_s=0.2)
+"""For tests in which a source stalls."""
 
 
 class Peer:
     """A store with a fetcher and a BlobService, as a node has."""
 
-    def __init__(self, store: BlobStore, fetch: Fetcher, address: str, servicer: BlobServicer) -> None:
-        self.store, self.fetch, self.address, self.servicer = store, fetch, address, servicer
+    def __init__(
+        self, store: BlobStore, fetch: Fetcher, sources: SourceChannels, address: str, servicer: BlobServicer
+    ) -> None:
+        self.store, self.fetch, self.sources, self.address, self.servicer = store, fetch, sources, address, servicer
 
     async def content(self, manifest: weights_pb2.WeightManifest) -> bytes:
         return b"".join([(await self.store.open(c.digest)).read_bytes() for f in manifest.files for c in f.chunks])
@@ -45,18 +51,19 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def peer(
-    folder: Path, kind: type[BlobServicer] = BlobServicer, transfer: TransferConfig = QUICK
+    folder: Path, kind: type[BlobServicer] = BlobServicer, transfer: TransferConfig = PATIENT
 ) -> AsyncIterator[Peer]:
     store = BlobStore(folder, quota_bytes=64 << 20, durable=False)
     store.start()
     deltas = DeltaCache(store, bytes_max=1 << 20)
-    fetch = Fetcher(store, lambda address: open_channel(address, access=ACCESS), transfer, deltas)
+    sources = SourceChannels(lambda address: open_channel(address, access=ACCESS))
+    fetch = Fetcher(store, sources, transfer, deltas)
     servicer = kind(store, writable=False, deltas=deltas)
     async with RpcServer(SERVER, access=ACCESS) as server:
         server.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, servicer)
         await server.start()
-        yield Peer(store, fetch, server.address, servicer)
-    await fetch.close()
+        yield Peer(store, fetch, sources, server.address, servicer)
+    await sources.close()
     await deltas.close()
     store.close()
 
@@ -118,6 +125,40 @@ async def test_a_base_that_is_gone_or_damaged_here_is_not_a_fault_of_the_source(
         manifest = await node.fetch.version(two, [feeder.address, source.address], owner="v2", base=base)
         assert await node.content(manifest) == (tmp_path / "b").read_bytes()
         assert not node.fetch._slow
+
+
+class Counting(BlobServicer):
+    """A source that counts its calls."""
+
+    num_calls = 0
+
+    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
+        self.num_calls += 1
+        async for reply in super().Fetch(request, context):
+            yield reply
+
+
+async def test_a_full_disk_is_not_a_fault_of_the_source(tmp_path: Path, small_disk: Path) -> None:  # noqa: F811
+    """The second source is not asked, neither then nor when there is space again."""
+    async with (
+        peer(tmp_path / "f") as feeder,
+        depot(tmp_path) as source,
+        peer(tmp_path / "s", Counting) as other,
+        peer(small_disk / "p") as node,
+    ):
+        version, _ = await publish(source.address, 1, file(tmp_path, "a"), chunk_bytes=CHUNK)
+        for one in (feeder, other):
+            await one.fetch.version(version.weights_digest, [source.address], owner="v")
+        ballast = small_disk / "ballast"
+        ballast.write_bytes(bytes((2 << 20) - 2 * CHUNK))
+        sources = [feeder.address, other.address]
+        with pytest.raises(DiskFull, match="no space left"):
+            await node.fetch.version(version.weights_digest, sources, owner="v")
+        ballast.unlink()
+        manifest = await node.fetch.version(version.weights_digest, sources, owner="v")
+        assert await node.content(manifest) == (tmp_path / "a").read_bytes()
+        assert isinstance(other.servicer, Counting)
+        assert other.servicer.num_calls == 0
 
 
 class WrongDeltas(BlobServicer):
@@ -259,11 +300,61 @@ class Stalls(BlobServicer):
 
 
 async def test_a_source_that_stalls_is_left_for_the_next_one(tmp_path: Path) -> None:
-    async with depot(tmp_path) as source, peer(tmp_path / "s", Stalls) as slow, peer(tmp_path / "p") as node:
+    async with (
+        depot(tmp_path) as source,
+        peer(tmp_path / "s", Stalls) as slow,
+        peer(tmp_path / "p", transfer=QUICK) as node,
+    ):
         one, _ = await two_versions(tmp_path, source.address)
         await slow.fetch.version(one, [source.address], owner="v")
         manifest = await node.fetch.version(one, [slow.address, source.address], owner="v")
         assert await node.content(manifest) == (tmp_path / "a").read_bytes()
+
+
+class Trickles(BlobServicer):
+    """A source that sends right bytes, one at a time, and never stalls."""
+
+    num_pieces = 0
+
+    async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
+        async for reply in super().Fetch(request, context):
+            for at in range(len(reply.data)):
+                self.num_pieces += 1
+                yield weights_pb2.FetchResponse(data=reply.data[at : at + 1])
+                await asyncio.sleep(0.01)
+
+
+async def test_a_source_that_trickles_is_left_for_the_next_one(tmp_path: Path) -> None:
+    """At 100 bytes per second a chunk would take 40 minutes. What it has sent is kept, and the depot sends the rest."""
+    async with (
+        depot(tmp_path) as source,
+        peer(tmp_path / "s", Trickles) as slow,
+        peer(tmp_path / "p", transfer=QUICK) as node,
+    ):
+        one, _ = await two_versions(tmp_path, source.address)
+        await slow.fetch.version(one, [source.address], owner="v")
+        async with asyncio.timeout(15.0):
+            manifest = await node.fetch.version(one, [slow.address, source.address], owner="v")
+        assert await node.content(manifest) == (tmp_path / "a").read_bytes()
+        assert isinstance(slow.servicer, Trickles)
+        assert slow.servicer.num_pieces > 1, "pieces within stall_s are progress, but too little"
+
+
+async def test_a_source_at_the_minimum_rate_is_used(tmp_path: Path) -> None:
+    """The time between its pieces adds up to more than `stall_s`. Each piece is worth more time than it took."""
+    transfer = msgspec.structs.replace(QUICK, rate_min_bytes_per_s=1.0)
+    async with peer(tmp_path / "s", Trickles) as slow, peer(tmp_path / "p", transfer=transfer) as node:
+        data = bytes(150)  # at 10 ms each
+        digest = sha256_hex(data)
+        with slow.store.partial(digest, len(data)) as partial:
+            await partial.write(data)
+            await partial.commit(owner="v")
+        await node.fetch.blob(digest, [slow.address], owner="v")
+        assert (await node.store.open(digest)).read_bytes() == data
+        fast = Fetcher(node.store, node.sources, msgspec.structs.replace(QUICK, stall_s=0.2, rate_min_bytes_per_s=1e6))
+        node.store.release("v")
+        with pytest.raises(DeadlineExceeded, match="rate_min_bytes_per_s = 1e"):
+            await fast.blob(digest, [slow.address], owner="v")
 
 
 class Silent(BlobServicer):
@@ -290,7 +381,8 @@ async def test_a_source_that_does_not_answer_is_left_on_one_host_too(tmp_path: P
 
 async def test_all_sources_without_the_blob_end_in_one_error_after_the_wait(tmp_path: Path) -> None:
     async with peer(tmp_path / "s") as empty, peer(tmp_path / "p") as node:
-        with pytest.raises(MeshError, match="is not stored here"):
+        # On a busy host, the wait of the source may end after the time in which it must send something.
+        with pytest.raises(MeshError, match="is not stored here|sent nothing of blob"):
             await node.fetch.version("0" * 64, [empty.address, empty.address], owner="v")
         assert node.store.used_bytes == 0
 

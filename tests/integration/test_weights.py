@@ -28,7 +28,7 @@ from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
-from rollmesh.shared.weights.fetcher import Fetcher
+from rollmesh.shared.weights.fetcher import Fetcher, SourceChannels
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.shared.weights.servicer import BlobServicer
 from rollmesh.shared.weights.transfer import TransferConfig
@@ -159,11 +159,11 @@ async def serving(servicer: BlobServicer) -> AsyncIterator[str]:
 async def fetcher(folder: Path, transfer: TransferConfig = NETWORK) -> AsyncIterator[tuple[Fetcher, BlobStore]]:
     store = BlobStore(folder / "fetched", quota_bytes=64 << 20)
     store.start()
-    fetcher = Fetcher(store, channel, transfer)
+    sources = SourceChannels(channel)
     try:
-        yield fetcher, store
+        yield Fetcher(store, sources, transfer), store
     finally:
-        await fetcher.close()
+        await sources.close()
         store.close()
 
 
@@ -224,6 +224,42 @@ async def test_node_prepares_and_activates_on_command_and_reports_both(tmp_path:
         assert not list(node.store.directory.glob("files-*"))
 
 
+async def test_node_activates_what_it_has_prepared_if_the_command_permits_it(tmp_path: Path) -> None:
+    """Also while another preparation runs, and with the versions to retain. It sends one report."""
+    async with (
+        coordinator() as (boss, address),
+        depot(tmp_path, coordinator=address) as store,
+        inference(tmp_path, coordinator=address, engine="ContentEngine", versions_max=2) as node,
+    ):
+        await boss.until(lambda: len(boss.hellos) == 2)
+        versions = [(await publish(store.address, step, files(tmp_path, step), with_probes=True))[0] for step in (0, 1)]
+        boss.command("inf-0", Command.VERB_PREPARE, versions[0], [store.address], activate=True)
+        await boss.outcome("inf-0", versions[0], Report.PHASE_ACTIVE, Report.PHASE_PREPARED)
+        boss.command("inf-0", Command.VERB_PREPARE, versions[1], [store.address], retain=[versions[0]], activate=True)
+        boss.command("inf-0", Command.VERB_PREPARE, versions[1], [store.address], retain=[versions[0]], activate=True)
+        await boss.until(lambda: len(boss.weight_reports("inf-0")) == 3)
+        assert {report.phase for report in boss.weight_reports("inf-0")} == {Report.PHASE_ACTIVE}
+        assert node.engine.held == (versions[1], versions[0])
+
+
+async def test_node_that_may_activate_reports_a_failed_preparation_once(tmp_path: Path) -> None:
+    async with (
+        coordinator() as (boss, address),
+        depot(tmp_path) as store,
+        serving(DamagedSource(store.store)) as bad,
+        inference(tmp_path, coordinator=address) as node,
+    ):
+        await boss.until(lambda: len(boss.hellos) == 1)
+        version, _ = await publish(store.address, 1, files(tmp_path, 1))
+        boss.command("inf-0", Command.VERB_PREPARE, version, [bad], activate=True)
+        report = await boss.outcome("inf-0", version, Report.PHASE_FAILED, Report.PHASE_ACTIVE)
+        assert report.failure.reason == "HASH_MISMATCH"
+        boss.command("inf-0", Command.VERB_PREPARE, version, [store.address], activate=True)
+        await boss.outcome("inf-0", version, Report.PHASE_ACTIVE)
+        assert len(boss.weight_reports("inf-0")) == 2
+        assert node.engine.active == version
+
+
 async def test_node_keeps_the_versions_that_the_command_names_and_reports_them(tmp_path: Path) -> None:
     async with (
         coordinator() as (boss, address),
@@ -269,7 +305,8 @@ async def test_corrupted_chunks_never_become_active(tmp_path: Path) -> None:
         assert node.engine.active is None
 
 
-async def test_node_that_serves_other_weights_quarantines_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_node_that_serves_other_weights_quarantines_itself(tmp_path: Path, at_once: bool) -> None:
     async with (
         coordinator() as (boss, address),
         depot(tmp_path) as store,
@@ -279,9 +316,13 @@ async def test_node_that_serves_other_weights_quarantines_itself(tmp_path: Path)
         first, _ = await publish(store.address, 0, files(tmp_path, 1), with_probes=True)
         second, _ = await publish(store.address, 1, files(tmp_path, 2), with_probes=True)
         for version in (first, second):
-            boss.command("inf-0", Command.VERB_PREPARE, version, [store.address])
-            await boss.outcome("inf-0", version, Report.PHASE_PREPARED)
-            boss.command("inf-0", Command.VERB_ACTIVATE, version)
+            if at_once:
+                boss.command("inf-0", Command.VERB_PREPARE, version, [store.address], activate=True)
+                await boss.until(lambda: bool(boss.weight_reports("inf-0")))
+            else:
+                boss.command("inf-0", Command.VERB_PREPARE, version, [store.address])
+                await boss.outcome("inf-0", version, Report.PHASE_PREPARED)
+                boss.command("inf-0", Command.VERB_ACTIVATE, version)
         await boss.outcome("inf-0", first, Report.PHASE_ACTIVE)
         report = await boss.outcome("inf-0", second, Report.PHASE_PROBE_MISMATCH, Report.PHASE_ACTIVE)
         assert report.failure.reason == "PROBE_MISMATCH"

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.membership import MembershipConfig
+from rollmesh.shared.protocol import PROTOCOL
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -26,6 +30,7 @@ from rollmesh.shared.weights.probes import Probe
 from rollmesh.shared.weights.transfer import TransferConfig, UploadReport, upload
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
+from ..unit.shared.safetensors_files import write_safetensors
 from .content_engine import VOCAB, content_logprobs, content_of
 
 ACCESS = Access(token="test-token")
@@ -48,13 +53,14 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.fleet = coordinator_pb2.FleetView()
         self.heard = asyncio.Condition()
         self._heartbeat_s = heartbeat_s
+        self.protocol: coordinator_pb2.ProtocolVersion | None = encode(PROTOCOL, coordinator_pb2.ProtocolVersion)
         self._down: dict[str, asyncio.Queue[coordinator_pb2.JoinResponse | None]] = {}
 
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[coordinator_pb2.JoinResponse]:
         hello = (await anext(aiter(request_iterator))).hello
         queue = self._down[hello.node_id] = asyncio.Queue()
         await self._hear(hello.node_id, hello)
-        welcome = coordinator_pb2.Welcome(heartbeat_s=self._heartbeat_s, coordinator_id="c0")
+        welcome = coordinator_pb2.Welcome(heartbeat_s=self._heartbeat_s, coordinator_id="c0", protocol=self.protocol)
         yield coordinator_pb2.JoinResponse(welcome=welcome)
         yield coordinator_pb2.JoinResponse(fleet=self.fleet)
         reader = asyncio.create_task(self._read(hello.node_id, request_iterator, queue))
@@ -91,9 +97,15 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         version: PolicyVersion,
         sources: Sequence[str] = (),
         retain: Sequence[PolicyVersion] = (),
+        *,
+        activate: bool = False,
     ) -> None:
         command = WeightCommand(
-            verb=verb, version=encode_version(version), sources=sources, retain=map(encode_version, retain)
+            verb=verb,
+            version=encode_version(version),
+            sources=sources,
+            retain=map(encode_version, retain),
+            activate=activate,
         )
         self.send(node_id, coordinator_pb2.JoinResponse(weights=command))
 
@@ -158,18 +170,36 @@ def inference(
     return InferenceNode(config, node_id=node_id, access=ACCESS, coordinator=coordinator, base_dir=HERE)
 
 
+def small(folder: Path, step: int) -> dict[str, Path]:
+    """Return a version of 4 kB. Its file has another name for each step, so that it is not the base of a delta."""
+    return {f"{step}.safetensors": write_safetensors(folder / f"{step}.safetensors", step)}
+
+
+def content_probe(files: dict[str, Path]) -> Probe:
+    """Return a probe with the log-probs of `ContentEngine`."""
+    tokens = np.arange(12, dtype=np.int32) % VOCAB
+    return Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))
+
+
+async def serve(node: InferenceNode, version: PolicyVersion, *sources: str) -> None:
+    """Have a node fetch and serve a version."""
+    await node.keeper.prepare(version, sources)
+    await node.keeper.activate(version, KvPolicy.RECOMPUTE)
+
+
 async def publish(
     address: str,
     step: int,
     files: dict[str, Path],
     *,
     with_probes: bool = False,
+    probe_error: float = 0.0,
     transfer: TransferConfig = NETWORK,
     chunk_bytes: int = 1500,
 ) -> tuple[PolicyVersion, UploadReport]:
-    """Uploads files as a version, as a learner does; probes are right for `ContentEngine`."""
-    tokens = np.arange(12, dtype=np.int32) % VOCAB
-    probes = [Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))] if with_probes else []
+    """Uploads files as a version, as a learner does; probes are right for `ContentEngine`, except for `probe_error`."""
+    probes = [content_probe(files)] if with_probes else []
+    probes = [replace(probe, logprobs=probe.logprobs - np.float32(probe_error)) for probe in probes]
     built = build_manifest(files, probes=[probe.encode() for probe in probes], chunk_bytes=chunk_bytes)
     version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
     async with open_channel(address, access=ACCESS) as channel:

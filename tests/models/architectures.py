@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from rollmesh.trainer.model_config import auto_class
 
 VOCAB_SIZE = 96
 WINDOW = 8
@@ -76,6 +78,7 @@ _VISION: Mapping[str, Any] = {
     "image_size": 16,
     "patch_size": 4,
 }
+_MROPE: Mapping[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 _GPT2: Mapping[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 
 
@@ -225,6 +228,29 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
         {"text_config": {**_SIZES, **_HEAD_8, **_LINEAR}, "vision_config": {"depth": 1, "hidden_size": 16,
          "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}},
     ),
+    "qwen2_vl": (
+        "qwen2_vl",
+        {"text_config": {**_SIZES, **_MROPE}, "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2,
+         "mlp_ratio": 1}},
+    ),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {"text_config": {**_SIZES, **_MROPE}, "vision_config": {"depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2,
+         "intermediate_size": 16, "fullatt_block_indexes": [0]}},
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {"text_config": {**_SIZES, **_HEAD_8, **_MROPE}, "vision_config": {"depth": 1, "hidden_size": 16, "out_hidden_size": 32,
+         "num_heads": 2, "intermediate_size": 16, "deepstack_visual_indexes": []}},
+    ),
+    "llava": (
+        "llava",
+        {"text_config": {"model_type": "llama", **_SIZES}, "vision_config": {"model_type": "clip_vision_model", **_VISION}},
+    ),
+    "mistral3": (
+        "mistral3",
+        {"text_config": {"model_type": "mistral", **_SIZES, **_HEAD_8}, "vision_config": {"model_type": "pixtral", **_VISION}},
+    ),
 }  # fmt: skip
 """Name in tests and tables -> (`model_type`, changes to the common sizes)."""
 
@@ -232,12 +258,11 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
 def build_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     """Return the model called `name`, float32, in evaluation mode. Equal seeds give equal weights."""
     model_type, changes = ARCHITECTURES[name]
-    make: Any = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes = {} if "text_config" in changes else _SIZES
         config = CONFIG_MAPPING[model_type](**{**sizes, **changes})
-        model: Any = make(config, dtype=torch.float32)
+        model: Any = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 deviation = float(parameter.std()) if parameter.ndim >= 2 else 0.0

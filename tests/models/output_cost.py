@@ -56,6 +56,7 @@ def _core(vocab_size: int, hidden_size: int) -> TorchCore:
     make: Any = AutoModelForCausalLM.from_config
     state = make(config, dtype=torch.float32).state_dict()
     core.activate(PolicyVersion(policy="main", step=0), runner.lay_out(state), KvPolicy.RECOMPUTE, lambda: None)
+    core.control()
     core.step()
     return core
 

@@ -35,6 +35,8 @@ class SimNode:
 
     node_id: str
     versions_max: int
+    prompt: bool = True
+    """It activates what it has prepared if the command permits it. A node of an earlier release does not."""
     served: list[PolicyVersion] = field(default_factory=list)
     prepared: PolicyVersion | None = None
     commands: list[SendWeights] = field(default_factory=list)
@@ -99,7 +101,12 @@ class FleetWorld:
         if command.verb is WeightVerb.DISCARD:
             node.prepared = None
             return
-        phase = WeightPhase.PREPARED if command.verb is WeightVerb.PREPARE else WeightPhase.ACTIVE
+        activates = command.verb is WeightVerb.ACTIVATE or (command.activate and node.prompt)
+        if command.activate and node.prompt and not (fails and self.rng.random() < 0.5):
+            node.prepared = command.version  # a failure is one of the activation, or one of the preparation
+        phase = WeightPhase.ACTIVE if activates else WeightPhase.PREPARED
+        if activates:
+            self._check_canary(node, command.version)
         if fails or (phase is WeightPhase.ACTIVE and command.version not in (node.prepared, *node.served[:1])):
             phase = WeightPhase.FAILED
         elif phase is WeightPhase.PREPARED:
@@ -110,6 +117,16 @@ class FleetWorld:
         self.fleet.weights_reported(
             node.node_id, version=command.version, phase=phase, cause="simulated", run="r", now=self.now
         )
+
+    def _check_canary(self, node: SimNode, version: PolicyVersion) -> None:
+        """Check that no second node may activate a version before one has."""
+        if version not in self.fleet.verified:
+            for other in self.nodes.values():
+                begun = [c for c in other.commands if c.version == version]
+                may = any(c.activate or c.verb is WeightVerb.ACTIVATE for c in begun)
+                assert other is node or not may, (
+                    f"{node.node_id} and {other.node_id} may activate {version}, which no node has"
+                )
 
     def _swap(self, node: SimNode, command: SendWeights) -> None:
         before, named = node.served, [old for old in node.served if old in command.retain]
@@ -141,7 +158,7 @@ def test_evaluated_versions_stay_and_delay_only_nodes_that_cannot_hold_them(seed
     world = FleetWorld(random.Random(seed))
     world.publish()
     for number in range(4):
-        world.join(SimNode(f"n{number}", versions_max=1 + number % 3))
+        world.join(SimNode(f"n{number}", versions_max=1 + number % 3, prompt=number != 2))
     for _ in range(ACTIONS):
         node = world.rng.choice(list(world.nodes.values()))
         match world.rng.randrange(12):

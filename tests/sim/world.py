@@ -89,6 +89,8 @@ class World:
     tickets: int = 0
     leases: list[i.EpisodeLease] = field(default_factory=list)
     spans: dict[str, tuple[StepSpan, ...]] = field(default_factory=dict)
+    scored: set[str] = field(default_factory=set)
+    """Leases whose samples are recorded. The core ignores the samples of a repeated report."""
     checkpoints: list[Checkpoint] = field(default_factory=list)
     trainer: Trainer = field(default_factory=Trainer)
     node_step: tuple[int, int] = (0, 0)
@@ -197,7 +199,8 @@ class World:
         answer = self.ask(i.ReportEpisodes(ticket=self.ticket(), node_id="worker", reports=(report,)))
         assert isinstance(answer, i.Reported)
         assert not answer.results[0].startswith("INVALID"), answer
-        if answer.results == ("",):
+        if answer.results == ("",) and report.samples and lease.lease_id not in self.scored:
+            self.scored.add(lease.lease_id)
             self.spans.update({s.sample_id: s.steps for s in report.samples if s.sample_id not in self.spans})
 
     def _sample(self, lease: i.EpisodeLease, number: int) -> SampleMeta:

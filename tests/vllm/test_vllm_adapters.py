@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
@@ -19,24 +18,23 @@ from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.registry import Extension
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     BuiltManifest,
     build_manifest,
-    version_owner,
 )
 from rollmesh.shared.weights.probes import Probe
-from rollmesh.shared.weights.transfer import upload
 
 from ..conformance.vllm_kit import needs_vllm
 from ..integration.weight_mesh import ACCESS, NETWORK, SERVER, depot
 from .test_vllm_fleet import save_models
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
+from ..unit.inference import peft_adapters
+from ..unit.inference.peft_adapters import model_logprobs, upload_and_prepare
+
 pytestmark = [needs_vllm, pytest.mark.slow]
 PROMPT = np.arange(5, 25, dtype=np.int32)
 TOLERANCE = 1e-3
@@ -45,23 +43,8 @@ WEIGHTS = "model.safetensors"
 
 
 def adapted(model: Path, folder: Path, *, seed: int, **options: Any) -> tuple[Any, dict[str, Path]]:
-    """Return peft's model with a random adapter, which is not merged, and the two files of the adapter."""
     settings = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"], **options}
-    torch.manual_seed(seed)
-    wrapped = peft.get_peft_model(Qwen3ForCausalLM.from_pretrained(model), peft.LoraConfig(**settings))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    wrapped.save_pretrained(folder)
-    return wrapped, {name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
-
-
-def logprobs(model: Any, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the log-prob of each token under a model of transformers or peft; entry 0 is 0."""
-    ids = torch.from_numpy(token_ids.astype(np.int64))[None]
-    with torch.inference_mode():
-        table = model(input_ids=ids).logits[0].float().log_softmax(-1)
-    return np.concatenate([[0.0], table[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()]).astype(np.float32)
+    return peft_adapters.adapted(model, folder, seed=seed, std=0.1, **settings)
 
 
 class Fleet:
@@ -75,9 +58,7 @@ class Fleet:
         """Upload and prepare a version. Return it with the bytes that the node fetched."""
         version = PolicyVersion(policy="main", step=self.steps, weights_digest=built.weights_digest)
         self.steps += 1
-        async with open_channel(self.source.address, access=ACCESS) as channel:
-            await upload(channel, built, owner=version_owner(version), config=NETWORK)
-        return version, await self.node.keeper.prepare(version, [self.source.address])
+        return version, await upload_and_prepare(self.source, self.node, version, built, ACCESS)
 
     async def serve(self, built: BuiltManifest) -> int:
         version, fetched_bytes = await self.prepare(built)
@@ -88,11 +69,11 @@ class Fleet:
     async def check(self, model: Any) -> None:
         """Compare the scores, and the log-probs of sampled tokens, with those of `model`."""
         (scored,) = await self.node.engine.score([PROMPT])
-        np.testing.assert_allclose(scored.logprobs, logprobs(model, PROMPT), atol=TOLERANCE)
+        np.testing.assert_allclose(scored.logprobs, model_logprobs(model, PROMPT), atol=TOLERANCE)
         deltas = await self.generate()
         sampled = np.concatenate([delta.token_ids for delta in deltas])
         found = np.concatenate([delta.logprobs_model for delta in deltas if delta.logprobs_model is not None])
-        expected = logprobs(model, np.concatenate([PROMPT, sampled]))[len(PROMPT) :]
+        expected = model_logprobs(model, np.concatenate([PROMPT, sampled]))[len(PROMPT) :]
         np.testing.assert_allclose(found, expected, atol=TOLERANCE)
 
     async def generate(self) -> list[GenerateDelta]:
@@ -131,10 +112,10 @@ async def test_adapters_replace_each_other_and_deltas_follow_on_vllm(tmp_path: P
         plain: Any = Qwen3ForCausalLM.from_pretrained(model / "0")
         whole = await fleet.serve(build_manifest(base))
         await fleet.check(plain)
-        scores = [logprobs(one, PROMPT) for one in (plain, first, second)]
+        scores = [model_logprobs(one, PROMPT) for one in (plain, first, second)]
         assert min(float(np.abs(scores[a] - scores[b]).max()) for a, b in ((0, 1), (0, 2), (1, 2))) > 100 * TOLERANCE
 
-        probe = Probe(token_ids=PROMPT, logprobs=logprobs(first, PROMPT)).encode()
+        probe = Probe(token_ids=PROMPT, logprobs=model_logprobs(first, PROMPT)).encode()
         built = build_manifest(base, adapter=first_files, probes=[probe], probe_tolerance=TOLERANCE)
         assert await fleet.serve(built) < 0.5 * whole, "only the adapter crossed the network"
         await fleet.check(first)

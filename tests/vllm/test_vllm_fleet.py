@@ -10,21 +10,15 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.errors import ProbeMismatch
 from rollmesh.shared.registry import Extension
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.manifest import build_manifest, version_owner
 from rollmesh.shared.weights.probes import Probe
-from rollmesh.shared.weights.transfer import upload
-from rollmesh.v1 import run_pb2
 
 from ..conformance.vllm_kit import needs_vllm
-from ..integration.coordinator_mesh import ACCESS, DEPOT, JOIN, MeshParts, coordinator_mesh, eventually
-from ..integration.weight_mesh import SERVER
+from ..integration.coordinator_mesh import MeshParts, coordinator_mesh, eventually
+from ..integration.weight_fleet import announce, begin, joining, serve_all
 
 pytestmark = [needs_vllm, pytest.mark.slow]
 SIZES = {"context_max": 64, "slots_max": 4}
@@ -53,47 +47,26 @@ def probe_of(folder: Path) -> Probe:
     return Probe(token_ids=tokens, logprobs=logprobs)
 
 
-def node(parts: MeshParts, node_id: str, engine: str, model: Path, **options: Any) -> InferenceNode:
-    config = InferenceConfig(
-        directory=str(parts.folder / node_id),
-        engine=Extension(engine, {"model": str(model), **SIZES, **options}),
-        server=SERVER,
-        membership=JOIN,
-    )
-    return InferenceNode(config, node_id=node_id, access=ACCESS, coordinator=parts.address)
-
-
-async def publish(parts: MeshParts, depot: str, model: Path, step: int) -> PolicyVersion:
-    files = {"model.safetensors": model / str(step) / "model.safetensors"}
-    built = build_manifest(files, probes=[probe_of(model / str(step)).encode()])
-    version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
-    async with open_channel(depot, access=ACCESS) as channel:
-        await upload(channel, built, owner=version_owner(version))
-    request = run_pb2.PublishVersionRequest(run="r", trainer_epoch=parts.epoch, version=encode_version(version))
-    await parts.call(parts.run.PublishVersion, request)
-    return version
+def version_files(model: Path, step: int) -> dict[str, Path]:
+    return {"model.safetensors": model / str(step) / "model.safetensors"}
 
 
 async def test_without_the_repair_the_canary_rejects_a_version_and_the_fleet_keeps_its_weights(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_models(model)
     async with coordinator_mesh(tmp_path) as parts:
-        vllm = node(parts, "a-vllm", "vllm", model, kv_bytes=1 << 27)
-        torch_node = node(parts, "b-torch", "torch", model)
+        options = {"model": str(model), **SIZES}
+        vllm = joining(parts, "a-vllm", engine=Extension("vllm", {**options, "kv_bytes": 1 << 27}))
+        torch_node = joining(parts, "b-torch", engine=Extension("torch", options))
         async with vllm, torch_node:
-            for one in (vllm, torch_node):
-                assert one.membership is not None
-                await one.membership.wait_joined()
-            await parts.create()
-            await parts.attach()
-            depot = torch_node.fleet.address_of(DEPOT)
-            assert depot is not None
-            first = await publish(parts, depot, model, 0)
+            depot = await begin(parts, vllm, torch_node)
+            probes = [probe_of(model / str(step)) for step in range(2)]
+            first = await announce(parts, depot, 0, version_files(model, 0), probes=probes[:1])
             await eventually(lambda: active(first, vllm, torch_node), LIMIT_S)
             await parts.train(1)
             engine: Any = vllm.engine
             await engine.repair_tied(False)
-            second = await publish(parts, depot, model, 1)
+            second = await announce(parts, depot, 1, version_files(model, 1), probes=probes[1:])
             await eventually(lambda: is_quarantined(parts, second), LIMIT_S)
             assert isinstance(vllm.state.gate.failure, ProbeMismatch)
             assert vllm.state.active is None
@@ -102,7 +75,7 @@ async def test_without_the_repair_the_canary_rejects_a_version_and_the_fleet_kee
 
 async def active(version: PolicyVersion, *nodes: InferenceNode) -> bool:
     assert [one.state.gate.failure for one in nodes] == [None] * len(nodes)
-    return all(one.state.active == version for one in nodes)
+    return await serve_all(version, *nodes)
 
 
 async def is_quarantined(parts: MeshParts, version: PolicyVersion) -> bool:

@@ -45,6 +45,8 @@ class _NodeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeKind.Val
     """Gateway: RunService with payloads."""
     NODE_KIND_LEARNER: _NodeKind.ValueType  # 8
     """Learner. Informational: its authority is the trainer epoch."""
+    NODE_KIND_ENDPOINT: _NodeKind.ValueType  # 9
+    """InferenceService with the weights of an endpoint, which do not change. NodeHello.active.policy is the name of the endpoint."""
 
 class NodeKind(_NodeKind, metaclass=_NodeKindEnumTypeWrapper):
     """Kind of a node."""
@@ -67,6 +69,8 @@ NODE_KIND_GATEWAY: NodeKind.ValueType  # 7
 """Gateway: RunService with payloads."""
 NODE_KIND_LEARNER: NodeKind.ValueType  # 8
 """Learner. Informational: its authority is the trainer epoch."""
+NODE_KIND_ENDPOINT: NodeKind.ValueType  # 9
+"""InferenceService with the weights of an endpoint, which do not change. NodeHello.active.policy is the name of the endpoint."""
 Global___NodeKind: _TypeAlias = NodeKind  # noqa: Y015
 
 class _NodeState:
@@ -142,6 +146,34 @@ EPISODE_OUTCOME_CANCELLED: EpisodeOutcome.ValueType  # 3
 Global___EpisodeOutcome: _TypeAlias = EpisodeOutcome  # noqa: Y015
 
 @_typing.final
+class ProtocolVersion(_message.Message):
+    """Version of everything that the processes of a mesh exchange. The minor number rises when something is added, the major number when
+    something changes or goes away. A coordinator accepts nodes of its major number whose minor number equals its own or is one lower.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAJOR_FIELD_NUMBER: _builtins.int
+    MINOR_FIELD_NUMBER: _builtins.int
+    major: _builtins.int
+    """Must be equal."""
+    minor: _builtins.int
+    """Must equal that of the coordinator, or be one lower."""
+    def __init__(
+        self,
+        *,
+        major: _builtins.int = ...,
+        minor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["major", b"major", "minor", b"minor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProtocolVersion: _TypeAlias = ProtocolVersion  # noqa: Y015
+
+@_typing.final
 class ProcessInfo(_message.Message):
     """The process of a node, for operators. Informational."""
 
@@ -191,6 +223,8 @@ class NodeHello(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Id, unique in the mesh. A process MUST keep it over reconnects."""
     kind: Global___NodeKind.ValueType
@@ -201,6 +235,8 @@ class NodeHello(_message.Message):
     """Maximum number of concurrent episodes (rollout), sequences (inference) or sessions (sandbox)."""
     draining: _builtins.bool
     """Whether it was draining before it joined again. It then gets no new work."""
+    wall_s: _builtins.float
+    """Its host's clock, in seconds since the Unix epoch; 0 if the node does not report it. Used for a warning only."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Runs that it serves; empty means every run."""
@@ -221,6 +257,10 @@ class NodeHello(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """Older versions that an inference node still serves, newest first."""
 
+    @_builtins.property
+    def protocol(self) -> Global___ProtocolVersion:
+        """Protocol of its release. Absent: 1.0."""
+
     def __init__(
         self,
         *,
@@ -234,10 +274,12 @@ class NodeHello(_message.Message):
         process: Global___ProcessInfo | None = ...,
         capabilities: Global___EngineCapabilities | None = ...,
         held: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        protocol: Global___ProtocolVersion | None = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capabilities", b"capabilities", "process", b"process"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capabilities", b"capabilities", "process", b"process", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capabilities", b"capabilities", "capacity", b"capacity", "draining", b"draining", "held", b"held", "kind", b"kind", "node_id", b"node_id", "process", b"process", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capabilities", b"capabilities", "capacity", b"capacity", "draining", b"draining", "held", b"held", "kind", b"kind", "node_id", b"node_id", "process", b"process", "protocol", b"protocol", "runs", b"runs", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,19 +490,29 @@ class Welcome(_message.Message):
 
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
     heartbeat_s: _builtins.float
     """Time between reports, in seconds."""
     coordinator_id: _builtins.str
     """Id of the coordinator process. It changes with each restart."""
+    wall_s: _builtins.float
+    """Clock of the coordinator's host, in seconds since the Unix epoch; 0 if it does not report it."""
+    @_builtins.property
+    def protocol(self) -> Global___ProtocolVersion:
+        """Protocol of the coordinator's release. Absent: 1.0. A newer node MUST leave, because such a coordinator does not check it."""
+
     def __init__(
         self,
         *,
         heartbeat_s: _builtins.float = ...,
         coordinator_id: _builtins.str = ...,
+        protocol: Global___ProtocolVersion | None = ...,
+        wall_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "heartbeat_s", b"heartbeat_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "heartbeat_s", b"heartbeat_s", "protocol", b"protocol", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -527,8 +579,13 @@ class WeightCommand(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
+    ACTIVATE_FIELD_NUMBER: _builtins.int
     verb: Global___WeightCommand.Verb.ValueType
     """The command."""
+    activate: _builtins.bool
+    """Set with PREPARE for a node that may activate the version: it does so as soon as it has prepared it, and reports only the result of
+    the activation, or the failed preparation. A node of an earlier release reports PREPARED, and gets an ACTIVATE.
+    """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:
         """The version to prepare, activate or discard."""
@@ -550,10 +607,11 @@ class WeightCommand(_message.Message):
         version: _types_pb2.PolicyVersion | None = ...,
         sources: _abc.Iterable[_builtins.str] | None = ...,
         retain: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        activate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sources", b"sources", "verb", b"verb", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activate", b"activate", "retain", b"retain", "sources", b"sources", "verb", b"verb", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1067,6 +1125,8 @@ class FleetNode(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    CLOCK_AHEAD_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Id from its hello."""
     kind: Global___NodeKind.ValueType
@@ -1087,6 +1147,8 @@ class FleetNode(_message.Message):
     """As in its last report."""
     waiting_for: _builtins.str
     """What it waits for, as in its last report; empty if it does not wait."""
+    clock_ahead_s: _builtins.float
+    """Seconds by which its host's clock was ahead of the coordinator's when it joined; negative if behind, 0 if unknown."""
     @_builtins.property
     def active(self) -> _types_pb2.PolicyVersion:
         """Active weights of an inference node; absent if it has none."""
@@ -1107,6 +1169,10 @@ class FleetNode(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.PolicyVersion]:
         """Older versions that an inference node still serves, newest first, as in its last report."""
 
+    @_builtins.property
+    def protocol(self) -> Global___ProtocolVersion:
+        """Protocol of its release, from its hello. A rejected node is listed as DEAD, with the rejection as `cause`."""
+
     def __init__(
         self,
         *,
@@ -1125,10 +1191,12 @@ class FleetNode(_message.Message):
         process: Global___ProcessInfo | None = ...,
         capabilities: Global___EngineCapabilities | None = ...,
         held: _abc.Iterable[_types_pb2.PolicyVersion] | None = ...,
+        protocol: Global___ProtocolVersion | None = ...,
+        clock_ahead_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capabilities", b"capabilities", "prepared", b"prepared", "process", b"process"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "capabilities", b"capabilities", "prepared", b"prepared", "process", b"process", "protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capabilities", b"capabilities", "capacity", b"capacity", "cause", b"cause", "held", b"held", "kind", b"kind", "node_id", b"node_id", "num_running", b"num_running", "num_waiting", b"num_waiting", "prepared", b"prepared", "process", b"process", "silent_s", b"silent_s", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capabilities", b"capabilities", "capacity", b"capacity", "cause", b"cause", "clock_ahead_s", b"clock_ahead_s", "held", b"held", "kind", b"kind", "node_id", b"node_id", "num_running", b"num_running", "num_waiting", b"num_waiting", "prepared", b"prepared", "process", b"process", "protocol", b"protocol", "silent_s", b"silent_s", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1370,6 +1438,8 @@ class GetMeshResponse(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     MODEL_FILES_FIELD_NUMBER: _builtins.int
     PAYLOADS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     config_yaml: _builtins.str
     """The resolved configuration as YAML (the `MeshConfig` of the Python services), without tokens and passwords."""
     coordinator: _builtins.str
@@ -1382,6 +1452,8 @@ class GetMeshResponse(_message.Message):
     """
     payloads: _builtins.str
     """Where workers on the coordinator's host store payloads: `files` of the run folder, or `stream`."""
+    version: _builtins.str
+    """Version of the coordinator's package, e.g. "0.1.0"; empty if unknown."""
     @_builtins.property
     def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of the gateways that have joined."""
@@ -1398,6 +1470,10 @@ class GetMeshResponse(_message.Message):
     def model_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelFile]:
         """Files of FetchModelFiles; empty if the configuration names no model."""
 
+    @_builtins.property
+    def protocol(self) -> Global___ProtocolVersion:
+        """Protocol of the coordinator's release. Absent: 1.0."""
+
     def __init__(
         self,
         *,
@@ -1410,10 +1486,12 @@ class GetMeshResponse(_message.Message):
         runs: _abc.Iterable[Global___MeshRun] | None = ...,
         model_files: _abc.Iterable[Global___ModelFile] | None = ...,
         payloads: _builtins.str = ...,
+        protocol: Global___ProtocolVersion | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "bus_url", b"bus_url", "config_yaml", b"config_yaml", "coordinator", b"coordinator", "depots", b"depots", "gateways", b"gateways", "model_files", b"model_files", "payloads", b"payloads", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "bus_url", b"bus_url", "config_yaml", b"config_yaml", "coordinator", b"coordinator", "depots", b"depots", "gateways", b"gateways", "model_files", b"model_files", "payloads", b"payloads", "protocol", b"protocol", "runs", b"runs", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

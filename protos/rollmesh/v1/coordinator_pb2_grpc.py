@@ -104,6 +104,8 @@ class CoordinatorServiceServicer(object):
         Ordering: commands are in order. A node that joins again with the same id replaces its older stream.
         Errors:
         INVALID_ARGUMENT: the first message is not a hello, or kind or address is missing.
+        INVALID_ARGUMENT PROTOCOL_MISMATCH: the node's release does not work with the coordinator's. Upgrade the one that the message
+        names; do not repeat the hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,6 +41,8 @@ class CoordinatorServiceStub:
     Ordering: commands are in order. A node that joins again with the same id replaces its older stream.
     Errors:
       INVALID_ARGUMENT: the first message is not a hello, or kind or address is missing.
+      INVALID_ARGUMENT PROTOCOL_MISMATCH: the node's release does not work with the coordinator's. Upgrade the one that the message
+        names; do not repeat the hello.
     """
     AcquireRollouts: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AcquireRolloutsRequest, _coordinator_pb2.AcquireRolloutsResponse]
     """Leases episodes to a worker. Waits up to wait_s for work. Not idempotent: the leases of a lost response expire.
@@ -104,6 +106,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Ordering: commands are in order. A node that joins again with the same id replaces its older stream.
     Errors:
       INVALID_ARGUMENT: the first message is not a hello, or kind or address is missing.
+      INVALID_ARGUMENT PROTOCOL_MISMATCH: the node's release does not work with the coordinator's. Upgrade the one that the message
+        names; do not repeat the hello.
     """
     AcquireRollouts: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AcquireRolloutsRequest, _coordinator_pb2.AcquireRolloutsResponse]  # type: ignore[assignment]
     """Leases episodes to a worker. Waits up to wait_s for work. Not idempotent: the leases of a lost response expire.
@@ -170,6 +174,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Ordering: commands are in order. A node that joins again with the same id replaces its older stream.
         Errors:
           INVALID_ARGUMENT: the first message is not a hello, or kind or address is missing.
+          INVALID_ARGUMENT PROTOCOL_MISMATCH: the node's release does not work with the coordinator's. Upgrade the one that the message
+            names; do not repeat the hello.
         """
 
     @_abc_1.abstractmethod

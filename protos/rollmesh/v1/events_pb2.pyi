@@ -219,6 +219,7 @@ class LedgerRecord(_message.Message):
     TIME_UNIX_S_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """Unique. It is also the message id, so that the writer recognizes its record after a lost acknowledgement."""
     time_unix_s: _builtins.float
@@ -226,6 +227,10 @@ class LedgerRecord(_message.Message):
     previous: _builtins.bytes
     """SHA-256 (32 bytes) of the stored bytes of the previous record; empty in the first record. The hash of a record therefore covers
     the whole ledger up to it.
+    """
+    format: _builtins.int
+    """Format of the record. 0 and 1 are the format of this file. It rises when a reader that ignores unknown fields would misread a
+    record; a new kind of fact or a new field does not raise it. A reader MUST reject a higher number than it knows.
     """
     @_builtins.property
     def facts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fact]:
@@ -238,10 +243,11 @@ class LedgerRecord(_message.Message):
         time_unix_s: _builtins.float = ...,
         facts: _abc.Iterable[Global___Fact] | None = ...,
         previous: _builtins.bytes = ...,
+        format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "previous", b"previous", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "format", b"format", "previous", b"previous", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,7 +89,7 @@ class Target(_message.Message):
     policy: _builtins.str
     """A trainable policy of the run; empty means "main"."""
     endpoint: _builtins.str
-    """A model without a learner (judge, teacher). Not implemented: every node returns NOT_FOUND."""
+    """A model without a learner (judge, opponent), which nodes of kind ENDPOINT serve. Others return UNKNOWN_ENDPOINT."""
     selector: Global___Target.Selector.ValueType
     """How the version is chosen."""
     step: _builtins.int

@@ -160,22 +160,56 @@ class RewardServiceScoreResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLES_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRewards]:
         """One entry per sample, in the order of the request."""
+
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleEndpoints]:
+        """What the scorers asked of endpoints. One entry per sample for which they did."""
 
     def __init__(
         self,
         *,
         samples: _abc.Iterable[Global___SampleRewards] | None = ...,
+        endpoints: _abc.Iterable[Global___SampleEndpoints] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardServiceScoreResponse: _TypeAlias = RewardServiceScoreResponse  # noqa: Y015
+
+@_typing.final
+class SampleEndpoints(_message.Message):
+    """What the scorers asked of endpoints for one sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Id of the sample."""
+    @_builtins.property
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.EndpointUse]:
+        """One entry per endpoint and scorer."""
+
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        uses: _abc.Iterable[_types_pb2.EndpointUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_id", b"sample_id", "uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleEndpoints: _TypeAlias = SampleEndpoints  # noqa: Y015
 
 @_typing.final
 class FinalizeGroupRequest(_message.Message):

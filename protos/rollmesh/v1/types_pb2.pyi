@@ -693,6 +693,114 @@ class Message(_message.Message):
 Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
+class EndpointUse(_message.Message):
+    """What one caller in an episode asked of one endpoint. All numbers are sums over the answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
+    LATENCY_S_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """Name of the endpoint in the configuration."""
+    caller: _builtins.str
+    """"agent", or the scorer as in Reward.scorer."""
+    calls: _builtins.int
+    """Number of answers."""
+    replayed: _builtins.int
+    """Number of recorded answers among them."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompts. 0 if the server does not report them."""
+    completion_tokens: _builtins.int
+    """New tokens. 0 if the server does not report them."""
+    price: _builtins.float
+    """Price of the answers that were not recorded, in the currency of the configuration."""
+    latency_s: _builtins.float
+    """Time that the caller waited, in seconds."""
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        caller: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        replayed: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        price: _builtins.float = ...,
+        latency_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "calls", b"calls", "completion_tokens", b"completion_tokens", "endpoint", b"endpoint", "latency_s", b"latency_s", "price", b"price", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndpointUse: _TypeAlias = EndpointUse  # noqa: Y015
+
+@_typing.final
+class ClientChains(_message.Message):
+    """The conversations of an episode whose model was served over the OpenAI protocol."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class BegunEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BEGUN_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    FORKS_FIELD_NUMBER: _builtins.int
+    REENCODED_TOKENS_FIELD_NUMBER: _builtins.int
+    continued: _builtins.int
+    """Number of requests that continued recorded tokens."""
+    forks: _builtins.int
+    """Number of turns after a prefix that another turn of the episode already continues."""
+    reencoded_tokens: _builtins.int
+    """Tokens of conversations that began with recorded turns, which were encoded again. 0 if no client changed its history."""
+    @_builtins.property
+    def begun(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Number of conversations that began, by cause: "first", "other" (without a turn of the model), "history" (the client changed it),
+        "tools" (other tools).
+        """
+
+    def __init__(
+        self,
+        *,
+        begun: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        continued: _builtins.int = ...,
+        forks: _builtins.int = ...,
+        reencoded_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "continued", b"continued", "forks", b"forks", "reencoded_tokens", b"reencoded_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientChains: _TypeAlias = ClientChains  # noqa: Y015
+
+@_typing.final
 class Episode(_message.Message):
     """One run of an agent on a task: the payload in the sample stream."""
 
@@ -725,6 +833,8 @@ class Episode(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     STAGE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    CHAINS_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
     """Purpose, as in its lease."""
     traceparent: _builtins.str
@@ -747,7 +857,15 @@ class Episode(_message.Message):
 
     @_builtins.property
     def stage_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Seconds per stage: "init", "run", "generate", "tool", "score"."""
+        """Seconds per stage: "init", "run", "generate", "tool", "ask", "score"."""
+
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndpointUse]:
+        """What this attempt asked of endpoints, one entry per endpoint and caller. Written by the worker; empty if nothing."""
+
+    @_builtins.property
+    def chains(self) -> Global___ClientChains:
+        """Conversations of the clients of this attempt. Written by the worker; absent if the model was not served to clients."""
 
     def __init__(
         self,
@@ -759,10 +877,12 @@ class Episode(_message.Message):
         samples: _abc.Iterable[Global___Sample] | None = ...,
         stage_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         traceparent: _builtins.str = ...,
+        endpoints: _abc.Iterable[Global___EndpointUse] | None = ...,
+        chains: Global___ClientChains | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "purpose", b"purpose", "samples", b"samples", "sampling_params", b"sampling_params", "segments", b"segments", "stage_s", b"stage_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "endpoints", b"endpoints", "key", b"key", "purpose", b"purpose", "samples", b"samples", "sampling_params", b"sampling_params", "segments", b"segments", "stage_s", b"stage_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

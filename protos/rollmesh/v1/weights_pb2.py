@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/weights.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"X\n\nWeightFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12(\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.WeightChunk\"1\n\x0bWeightChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"2\n\x0bWeightProbe\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\"1\n\x0fTensorPrecision\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0f\n\x07tensors\x18\x02 \x03(\t\"\xc8\x02\n\x0eWeightManifest\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .rollmesh.v1.WeightManifest.Kind\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.rollmesh.v1.WeightFile\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04tied\x18\x04 \x03(\t\x12(\n\x06probes\x18\x05 \x03(\x0b\x32\x18.rollmesh.v1.WeightProbe\x12\x17\n\x0fprobe_tolerance\x18\x06 \x01(\x01\x12\x30\n\nexceptions\x18\x08 \x03(\x0b\x32\x1c.rollmesh.v1.TensorPrecision\":\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\r\n\tKIND_LORA\x10\x02J\x04\x08\x07\x10\x08R\ndelta_base\"\x1d\n\nHasRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"B\n\x0bHasResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"M\n\nPutRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1e\n\x0bPutResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"L\n\x0c\x46\x65tchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\t\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\",\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\" \n\x11ReleaseRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\")\n\x12ReleaseRunResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\",\n\x12GetManifestRequest\x12\x16\n\x0eweights_digest\x18\x01 \x01(\t\"D\n\x13GetManifestResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.rollmesh.v1.WeightManifest\"N\n\x0ePrepareRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12\x0f\n\x07sources\x18\x02 \x03(\t\"(\n\x0fPrepareResponse\x12\x15\n\rfetched_bytes\x18\x01 \x01(\x03\"\xf1\x01\n\x0f\x41\x63tivateRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12\x31\n\x02kv\x18\x02 \x01(\x0e\x32%.rollmesh.v1.ActivateRequest.KvPolicy\x12*\n\x06retain\x18\x03 \x03(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\"R\n\x08KvPolicy\x12\x19\n\x15KV_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13KV_POLICY_RECOMPUTE\x10\x01\x12\x12\n\x0eKV_POLICY_KEEP\x10\x02\"\'\n\x10\x41\x63tivateResponse\x12\x13\n\x0bprobe_error\x18\x01 \x01(\x01\"=\n\x0e\x44iscardRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\"\x11\n\x0f\x44iscardResponse2\x94\x02\n\x0b\x42lobService\x12\x38\n\x03Has\x12\x17.rollmesh.v1.HasRequest\x1a\x18.rollmesh.v1.HasResponse\x12:\n\x03Put\x12\x17.rollmesh.v1.PutRequest\x1a\x18.rollmesh.v1.PutResponse(\x01\x12@\n\x05\x46\x65tch\x12\x19.rollmesh.v1.FetchRequest\x1a\x1a.rollmesh.v1.FetchResponse0\x01\x12M\n\nReleaseRun\x12\x1e.rollmesh.v1.ReleaseRunRequest\x1a\x1f.rollmesh.v1.ReleaseRunResponse2\xb6\x02\n\rWeightService\x12P\n\x0bGetManifest\x12\x1f.rollmesh.v1.GetManifestRequest\x1a .rollmesh.v1.GetManifestResponse\x12\x44\n\x07Prepare\x12\x1b.rollmesh.v1.PrepareRequest\x1a\x1c.rollmesh.v1.PrepareResponse\x12G\n\x08\x41\x63tivate\x12\x1c.rollmesh.v1.ActivateRequest\x1a\x1d.rollmesh.v1.ActivateResponse\x12\x44\n\x07\x44iscard\x12\x1b.rollmesh.v1.DiscardRequest\x1a\x1c.rollmesh.v1.DiscardResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/weights.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"X\n\nWeightFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12(\n\x06\x63hunks\x18\x03 \x03(\x0b\x32\x18.rollmesh.v1.WeightChunk\"1\n\x0bWeightChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\"2\n\x0bWeightProbe\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\"1\n\x0fTensorPrecision\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x0f\n\x07tensors\x18\x02 \x03(\t\"\xc8\x02\n\x0eWeightManifest\x12.\n\x04kind\x18\x01 \x01(\x0e\x32 .rollmesh.v1.WeightManifest.Kind\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.rollmesh.v1.WeightFile\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0c\n\x04tied\x18\x04 \x03(\t\x12(\n\x06probes\x18\x05 \x03(\x0b\x32\x18.rollmesh.v1.WeightProbe\x12\x17\n\x0fprobe_tolerance\x18\x06 \x01(\x01\x12\x30\n\nexceptions\x18\x08 \x03(\x0b\x32\x1c.rollmesh.v1.TensorPrecision\":\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\r\n\tKIND_LORA\x10\x02J\x04\x08\x07\x10\x08R\ndelta_base\"5\n\nHasRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\"[\n\x0bHasResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x17\n\x0fversion_checked\x18\x04 \x01(\x08\"M\n\nPutRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\r\n\x05owner\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\x1e\n\x0bPutResponse\x12\x0f\n\x07\x65xisted\x18\x01 \x01(\x08\"L\n\x0c\x46\x65tchRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\t\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\",\n\rFetchResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\" \n\x11ReleaseRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\")\n\x12ReleaseRunResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\",\n\x12GetManifestRequest\x12\x16\n\x0eweights_digest\x18\x01 \x01(\t\"D\n\x13GetManifestResponse\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.rollmesh.v1.WeightManifest\"N\n\x0ePrepareRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12\x0f\n\x07sources\x18\x02 \x03(\t\"(\n\x0fPrepareResponse\x12\x15\n\rfetched_bytes\x18\x01 \x01(\x03\"\xf1\x01\n\x0f\x41\x63tivateRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\x12\x31\n\x02kv\x18\x02 \x01(\x0e\x32%.rollmesh.v1.ActivateRequest.KvPolicy\x12*\n\x06retain\x18\x03 \x03(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\"R\n\x08KvPolicy\x12\x19\n\x15KV_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13KV_POLICY_RECOMPUTE\x10\x01\x12\x12\n\x0eKV_POLICY_KEEP\x10\x02\"\'\n\x10\x41\x63tivateResponse\x12\x13\n\x0bprobe_error\x18\x01 \x01(\x01\"=\n\x0e\x44iscardRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollmesh.v1.PolicyVersion\"\x11\n\x0f\x44iscardResponse2\x94\x02\n\x0b\x42lobService\x12\x38\n\x03Has\x12\x17.rollmesh.v1.HasRequest\x1a\x18.rollmesh.v1.HasResponse\x12:\n\x03Put\x12\x17.rollmesh.v1.PutRequest\x1a\x18.rollmesh.v1.PutResponse(\x01\x12@\n\x05\x46\x65tch\x12\x19.rollmesh.v1.FetchRequest\x1a\x1a.rollmesh.v1.FetchResponse0\x01\x12M\n\nReleaseRun\x12\x1e.rollmesh.v1.ReleaseRunRequest\x1a\x1f.rollmesh.v1.ReleaseRunResponse2\xb6\x02\n\rWeightService\x12P\n\x0bGetManifest\x12\x1f.rollmesh.v1.GetManifestRequest\x1a .rollmesh.v1.GetManifestResponse\x12\x44\n\x07Prepare\x12\x1b.rollmesh.v1.PrepareRequest\x1a\x1c.rollmesh.v1.PrepareResponse\x12G\n\x08\x41\x63tivate\x12\x1c.rollmesh.v1.ActivateRequest\x1a\x1d.rollmesh.v1.ActivateResponse\x12\x44\n\x07\x44iscard\x12\x1b.rollmesh.v1.DiscardRequest\x1a\x1c.rollmesh.v1.DiscardResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,41 +45,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTMANIFEST_KIND']._serialized_start=564
   _globals['_WEIGHTMANIFEST_KIND']._serialized_end=622
   _globals['_HASREQUEST']._serialized_start=642
-  _globals['_HASREQUEST']._serialized_end=671
-  _globals['_HASRESPONSE']._serialized_start=673
-  _globals['_HASRESPONSE']._serialized_end=739
-  _globals['_PUTREQUEST']._serialized_start=741
-  _globals['_PUTREQUEST']._serialized_end=818
-  _globals['_PUTRESPONSE']._serialized_start=820
-  _globals['_PUTRESPONSE']._serialized_end=850
-  _globals['_FETCHREQUEST']._serialized_start=852
-  _globals['_FETCHREQUEST']._serialized_end=928
-  _globals['_FETCHRESPONSE']._serialized_start=930
-  _globals['_FETCHRESPONSE']._serialized_end=974
-  _globals['_RELEASERUNREQUEST']._serialized_start=976
-  _globals['_RELEASERUNREQUEST']._serialized_end=1008
-  _globals['_RELEASERUNRESPONSE']._serialized_start=1010
-  _globals['_RELEASERUNRESPONSE']._serialized_end=1051
-  _globals['_GETMANIFESTREQUEST']._serialized_start=1053
-  _globals['_GETMANIFESTREQUEST']._serialized_end=1097
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=1099
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=1167
-  _globals['_PREPAREREQUEST']._serialized_start=1169
-  _globals['_PREPAREREQUEST']._serialized_end=1247
-  _globals['_PREPARERESPONSE']._serialized_start=1249
-  _globals['_PREPARERESPONSE']._serialized_end=1289
-  _globals['_ACTIVATEREQUEST']._serialized_start=1292
-  _globals['_ACTIVATEREQUEST']._serialized_end=1533
-  _globals['_ACTIVATEREQUEST_KVPOLICY']._serialized_start=1451
-  _globals['_ACTIVATEREQUEST_KVPOLICY']._serialized_end=1533
-  _globals['_ACTIVATERESPONSE']._serialized_start=1535
-  _globals['_ACTIVATERESPONSE']._serialized_end=1574
-  _globals['_DISCARDREQUEST']._serialized_start=1576
-  _globals['_DISCARDREQUEST']._serialized_end=1637
-  _globals['_DISCARDRESPONSE']._serialized_start=1639
-  _globals['_DISCARDRESPONSE']._serialized_end=1656
-  _globals['_BLOBSERVICE']._serialized_start=1659
-  _globals['_BLOBSERVICE']._serialized_end=1935
-  _globals['_WEIGHTSERVICE']._serialized_start=1938
-  _globals['_WEIGHTSERVICE']._serialized_end=2248
+  _globals['_HASREQUEST']._serialized_end=695
+  _globals['_HASRESPONSE']._serialized_start=697
+  _globals['_HASRESPONSE']._serialized_end=788
+  _globals['_PUTREQUEST']._serialized_start=790
+  _globals['_PUTREQUEST']._serialized_end=867
+  _globals['_PUTRESPONSE']._serialized_start=869
+  _globals['_PUTRESPONSE']._serialized_end=899
+  _globals['_FETCHREQUEST']._serialized_start=901
+  _globals['_FETCHREQUEST']._serialized_end=977
+  _globals['_FETCHRESPONSE']._serialized_start=979
+  _globals['_FETCHRESPONSE']._serialized_end=1023
+  _globals['_RELEASERUNREQUEST']._serialized_start=1025
+  _globals['_RELEASERUNREQUEST']._serialized_end=1057
+  _globals['_RELEASERUNRESPONSE']._serialized_start=1059
+  _globals['_RELEASERUNRESPONSE']._serialized_end=1100
+  _globals['_GETMANIFESTREQUEST']._serialized_start=1102
+  _globals['_GETMANIFESTREQUEST']._serialized_end=1146
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=1148
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=1216
+  _globals['_PREPAREREQUEST']._serialized_start=1218
+  _globals['_PREPAREREQUEST']._serialized_end=1296
+  _globals['_PREPARERESPONSE']._serialized_start=1298
+  _globals['_PREPARERESPONSE']._serialized_end=1338
+  _globals['_ACTIVATEREQUEST']._serialized_start=1341
+  _globals['_ACTIVATEREQUEST']._serialized_end=1582
+  _globals['_ACTIVATEREQUEST_KVPOLICY']._serialized_start=1500
+  _globals['_ACTIVATEREQUEST_KVPOLICY']._serialized_end=1582
+  _globals['_ACTIVATERESPONSE']._serialized_start=1584
+  _globals['_ACTIVATERESPONSE']._serialized_end=1623
+  _globals['_DISCARDREQUEST']._serialized_start=1625
+  _globals['_DISCARDREQUEST']._serialized_end=1686
+  _globals['_DISCARDRESPONSE']._serialized_start=1688
+  _globals['_DISCARDRESPONSE']._serialized_end=1705
+  _globals['_BLOBSERVICE']._serialized_start=1708
+  _globals['_BLOBSERVICE']._serialized_end=1984
+  _globals['_WEIGHTSERVICE']._serialized_start=1987
+  _globals['_WEIGHTSERVICE']._serialized_end=2297
 # @@protoc_insertion_point(module_scope)

@@ -239,6 +239,11 @@ class HasRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGESTS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    weights_digest: _builtins.str
+    """Hex SHA-256 of a manifest. If set, `missing` also has this digest if the manifest is not stored, else the chunks of it that are not
+    stored.
+    """
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Hex SHA-256 of each blob, at most 10000."""
@@ -247,10 +252,11 @@ class HasRequest(_message.Message):
         self,
         *,
         digests: _abc.Iterable[_builtins.str] | None = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,10 +271,13 @@ class HasResponse(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     DIRECTORY_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    VERSION_CHECKED_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """Directory of the store on this host. A caller on the same host may map or write `<dir>/<digest>`."""
     host_id: _builtins.str
     """Identity of the host. Compare it with your host's before using `directory`."""
+    version_checked: _builtins.bool
+    """Whether the version `weights_digest` was checked. A store of an earlier release does not check it."""
     @_builtins.property
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Digests that are not stored."""
@@ -279,10 +288,11 @@ class HasResponse(_message.Message):
         missing: _abc.Iterable[_builtins.str] | None = ...,
         directory: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        version_checked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "host_id", b"host_id", "missing", b"missing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "host_id", b"host_id", "missing", b"missing", "version_checked", b"version_checked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,21 +41,37 @@ class Cgroup:
     _limits: Limits | None = field(default=None, init=False)
     _num_peaks: int = field(default=0, init=False)
 
-    def entry_fds(self) -> list[int]:
-        """Open the files through which a single-threaded process enters by writing 0. The caller closes them. In
-        version 2 all controllers share one.
+    def enter(self, limits: Limits) -> list[int]:
+        """Write the limits unless they are set already, and open the files through which a single-threaded process
+        enters by writing 0. The caller closes them. In version 2 all controllers share one. Raises OSError.
 
-        Version 1's `tasks` moves only the writing thread; `cgroup.procs` would block every fork and exit on the host
-        meanwhile.
+        A manager of the host may delete a group while it is empty; such a group is created again.
         """
-        name = "tasks" if self.version == 1 else "cgroup.procs"
-        paths = dict.fromkeys(self.directories.values())
-        return [os.open(f"{path}/{name}", os.O_WRONLY | os.O_CLOEXEC) for path in paths]
+        try:
+            return self._enter(limits)
+        except FileNotFoundError:
+            self._limits = None
+            for path in dict.fromkeys(self.directories.values()):
+                path.mkdir(exist_ok=True)
+            return self._enter(limits)
 
-    def limit(self, limits: Limits) -> None:
-        """Write the limits unless they are set already."""
-        if limits == self._limits:
-            return
+    def _enter(self, limits: Limits) -> list[int]:
+        if limits != self._limits:
+            self._write(limits)
+        # Version 1's `tasks` moves only the writing thread; `cgroup.procs` would block every fork and exit on the
+        # host meanwhile.
+        name = "tasks" if self.version == 1 else "cgroup.procs"
+        fds: list[int] = []
+        try:
+            for path in dict.fromkeys(self.directories.values()):
+                fds.append(os.open(f"{path}/{name}", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
+
+    def _write(self, limits: Limits) -> None:
         memory = self.directories.get(_MEMORY)
         # Version 1 bounds memory and swap together, and rejects a memory limit above that bound.
         if self.version == 1 and memory is not None and (memory / _MEMORY_AND_SWAP).exists():

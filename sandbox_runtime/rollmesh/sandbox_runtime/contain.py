@@ -95,7 +95,7 @@ class SessionSpec:
     uid: int
     socket_fd: int
     cgroup_fds: Sequence[int] = ()
-    """Open files of its cgroups, see `Cgroup.entry_fds`."""
+    """Open files of its cgroups, see `Cgroup.enter`."""
     egress_fd: int = -1
     """The session's egress port; -1 without egress."""
     private_dir: str = mounts.PRIVATE_DIR

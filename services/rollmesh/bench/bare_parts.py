@@ -20,6 +20,7 @@ from rollmesh.shared.codec.trajectory import episode_from_bytes
 from rollmesh.shared.errors import EngineFailed, StaleWeights
 from rollmesh.shared.outputs import NUM_TOP
 from rollmesh.shared.trajectory import (
+    EndpointUse,
     Episode,
     EpisodeKey,
     FinishReason,
@@ -105,7 +106,9 @@ class DirectScorer:
     async def columns(self) -> Collection[str]:
         return {column for scorer in self._engine.scorers for column in scorer.columns}
 
-    async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
+    async def score(
+        self, run: str, item: reward_pb2.ScoreItem, uses: list[EndpointUse] | None = None
+    ) -> list[tuple[Reward, ...]]:
         return await self._engine.score(list(decode_items(item, self._engine.oracles)))
 
 

@@ -36,7 +36,7 @@ from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.feature_pass import computed_features
 from rollmesh.trainer.features import FeatureRequest, TokenLogprob
-from rollmesh.trainer.forward import ForwardMode
+from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.metrics import kl_k3
 from rollmesh.trainer.model_files import load_model
 from rollmesh.trainer.recipe import find_recipe, read_recipe
@@ -172,7 +172,7 @@ def eval_point(
     table = build_table(samples, update=update + 1)
     behavior = table.columns["behavior"]
     request = {"initial": FeatureRequest(TokenLogprob())}
-    under_initial = computed_features(initial, table, request, PackingConfig(), mode)["initial"]
+    under_initial = computed_features(initial, table, request, ForwardPlan(mode, PackingConfig()))["initial"]
     right = [_value(episode, reward) for episode in episodes]
     by_task: dict[str, list[float]] = {}
     for episode, value in zip(episodes, right, strict=True):

@@ -40,7 +40,8 @@ class PublishWork(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Folder of the initial model."""
     folder: str
-    mode: Literal["one process", "processes"]
+    mode: Literal["one process", "learner apart", "processes"]
+    """`learner apart`: as `rollmesh demo` runs, the learner in one process and all other services in another."""
     kv: Literal["keep", "recompute"]
     updates: int
 
@@ -48,6 +49,8 @@ class PublishWork(msgspec.Struct, frozen=True, kw_only=True):
 class PublishSeen(msgspec.Struct, frozen=True, kw_only=True):
     """The times of one mesh, in seconds on the monotonic clock of the host."""
 
+    stepped: list[float]
+    """End of the computation of update 1, 2, ..., before its commit."""
     committed: list[float]
     """Commit of update 1, 2, ..."""
     announced: list[float]
@@ -113,14 +116,16 @@ async def run_publishing(work: PublishWork) -> PublishSeen:
             await mesh.finished()
     else:
         names = [name for name in all_services(config) if name != "learner"]
+        hosts = {"services": names} if work.mode == "learner apart" else {name: (name,) for name in names}
         host = HostOptions(run_dir=run_dir, config=run_dir / CONFIG_FILE, services=("learner",), base_dir=folder)
         async with (
-            Supervisor(config, run_dir=run_dir, base_dir=folder, services=names) as supervisor,
+            Supervisor(config, run_dir=run_dir, base_dir=folder, hosts=hosts) as supervisor,
             _client(supervisor.layout, arrivals),
         ):
             await run_host(host, options)
     lines = read_metrics(run_dir / "metrics.jsonl")
     return PublishSeen(
+        stepped=marks.times[LearnerFaultPoint.STEPPED],
         committed=marks.times[LearnerFaultPoint.COMMITTED],
         announced=marks.times[LearnerFaultPoint.PUBLISHED],
         seconds=[lines[update].seconds for update in sorted(lines)],

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rollmesh.bench.race_play import RacePlayer
 from rollmesh.bench.race_work import RaceClock, RaceMark, RaceRun, RaceWork, UpdateSeen, race_config, race_limits
 from rollmesh.trainer.model_files import load_model, load_tokenizer, write_weights
-from rollmesh.trainer.optim import lr_at, make_adamw
+from rollmesh.trainer.optim import lr_at, make_optimizer
 
 STEPS = 2
 """Optimizer steps per generated batch, as `num_minibatches` of the recipe."""
@@ -106,7 +106,7 @@ def train(work: RaceWork) -> RaceRun:
     arm = TrlArm(work, RaceClock())
     torch.manual_seed(work.seed)
     model = load_model(work.model)
-    optimizer = make_adamw(model, arm.optimizer)
+    optimizer = make_optimizer(model, arm.optimizer)
 
     def factor(step: int) -> float:
         return lr_at(arm.optimizer, step // STEPS + 1) / arm.optimizer.lr

@@ -18,6 +18,7 @@ BENCHES = (
     "admission",
     "admission_latency",
     "rows_per_step",
+    "shared_prefix",
     "mesh_turn",
     "router",
     "sandbox",

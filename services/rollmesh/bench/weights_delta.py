@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from rollmesh.demo.config import MadeModelConfig, demonstrated_source
 from rollmesh.demo.make_model import Demonstrator
@@ -34,7 +35,7 @@ from rollmesh.shared.weights.fetcher import base_chunks
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest
 from rollmesh.trainer.config import OptimizerConfig
 from rollmesh.trainer.model_files import WEIGHTS_NAME, published_state
-from rollmesh.trainer.optim import make_adamw
+from rollmesh.trainer.optim import make_optimizer
 from rollmesh.v1 import weights_pb2
 
 LIMIT_S = 1800.0
@@ -117,11 +118,11 @@ def train(
         demos = [demonstrator.new(1 + int(rng.integers(LEVELS)), rng) for _ in range(case.batch_size)]
         return imitation_step(model, demos, [optimizer], settings)
 
-    warm = make_adamw(model, OptimizerConfig(lr=case.warm_lr))
+    warm = make_optimizer(model, OptimizerConfig(lr=case.warm_lr))
     for _ in range(case.warm_steps):
         step(warm)
     del warm
-    optimizer = make_adamw(model, OptimizerConfig(lr=case.lr))
+    optimizer = make_optimizer(model, OptimizerConfig(lr=case.lr))
     old = _publish(model, case.dtype, folder / "0")
     for update in range(1, updates + 1):
         figures.losses.append(step(optimizer))
@@ -138,11 +139,11 @@ class _PublishedBytes:
     chunks: dict[str, bytes]
 
 
-def _publish(model: torch.nn.Module, dtype: torch.dtype, folder: Path) -> _PublishedBytes:
+def _publish(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> _PublishedBytes:
     """Write the weights as a trainer does that keeps float32 and publishes `dtype`, and read their chunks."""
     folder.mkdir(exist_ok=True)
     path = folder / WEIGHTS_NAME
-    save_file({name: tensor.to(dtype) for name, tensor in published_state(model).items()}, path)  # type: ignore[arg-type]
+    save_file({name: tensor.to(dtype) for name, tensor in published_state(model).items()}, path)
     built: BuiltManifest = build_manifest({WEIGHTS_NAME: path})
     data = path.read_bytes()
     chunks = {digest: data[c.offset : c.offset + c.size_bytes] for digest, c in built.chunks.items()}

@@ -28,11 +28,13 @@ from rollmesh.mesh.mesh import create_run
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, version_owner
-from rollmesh.shared.weights.transfer import upload
+from rollmesh.shared.weights.transfer import PIECE_BYTES, upload
 from rollmesh.trainer.model_files import WEIGHTS_NAME
 
 SERVICES = ("coordinator", "depot", "reward", "data", "gateway")
 LIMIT_S = 240.0
+SLOWER = 1.25
+"""Time of a lap over that of its links, beyond which the machine was the limit."""
 ROOM = 1.2
 """Space that a lap needs, as a multiple of its copies of the weights."""
 
@@ -42,6 +44,10 @@ class FanOut:
     """One version on its way to `nodes` nodes."""
 
     nodes: int
+    num_bytes: int
+    """Bytes of the version."""
+    rate: float
+    """Limit of each link, in bytes per second."""
     wall_s: float
     """From the first command to a node until the last node has all bytes verified."""
     active_s: float
@@ -52,6 +58,16 @@ class FanOut:
     """What all nodes received."""
     cpu_s: float
     """CPU of all processes, from the announcement until the last node is active."""
+
+    @property
+    def link_s(self) -> float:
+        """Time that the links alone take: all bytes in one, and a piece in the two buckets of each further one."""
+        return (self.num_bytes + 2 * PIECE_BYTES * (self.nodes - 1)) / self.rate
+
+    @property
+    def limit(self) -> str:
+        """Whether the lap took the time of its links, or longer, because this machine and what else it runs were slower."""
+        return "link" if self.wall_s <= SLOWER * self.link_s else "machine"
 
 
 def fan_out(num_bytes: int, chunk_bytes: int, nodes: int, rate: float) -> FanOut:
@@ -102,6 +118,8 @@ async def _measure(folder: Path, built: BuiltManifest, nodes: int, rate: float) 
         start_s = min(event["at_s"] for event in begun)
         return FanOut(
             nodes=nodes,
+            num_bytes=sum(source.size_bytes for source in built.chunks.values()),
+            rate=rate,
             wall_s=max(event["at_s"] for event in verified) - start_s,
             active_s=max(event["at_s"] for event in active) - start_s,
             egress_bytes=mesh.service("depot").egress.num_bytes,

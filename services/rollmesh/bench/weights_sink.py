@@ -24,7 +24,7 @@ from rollmesh.shared.stop_signals import stop_signals
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import ByteRate
 from rollmesh.shared.weights.delta_cache import DeltaCache
-from rollmesh.shared.weights.fetcher import Fetcher
+from rollmesh.shared.weights.fetcher import Fetcher, SourceChannels
 from rollmesh.shared.weights.manifest import version_owner
 from rollmesh.shared.weights.servicer import BlobServicer
 from rollmesh.shared.weights.transfer import TransferConfig
@@ -46,9 +46,8 @@ class WeightSink(JoinedNode):
         self._deltas = DeltaCache(self._store, bytes_max=DELTA_BYTES)
         self._egress = ByteRate(rate)
         transfer = TransferConfig(ingress_bytes_per_s=rate, same_host=False)
-        self._fetcher = Fetcher(
-            self._store, lambda address: open_channel(address, access=access), transfer, self._deltas
-        )
+        self._sources = SourceChannels(lambda address: open_channel(address, access=access))
+        self._fetcher = Fetcher(self._store, self._sources, transfer, self._deltas)
         self._prepared: weights_pb2.WeightManifest | None = None
         self._active: weights_pb2.WeightManifest | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -57,7 +56,7 @@ class WeightSink(JoinedNode):
         stack.callback(self._store.close)
         await asyncio.to_thread(self._store.start)
         stack.push_async_callback(self._deltas.close)
-        stack.push_async_callback(self._fetcher.close)
+        stack.push_async_callback(self._sources.close)
         blobs = BlobServicer(self._store, writable=False, deltas=self._deltas, egress=self._egress)
         self.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, blobs)
 

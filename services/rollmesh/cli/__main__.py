@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmesh.cli.app import app
 from rollmesh.cli.commands import (
     audit,
+    backup,
     bench,
     certs,
     check,
@@ -16,10 +17,15 @@ from rollmesh.cli.commands import (
     drain,
     health,
     judge,
+    merge,
+    nats_config,
+    page,
     recipes,
     rollout,
+    scale,
     score,
     serve,
+    sft,
     show,
     status,
     stop,
@@ -32,8 +38,8 @@ from rollmesh.cli.commands import (
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
-    demo, train, check, recipes, up, serve, drain, stop, delete, status, weights, health, rollout, show, score, audit, judge, clean, certs,
-    trace, doctor, bench, dead,
+    demo, train, check, sft, recipes, up, serve, scale, drain, stop, delete, status, page, weights, health, dead, trace, rollout, show, score, judge,
+    audit, backup, merge, clean, certs, nats_config, doctor, bench,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""
 

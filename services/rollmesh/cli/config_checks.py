@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollmesh.cli.config import TrainConfig, read_train_config
 from rollmesh.cli.model_checks import check_made_model, check_model, check_reference
+from rollmesh.cli.run_loggers import LOGGERS
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.mesh_services import reward_config
+from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
@@ -32,7 +33,8 @@ from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.shared.config import all_in_one, underlay_places
-from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key
+from rollmesh.shared.endpoints.config import check_endpoint
+from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key, located_at
 from rollmesh.shared.outputs import array_names, output_of
 from rollmesh.shared.registry import Extension
 from rollmesh.trainer.estimators import make_estimator
@@ -91,8 +93,13 @@ def find_mistakes(
 def notes(config: TrainConfig, base_dir: Path) -> list[str]:
     """Return remarks about a valid configuration, a line each."""
     run = config.run
-    found = [f"note: {line}" for line in _missing_nodes(config, build_pools(config.data, base_dir)[Split.TRAIN])]
-    size = len(build_pools(config.data, base_dir)[Split(run.eval_split)])
+    found = [
+        f"note: {line}"
+        for line in _missing_nodes(
+            config, build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))[Split.TRAIN]
+        )
+    ]
+    size = len(build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))[Split(run.eval_split)])
     if run.eval_every and 0 < size < run.eval_tasks:
         found.append(
             f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
@@ -136,9 +143,12 @@ class _Check:
 
     def all(self) -> None:
         config, base_dir = self._config, self._base_dir
+        for name, endpoint in config.endpoints.items():
+            with self._collected(f"endpoints.{name}"), located_at(f"endpoints.{name}"):
+                check_endpoint(endpoint, base_dir)
         pools: dict[Split, TaskPool] = {}
         with self._collected("data.source"):
-            pools = build_pools(config.data, base_dir)
+            pools = build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))
         if pools:
             with self._collected("data.selector"):
                 build_selector(config.data, pools[Split.TRAIN], base_dir)
@@ -196,8 +206,9 @@ class _Check:
         if plugins.under("reference") and learner.reference.kind == "path":
             with self._collected():
                 check_reference(config, self._base_dir)
-        with self._needed("run.group_size"):
-            plugins.check_group_size(config.run.group_size)
+        if not config.run.export_groups:  # an export has no updates
+            with self._needed("run.group_size"):
+                plugins.check_group_size(config.run.group_size)
         if self._reward_names is not None:
             with self._needed("reward.scorers"):
                 plugins.check_rewards(self._reward_names)
@@ -254,6 +265,9 @@ class _Check:
                 names += configured.reward_names
                 if missing := [name for name in configured.columns if name not in known]:
                     self.mistakes.append(_missing_column(index, missing, known))
+        for logger in config.run.loggers:
+            with self._collected("run.loggers"):
+                LOGGERS.options(logger, self._base_dir)
         with self._collected("reward.finalizer"):
             FINALIZERS.options(config.reward.finalizer, self._base_dir)
         for scheme, oracle in config.reward.oracles.items():
@@ -289,6 +303,19 @@ class _Check:
                     key="rollout.pin",
                 )
             )
+        for name, endpoint in config.endpoints.items():
+            if (
+                endpoint.kind == "policy_step"
+                and can.versions_max < 2
+                and not (endpoint.replay and not endpoint.record)
+            ):
+                self.mistakes.append(
+                    ConfigError(
+                        f"`endpoints.{name}.kind` policy_step needs an engine with several sets of weights, and this one has one; set "
+                        "inference.engine.options.versions_max to 2 or more if the engine has this option (torch has it), or use the kind frozen",
+                        key=f"endpoints.{name}.kind",
+                    )
+                )
         if missing := [name for name in config.rollout.outputs if name not in known]:
             self.mistakes.append(
                 ConfigError(

@@ -72,6 +72,10 @@ class View(Protocol):
         """Show a remark about the run."""
         ...
 
+    def announce(self, text: str) -> None:
+        """Print a line that stays in the terminal."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -94,6 +98,8 @@ class QuietView:
     def event(self, event: ProcessEvent) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+    def announce(self, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -169,6 +175,9 @@ class PlainView:
     def note(self, text: str) -> None:
         self._say(text)
 
+    def announce(self, text: str) -> None:
+        self._say(text)
+
     def close(self) -> None:
         """Do nothing: no resource is held."""
 
@@ -230,6 +239,9 @@ class LiveView:
 
     def note(self, text: str) -> None:
         self._note = text
+
+    def announce(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

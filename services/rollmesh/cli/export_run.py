@@ -26,6 +26,7 @@ from rollmesh.cli.run_folder import RunFolder, logging_to, new_folder, origin_no
 from rollmesh.cli.samples import RewardLine, SampleLine, encode_sample_line, mean_rewards, sample_lines
 from rollmesh.cli.session import make_model
 from rollmesh.mesh.mesh import Mesh
+from rollmesh.mesh.mesh_services import blocking_endpoints
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.clock import Clock, SystemClock
@@ -33,6 +34,7 @@ from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.weights.manifest import ADAPTER_CONFIG
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 RESUME_S = 0.5
@@ -233,7 +235,7 @@ def prepare(
     """Return a new folder for the run, its configuration, and the folder of the user's files.
 
     `path` is a configuration file or a run folder. In a run folder its newest checkpoint generates, or else the model that was
-    created for it. Raises InvalidInput with every mistake before anything is created.
+    created for it. Adapters of a checkpoint are merged into a model in the new folder. Raises InvalidInput with every mistake before anything is created.
     """
     file, base_dir, model = path, path.parent.resolve(), options.model
     if path.is_dir():
@@ -241,6 +243,11 @@ def prepare(
         file, base_dir = known.config, Path(known.read_origin().base_dir)
         model = model or known.newest_checkpoint() or (known.model if known.model.is_dir() else None)
     config = load_train_config(file, overrides)
+    adapters = model if model is not None and (model / ADAPTER_CONFIG).is_file() else None
+    if adapters is not None:
+        from rollmesh.trainer.merge import base_of, merge_checkpoint
+
+        model = base_of(adapters)
     if model is not None:
         config = msgspec.structs.replace(config, made_model=None, model=str(model.resolve()))
     run = msgspec.structs.replace(
@@ -254,11 +261,20 @@ def prepare(
     config = msgspec.structs.replace(config, run=run)
     check(config, base_dir)
     _check_split(config, base_dir, options)
-    return new_folder(config, origin_now(command, base_dir), options.folder), config, base_dir
+    origin = origin_now(command, base_dir)
+    folder = new_folder(config, origin, options.folder)
+    if adapters is not None:
+        merge_checkpoint(adapters, folder.model)
+        config = msgspec.structs.replace(config, model=str(folder.model))
+        folder.write(config, origin)
+    return folder, config, base_dir
 
 
 def _check_split(config: TrainConfig, base_dir: Path, options: RolloutOptions) -> None:
-    sizes = {str(split): len(pool) for split, pool in build_pools(config.data, base_dir).items()}
+    sizes = {
+        str(split): len(pool)
+        for split, pool in build_pools(config.data, base_dir, blocking_endpoints(config, base_dir)).items()
+    }
     if options.split not in set(Split):
         raise ConfigError(f"--split must be one of {', '.join(Split)}; got {options.split!r}")
     if sizes[options.split] < options.num:

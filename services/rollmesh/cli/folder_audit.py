@@ -67,7 +67,7 @@ def _stored(folder: RunFolder, *, as_json: bool) -> tuple[bool, str]:
 
 def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | None:
     if named is None:
-        return folder.newest_checkpoint() if own else None
+        return folder.checkpoints if own and folder.newest_checkpoint() else None
     if not named.is_dir():
         problem = (
             "it is not a checkpoint folder of the built-in learner" if named.exists() else "the folder does not exist"

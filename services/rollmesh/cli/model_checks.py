@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,6 +19,9 @@ from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.model_folder import check_positions, find_model
 from rollmesh.shared.trajectory import Message
+
+if TYPE_CHECKING:
+    from rollmesh.trainer.memory_plan import MemoryPlan
 
 PROMPTS_CHECKED = 64
 """Prompts of the train split whose length is compared with the context."""
@@ -115,19 +119,61 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
     """Check what the trainer can load and train."""
     from transformers.utils import logging
 
+    from rollmesh.trainer.lora import inject
+    from rollmesh.trainer.memory_plan import NoMemoryPlan, check_memory, is_small
     from rollmesh.trainer.model_files import load_model
-    from rollmesh.trainer.self_test import choose_forward
+    from rollmesh.trainer.self_test import check_shared, choose_forward
 
     progress: Any = logging
     progress.disable_progress_bar()  # a bar would be mixed with the messages
+    device = config.learner.device
     try:
+        if not _why_no_device(device) and not is_small(folder, device):
+            with contextlib.suppress(NoMemoryPlan):  # `memory_note` reports it
+                check_memory(_memory_plan(config, base_dir, folder), device, config.learner)
         model = load_model(folder)
     except ValueError as err:
         raise ConfigError(f"`model`: {err}; the folder must be one that transformers loads", key="model") from err
     try:
-        choose_forward(model)
+        choice = choose_forward(model)
     except ValueError as err:
         raise ConfigError(f"`model`: {err}", key="model") from err
+    if config.learner.packing.shared_row_tokens:
+        check_shared(model, choice)
+    if config.learner.lora.rank:
+        inject(model, config.learner.lora)
+
+
+def memory_note(config: TrainConfig, base_dir: Path) -> list[str]:
+    """Return a remark on the memory that the trainer needs for a valid configuration; none if it does not train a model in a folder."""
+    if not config.model or not _trains_model(config, base_dir):
+        return []
+    from rollmesh.trainer.memory_plan import NoMemoryPlan
+
+    try:
+        return [f"memory plan: the learner needs {_memory_plan(config, base_dir, model_folder(config, base_dir))}"]
+    except NoMemoryPlan as error:
+        return [f"memory plan: not available, {error}"]
+
+
+def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPlan:
+    from rollmesh.trainer.memory_plan import plan_folder
+    from rollmesh.trainer.plugins import Plugins
+
+    plugins = Plugins(config.learner, reward_weights=config.reward.weights, base_dir=base_dir)
+    settings = config.learner
+    if settings.reference.path:
+        path = str(find_model(settings.reference.path, base_dir, "learner.reference.path"))
+        settings = msgspec.structs.replace(settings, reference=msgspec.structs.replace(settings.reference, path=path))
+    return plan_folder(
+        settings,
+        folder,
+        plugins,
+        longest=config.rollout.limits.context_tokens_max,
+        ranks=settings.compute.ranks,
+        copies=settings.copies_on_device,
+        device=settings.device,
+    )
 
 
 def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, train: TaskPool | None) -> None:

@@ -1,7 +1,7 @@
 """The reference pages of the documentation, generated from the configuration types and the commands.
 
-`python -m rollmesh.cli.reference docs` writes `configuration.md`, `cli.md` and `methods.md` into the folder `docs`. The first part of
-`methods.md` is `methods_guide.md` of that folder, which is written by hand.
+`python -m rollmesh.cli.reference docs` writes `configuration.md`, `cli.md`, `methods.md` and the pages `protos/NAME.md` into the folder
+`docs`, beside which the folder `protos` is. The first part of `methods.md` is `methods_guide.md` of that folder, which is written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from msgspec import inspect
 
 from rollmesh.cli.__main__ import app
 from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.proto_reference import proto_pages
 from rollmesh.cli.recipe_catalog import Method, load_method
+from rollmesh.sft.config import SftConfig
 from rollmesh.shared.config_schema import field_docs
 from rollmesh.shared.registry import Registry
 from rollmesh.shared.settings import expectation, may_change, plain
@@ -28,6 +30,7 @@ from rollmesh.trainer.recipe import recipe_names
 
 WIDTH = 138
 UNITS = (
+    ("_per_s", "per second"),
     ("_bytes_max", "bytes"),
     ("_bytes", "bytes"),
     ("_s_max", "s"),
@@ -66,6 +69,13 @@ Relative paths of files that a user names are relative to the configuration file
 command line replaces one key. "live" marks a key that may change when a run is resumed (docs/operations.md). The other keys are
 fixed, because the history of the run depends on them. An extension `{name, options}` may be given as the bare string `name`.
 """
+FINE_TUNING_HEAD = """\
+## Fine-tuning
+
+Keys of the configuration of `rollmesh sft` ([sft.md](sft.md)). It also has a section `learner` with the keys of a run that describe an
+update, such as `learner.optimizer` and `learner.compute`, and `learner.device`, `learner.threads` and `learner.tensorboard`. Its loss is
+`imitation`.
+"""
 CLI_HEAD = """\
 # Commands
 
@@ -97,6 +107,7 @@ def configuration() -> str:
         for key, target in REGISTRIES.items():
             if key.startswith(f"{name}."):
                 lines += _options(key, target)
+    lines += [FINE_TUNING_HEAD, *_rows(SftConfig, "", only={*SftConfig.__struct_fields__} - {"learner"}, changes=False)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -125,6 +136,9 @@ def _rows(
         if isinstance(node, inspect.StructType) and not hasattr(node.cls, "short_form"):
             sections.append((key, node.cls))
             continue
+        below = plain(node.value_type) if isinstance(node, inspect.DictType) else None
+        if isinstance(below, inspect.StructType) and not hasattr(below.cls, "short_form"):
+            sections.append((f"{key}.NAME", below.cls))
         facts = [_type_text(node), f"default `{_default_text(field)}`" if not field.required else "required"]
         facts += [_brief(text)] if (text := expectation(node)) else []
         facts += [next((unit for suffix, unit in UNITS if field.name.endswith(suffix)), "")]
@@ -254,6 +268,9 @@ def main() -> None:
     (folder / "configuration.md").write_text(configuration())
     (folder / "cli.md").write_text(commands())
     (folder / "methods.md").write_text(methods((folder / "methods_guide.md").read_text()))
+    (folder / "protos").mkdir(exist_ok=True)
+    for name, page in proto_pages(folder.parent / "protos").items():
+        (folder / "protos" / f"{name}.md").write_text(page)
 
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
             path=folder.root,
         )
     layout = open_layout(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
-    async with _server(layout) as url, _connected(layout, url) as bus:
+    async with nats_of(layout) as url, _connected(layout, url) as bus:
         yield bus
 
 
 @asynccontextmanager
-async def _server(layout: RunLayout) -> AsyncIterator[str]:
+async def nats_of(layout: RunLayout) -> AsyncIterator[str]:
     """Yield the URL of the NATS server of the run."""
     if layout.config.bus.url:
         yield layout.config.bus.url

@@ -4,6 +4,7 @@ runs/<name>-<time>/
   config.yaml     the resolved configuration         run.json      command line, versions, folder of the user's files
   model/          the model created for the run      checkpoints/  plain transformers folders
   series.jsonl    states of the run over time        metrics.jsonl, tensorboard/   per update, by the learner
+  loggers.json    ids of the run in the trackers of `run.loggers`
   summary.json  report.html  report.png              run.log       log of the services
   audit.json      the audit from before the ledger was removed
   traces/         spans, for `rollmesh trace`        metrics/      address of the metrics of each process
@@ -33,6 +34,8 @@ from rollmesh.trainer.checkpoint_files import list_checkpoints
 
 PACKAGES = ("rollmesh", "torch", "transformers", "grpcio", "protobuf", "nats-py", "msgspec", "numpy")
 _SAME_SECOND_MAX = 100
+RESTORING = "restoring.json"
+"""File in the folder of a `rollmesh restore` that is not complete."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +90,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def loggers(self) -> Path:
+        """The state of `run_loggers`."""
+        return self.root / "loggers.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 
@@ -139,7 +147,7 @@ class RunFolder:
 
 def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> RunFolder:
     """Create a folder with configuration and origin: `out`, or runs/<name>-<time>. Raises RunExistsHere if `out` is not empty."""
-    folder = RunFolder(_claim(out) if out is not None else _claim_dated(config.run.name))
+    folder = RunFolder(claim_folder(config.run.name, out))
     folder.write(config, origin)
     return folder
 
@@ -147,9 +155,14 @@ def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> 
 def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
     """Return folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Write nothing.
 
-    Raises ConfigError if it is not a run's folder, or its configuration is invalid.
+    Raises ConfigError if it is not a run's folder, its configuration is invalid, or a restore into it was interrupted.
     """
     folder = RunFolder(root.resolve())
+    if (folder.root / RESTORING).exists():
+        raise ConfigError(
+            f"{folder.root}: a restore into this folder is not complete; repeat `rollmesh restore FILE --out {root}` with the same file",
+            path=folder.root,
+        )
     origin = folder.read_origin()
     return folder, load_train_config(folder.config, overrides), Path(origin.base_dir)
 
@@ -197,6 +210,11 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def claim_folder(name: str, out: Path | None) -> Path:
+    """Create an empty folder and return its absolute path: `out`, or runs/<name>-<time>. Raises RunExistsHere, ConfigError."""
+    return _claim(out) if out is not None else _claim_dated(name)
 
 
 def _claim(out: Path) -> Path:

@@ -100,6 +100,35 @@ class RewardLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     """The answer that the scorer found in the text of the model; empty if it found none."""
 
 
+class EndpointLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """Sums over the answers of one endpoint to one caller: `agent` or a scorer."""
+
+    endpoint: str
+    caller: str
+    calls: int = 0
+    replayed: int = 0
+    """Number of recorded answers among them."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    price: float = 0.0
+    """Price of those that were not recorded, in the currency of the configuration."""
+    latency_s: float = 0.0
+    """Seconds that the caller waited."""
+
+
+class ChainsLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """The conversations of the clients of an episode whose model was served to them."""
+
+    begun: dict[str, int] = {}
+    """Number of conversations by cause: first, other, history (changed by the client), tools (other ones)."""
+    continued: int = 0
+    """Number of requests that continued recorded tokens."""
+    forks: int = 0
+    """Number of turns after a prefix that another turn already continues."""
+    reencoded_tokens: int = 0
+    """Tokens of conversations that began with recorded turns, which were encoded again."""
+
+
 class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     """A finished sample."""
 
@@ -126,7 +155,11 @@ class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     segments: list[SegmentLine] = []
     sampling: list[SamplingLine] = []
     stage_s: dict[str, float] = {}
-    """Seconds of the episode per stage: init, run, generate, logprobs, tool, score."""
+    """Seconds of the episode per stage: init, run, generate, logprobs, tool, ask, score."""
+    endpoints: list[EndpointLine] = []
+    """What the agent and the scorers of the episode asked of endpoints."""
+    chains: ChainsLine | None = None
+    """The conversations of the episode's clients; absent if the model was not served to clients."""
 
 
 def sample_lines(message: types_pb2.Episode, task: types_pb2.Task) -> Iterator[SampleLine]:
@@ -221,6 +254,8 @@ def _line(episode: Episode, sample: Sample, task: types_pb2.Task) -> SampleLine:
             for p in episode.sampling_params
         ],
         stage_s=dict(episode.stage_s),
+        endpoints=[EndpointLine(**msgspec.structs.asdict(use)) for use in episode.endpoints],
+        chains=None if episode.chains is None else ChainsLine(**msgspec.structs.asdict(episode.chains)),
     )
 
 

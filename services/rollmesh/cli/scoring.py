@@ -28,7 +28,7 @@ from rollmesh.cli.samples import (
     mean_rewards,
     reward_lines,
 )
-from rollmesh.mesh.mesh_services import reward_config
+from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.reward.config import build_engine
@@ -36,6 +36,7 @@ from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem, TaskView, num_action_tokens
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import UsesPolicy
+from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.errors import ConfigError, UnknownOracle
 from rollmesh.shared.jsonl import JsonlRecord, read_jsonl
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcome, Role, Source
@@ -71,11 +72,12 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
     """Score the lines of a file. Raises ConfigError, also without a `config`, or RecordError with the first line and field that cannot be scored."""
     path, base_dir = _configuration(config)
     settings = load_train_config(path, overrides)
-    tasks = _Tasks(build_pools(settings.data, base_dir))
+    tasks = _Tasks(build_pools(settings.data, base_dir, blocking_endpoints(settings, base_dir)))
     records = read_jsonl(file, num_lines_max=NUM_LINES_MAX).records
-    engine = build_engine(reward_config(settings), base_dir)
+    endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
+    engine = build_engine(reward_config(settings), base_dir, endpoints=endpoints)
     _check_scorers(engine)
-    lines = asyncio.run(_score(records, tasks, engine))
+    lines = asyncio.run(_score(records, tasks, engine, endpoints))
     failed = Outcome.INFRA_FAILURE.name.lower()
     return ScoreReport(
         file=str(file),
@@ -107,7 +109,9 @@ def _configuration(named: Path | None) -> tuple[Path, Path]:
     return named, named.parent.resolve()
 
 
-async def _score(records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEngine) -> list[ScoredLine]:
+async def _score(
+    records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEngine, endpoints: Endpoints
+) -> list[ScoredLine]:
     try:
         items = [_item(record, tasks, engine.oracles) for record in records]  # check all lines before scoring starts
         found: list[ScoredLine] = []
@@ -125,6 +129,7 @@ async def _score(records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEn
         return found
     finally:
         await engine.close()
+        await endpoints.close()
 
 
 @dataclass(frozen=True, slots=True)

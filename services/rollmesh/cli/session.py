@@ -14,16 +14,21 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.disk_need import disk_need, disk_text
 from rollmesh.cli.display import View
 from rollmesh.cli.interrupts import Interrupts, Stopped
+from rollmesh.cli.page_link import has_page, page_link
 from rollmesh.cli.results import note_warm_start, write_results
 from rollmesh.cli.run_folder import RunFolder, run_config, shown
-from rollmesh.cli.series import Eval, read_series
+from rollmesh.cli.run_loggers import LoggedRun, RunLoggers, heldout_values, without_logins
+from rollmesh.cli.series import Eval, Series, read_series
 from rollmesh.cli.summary import Outcome, Summary
 from rollmesh.cli.watch import RunRecorder, Watcher
 from rollmesh.demo.model_process import WarmStep, make_in_process
@@ -111,23 +116,45 @@ class TrainSession:
             return lambda _: None
         events = EventFile(self.folder.root)
         stack.callback(events.close)
+        return lambda result: events.add(result.step, self.clock.wall_s(), heldout_values(result))
 
-        def add(result: Eval) -> None:
-            by_label = {f"heldout_success/{label}": value for label, value in result.success_by_label.items()}
-            events.add(result.step, self.clock.wall_s(), {"heldout_success": result.success, **by_label})
-
-        return add
+    async def _loggers(self, stack: AsyncExitStack) -> RunLoggers | None:
+        """Return the loggers, which are closed with the stack; None without any."""
+        config, folder = self.config, self.folder
+        if not config.run.loggers:
+            return None
+        self.view.phase("connecting to the loggers")
+        run = LoggedRun(name=config.run.name, folder=folder.root, config=without_logins(msgspec.to_builtins(config)))
+        make = partial(
+            RunLoggers, config.run.loggers, run, metrics=folder.metrics, state=folder.loggers, base_dir=self.base_dir
+        )
+        loggers = await asyncio.to_thread(make)
+        stack.push_async_callback(lambda: asyncio.to_thread(lambda: loggers.close(finished=self.outcome == "finished")))
+        return loggers
 
     async def _train(self, interrupts: Interrupts) -> None:
         run = self.config.run
         self._show_disk_need()
         async with AsyncExitStack() as stack:
+            loggers = await interrupts.unless_stopped(self._loggers(stack))
+            write_event = self._event_file(stack)
+
+            def on_state(_: Series) -> None:
+                self.view.moved()
+                if loggers is not None:
+                    loggers.read()
+
+            def on_eval(result: Eval) -> None:
+                write_event(result)
+                if loggers is not None:
+                    loggers.add_eval(result, self.clock.wall_s())
+
             recorder = RunRecorder(
                 self.folder.series,
                 success_reward=run.success_reward,
                 clock=self.clock,
-                on_state=lambda _: self.view.moved(),
-                on_eval=self._event_file(stack),
+                on_state=on_state,
+                on_eval=on_eval,
                 first_failures_max=run.first_failures_max,
             )
             stack.callback(recorder.close)
@@ -140,6 +167,9 @@ class TrainSession:
             await stack.enter_async_context(watcher)
             self.view.follow(recorder)
             self.view.phase("")
+            if has_page(mesh.layout):
+                announcing = asyncio.create_task(self._announce_page(mesh, recorder), name="live page")
+                stack.callback(announcing.cancel)
             try:
                 await interrupts.unless_stopped(unless_hopeless(mesh.finished(), recorder, run.on_stall))
             except Stopped:
@@ -150,6 +180,11 @@ class TrainSession:
             await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN, self.folder.root))
             self.outcome = "finished"
             self.view.phase("stopping the services")
+
+    async def _announce_page(self, mesh: RunningMesh, recorder: RunRecorder) -> None:
+        """Print the link to the live page when the gateway responds."""
+        await recorder.seen.wait()
+        self.view.announce(f"live page: {page_link(mesh.layout)}")
 
 
 async def make_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from rollmesh.cli.causes import failed_attempts_text, no_update_text
 from rollmesh.cli.mesh_client import MeshStatus
+from rollmesh.shared.clock import clock_warning
 from rollmesh.shared.text import count_of
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
@@ -42,7 +43,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 def status_view(status: MeshStatus) -> RenderableType:
     """Return the text for a terminal."""
-    parts: list[RenderableType] = [_fleet_table(status)]
+    parts: list[RenderableType] = [_fleet_table(status), *_clock_lines(status.nodes)]
     for run in status.runs:
         parts += [Text(), *_run_lines(run)]
         if status.payloads and not run.ended:
@@ -69,10 +70,16 @@ def _fleet_table(status: MeshStatus) -> Table:
             _version(node.active) if node.HasField("active") else "-",
             _work(node),
             f"{node.silent_s:.0f} s",
-            node.process.version or "-",
+            _build(node),
             _why(node, status),
         )
     return table
+
+
+def _build(node: coordinator_pb2.FleetNode) -> str:
+    """Return package version and protocol, e.g. `0.2.0 (1.1)`. A coordinator before protocol 1.1 reports no protocol."""
+    protocol = f"({node.protocol.major}.{node.protocol.minor})" if node.HasField("protocol") else ""
+    return f"{node.process.version} {protocol}".strip() or "-"
 
 
 def _work(node: coordinator_pb2.FleetNode) -> str:
@@ -87,13 +94,24 @@ def _work(node: coordinator_pb2.FleetNode) -> str:
 
 
 def _why(node: coordinator_pb2.FleetNode, status: MeshStatus) -> str:
-    """Return the cause or wait of a node; for a stale node, what it lacks."""
-    if node.cause or node.waiting_for:
-        return node.cause or node.waiting_for
+    """Return the cause or the wait of a node; for a stale node, what it lacks."""
+    if why := node.cause or node.waiting_for:
+        return why
     if node.state != coordinator_pb2.NODE_STATE_STALE:
         return ""
     live = [policy for run in status.runs if not run.ended for policy in run.policies]
     return f"an active version that update {live[0].applied_step + 1} may use" if live else "a run"
+
+
+def _clock_lines(nodes: Sequence[coordinator_pb2.FleetNode]) -> Iterator[Text]:
+    """Report each host with a wrong clock once, with its nodes."""
+    hosts: dict[str, list[coordinator_pb2.FleetNode]] = {}
+    for node in sorted(nodes, key=lambda n: n.node_id):
+        if clock_warning(node.clock_ahead_s, ""):
+            hosts.setdefault(node.process.host, []).append(node)
+    for host, found in sorted(hosts.items()):
+        names = ", ".join(node.node_id for node in found)
+        yield Text(clock_warning(found[0].clock_ahead_s, f"{host} ({names})"), style="yellow")
 
 
 def _version(version: types_pb2.PolicyVersion) -> str:
@@ -118,6 +136,8 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
         yield Text(f"  {failure}", style="red")
     if not any(policy.applied_step for policy in run.policies) and (words := no_update_text(0, run.samples.reasons)):
         yield Text(f"  {words}", style="yellow")
+    if run.stalled:
+        yield Text(f"  stalled: {run.stalled}", style="red")
     for process, cause in sorted(run.waiting.items()):
         yield Text(f"  {process} waits for {cause}")
 

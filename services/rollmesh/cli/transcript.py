@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from rollmesh.cli.samples import ACTION, RewardLine, SampleLine, SegmentLine
+from rollmesh.cli.samples import ACTION, ChainsLine, EndpointLine, RewardLine, SampleLine, SegmentLine
 
 _STYLES = {"system": "dim", "user": "bold", "assistant": "cyan", "tool": "yellow"}
 _EVIDENCE_CHARS_MAX = 200
@@ -60,6 +60,10 @@ def transcript(line: SampleLine) -> RenderableType:
         turn = generated.get(index)
         parts.append(_message(message.role, message.content, turn.describe() if turn is not None else ""))
     parts.append(rewards_text(line.rewards))
+    if line.endpoints:
+        parts.append(endpoints_text(line.endpoints))
+    if line.chains is not None:
+        parts.append(chains_text(line.chains))
     labels = "".join(f" {name}={value}" for name, value in line.labels.items())
     title = Text(f"{line.sample_id}  {line.task}{labels}")
     sampled = sum(turn.num_tokens for turn in turns)
@@ -93,6 +97,32 @@ def rewards_text(rewards: Sequence[RewardLine]) -> Text:
         text.append(f"  {reward.scorer}{scope}{evidence}\n", style="dim")
     text.rstrip()
     return text if rewards else Text("no reward", style="dim")
+
+
+def endpoints_text(uses: Sequence[EndpointLine]) -> Text:
+    """Return a line per endpoint and caller with the sums of the episode."""
+    text = Text()
+    for use in uses:
+        recorded = f" ({use.replayed} recorded)" if use.replayed else ""
+        text.append(f"{use.endpoint} ", style="bold")
+        text.append(f"{use.calls} {'answer' if use.calls == 1 else 'answers'}{recorded} to {use.caller}")
+        tokens = f"{use.prompt_tokens} + {use.completion_tokens} tokens"
+        text.append(f"  {tokens}, price {use.price:.6g}, {use.latency_s:.3f} s\n", style="dim")
+    text.rstrip()
+    return text
+
+
+def chains_text(chains: ChainsLine) -> Text:
+    """Return a line with the conversations of the episode's clients, and the tokens that were encoded again."""
+    num = sum(chains.begun.values())
+    causes = ", ".join(f"{cause} {num}" for cause, num in chains.begun.items())
+    text = Text("clients ", style="bold")
+    text.append(f"{num} {'conversation' if num == 1 else 'conversations'} ({causes or 'none'})")
+    text.append(
+        f"  {chains.continued} continued, {chains.forks} forks, {chains.reencoded_tokens} tokens encoded again",
+        style="dim",
+    )
+    return text
 
 
 def rewards_line(rewards: Sequence[RewardLine]) -> str:

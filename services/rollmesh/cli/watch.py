@@ -53,6 +53,8 @@ class RunRecorder:
         self.series = read_series(path)
         self.now = self.series.last
         """The newest state, recorded or not."""
+        self.seen = asyncio.Event()
+        """Set with the first state: the gateway responds."""
         self.ended = asyncio.Event()
         """Set when the run has ended."""
         self.stalled = asyncio.Event()
@@ -79,6 +81,7 @@ class RunRecorder:
     def see(self, state: run_pb2.RunState) -> None:
         """Add a state."""
         time_s = self.elapsed_s()
+        self.seen.set()
         self.silent_s = 0.0
         self.now = point_of(state, time_s)
         for result in state.evals:

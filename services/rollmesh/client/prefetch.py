@@ -43,6 +43,10 @@ class Prefetch:
         self._kept: dict[tuple[str, ...], _Kept] = {}
         self._task: asyncio.Task[None] | None = None
 
+    def __len__(self) -> int:
+        """Return the number of payloads that are here."""
+        return len(self._kept)
+
     def start(self) -> None:
         """Begin to load. Repeatable."""
         if self._task is None and self._bytes_max > 0:

@@ -23,11 +23,12 @@ from rollmesh.client.local_payloads import add_local
 from rollmesh.client.prefetch import Prefetch
 from rollmesh.client.renewal import Renewal
 from rollmesh.client.tensors import Array, write_safetensors
-from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded
+from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded, WeightsRejected
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.payload_files import PayloadFiles
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, version_owner
 from rollmesh.shared.weights.transfer import TransferConfig, upload
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2, weights_pb2
@@ -150,6 +151,11 @@ class Trainer:
             update=update, lease_id=reply.lease_id, samples=list(reply.samples), groups=list(reply.groups)
         )
 
+    @property
+    def num_ahead(self) -> int:
+        """Number of payloads that have arrived ahead of their lease."""
+        return len(self._prefetch)
+
     async def fetch(self, lease: BatchLease, *, on_first: Callable[[], Awaitable[None]] | None = None) -> Batch:
         """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`, `UnknownLease`."""
         ahead = self._prefetch.take([sample.meta.sample_id for sample in lease.samples])
@@ -257,12 +263,16 @@ class Trainer:
         """The version of the weights after the last committed update, without digest."""
         return PolicyVersion(policy=self._run.policy, step=self.update, incarnation=self.attached.incarnation)
 
-    async def report_checkpoint(self) -> None:
-        """Report that a checkpoint with the last committed update and its digest is durable.
+    async def report_checkpoint(self, update: int | None = None, digest: str | None = None) -> None:
+        """Report that a checkpoint with an update and the digest after it is durable. By default it is the last committed update.
 
         Raises `Fenced`, `DigestMismatch`, `UnknownUpdate`.
         """
-        request = run_pb2.ReportCheckpointRequest(**self._holding(), update=self.update, digest=self.digest)
+        request = run_pb2.ReportCheckpointRequest(
+            **self._holding(),
+            update=self.update if update is None else update,
+            digest=self.digest if digest is None else digest,
+        )
         await self._run.ask("ReportCheckpoint", request)
 
     async def publish(
@@ -270,7 +280,8 @@ class Trainer:
     ) -> PolicyVersion:
         """Upload the weights after the last committed update and announce them. Repeatable.
 
-        `weights` are tensors by name, as `Tensor` or numpy array, or a safetensors file. Raises like `publish_manifest`.
+        `weights` are tensors by name, as `Tensor` or numpy array, or a safetensors file. Raises like `publish_manifest`, and
+        `WeightsRejected` for a tensor with a value that is NaN or infinite, before anything is sent.
         """
         with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
             path = Path(folder) / WEIGHTS_NAME
@@ -278,28 +289,44 @@ class Trainer:
                 path = weights
             else:
                 await asyncio.to_thread(write_safetensors, weights, path)
+            if name := await asyncio.to_thread(first_not_finite, path):
+                raise WeightsRejected(
+                    f"tensor {name} of {self.version} has a value that is NaN or infinite, so nothing was sent; return to a checkpoint, "
+                    "lower the learning rate, and attach again",
+                    version=self.version,
+                )
             built = await asyncio.to_thread(build_manifest, {WEIGHTS_NAME: path}, probes=probes)
             return await self.publish_manifest(built)
 
     async def publish_manifest(
-        self, built: BuiltManifest, *, transfer: TransferConfig | None = None, attempts_max: int = 3
+        self,
+        built: BuiltManifest,
+        *,
+        version: PolicyVersion | None = None,
+        transfer: TransferConfig | None = None,
+        attempts_max: int = 3,
+        before_announcement: asyncio.Future[None] | None = None,
     ) -> PolicyVersion:
-        """Upload the weights in `built` as `version` and announce them. Repeatable.
+        """Upload the weights in `built` and announce them, when `before_announcement` is done too. Repeatable.
+
+        `version` (default: the one after the last committed update) may belong to an update whose commit `before_announcement` waits for.
 
         Raises `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`; `NotUploaded` if the depot loses them `attempts_max` times.
         """
-        now = self.version
-        version = types_pb2.PolicyVersion(
+        now = version or self.version
+        announced = types_pb2.PolicyVersion(
             policy=now.policy, step=now.step, incarnation=now.incarnation, weights_digest=built.weights_digest
         )
         request = run_pb2.PublishVersionRequest(
             run=self._run.name,
             learner=self._run.learner,
             trainer_epoch=self.attached.trainer_epoch,
-            version=version,
+            version=announced,
         )
         for attempt in range(1, attempts_max + 1):
             await self._run.retry(lambda: self._upload(now, built, transfer))
+            if before_announcement is not None:
+                await before_announcement
             try:
                 await self._run.ask("PublishVersion", request)
                 break

@@ -8,6 +8,7 @@ may be sent twice. The ledger deduplicates it by its id.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -51,13 +52,21 @@ def _flatten(prefix: str, value: Any, found: dict[str, str]) -> None:
 
 
 def diff(old: dict[str, str], new: dict[str, str]) -> tuple[ConfigChange, ...]:
-    """Return the differences, ordered by key."""
-    keys = sorted(old.keys() | new.keys())
+    """Return the differences, ordered by key.
+
+    A setting that is not in `old` and has its default in `new` is not a change: the release that recorded `old` did not have it.
+    """
+    keys, added = sorted(old.keys() | new.keys()), _defaults()
     return tuple(
         ConfigChange(key=key, old=old.get(key, ""), new=new.get(key, ""))
         for key in keys
-        if old.get(key) != new.get(key)
+        if old.get(key) != new.get(key) and (key in old or new[key] != added.get(key))
     )
+
+
+@functools.cache
+def _defaults() -> dict[str, str]:
+    return settings_of(MeshConfig(), Path("/"))
 
 
 def check_changes(changes: tuple[ConfigChange, ...]) -> None:

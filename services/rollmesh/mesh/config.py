@@ -26,6 +26,8 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
 from rollmesh.shared.bus.payload_bus import PayloadsIn
+from rollmesh.shared.endpoints.config import EndpointTable
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings
@@ -45,6 +47,8 @@ class RunConfig(RunSettings):
     """Whether samples beyond the bound end as stale (`drop`), or only their tokens that are too old lose their loss (`mask`)."""
     on_stall: Annotated[Literal["warn", "exit"], LIVE] = "warn"
     """What `rollmesh train` does when the run is stalled: `exit` ends it with a non-zero exit code and the cause, `warn` shows the cause."""
+    loggers: Annotated[tuple[Extension, ...], LIVE] = ()
+    """Experiment trackers that get the curves of `rollmesh train` beside TensorBoard: `wandb`, `mlflow`, or your own as `file.py:Name`."""
     first_failures_max: Annotated[NonNegativeInt, LIVE] = 64
     """`rollmesh train` and `rollout` exit with an error once this many samples have failed in the same way and none has been scored since
     they started, because a bug in an agent or a scorer fails every sample. 0: never."""
@@ -61,7 +65,7 @@ class RunConfig(RunSettings):
 
 
 class CountsConfig(Settings):
-    """Number of nodes of each kind that this host starts. With 0 they join from elsewhere: `rollmesh serve KIND --join HOST:PORT`."""
+    """Number of nodes of each kind that this host starts; `rollmesh scale` changes them while the mesh runs. With 0 they join from elsewhere: `rollmesh serve KIND --join HOST:PORT`."""
 
     inference: NonNegativeInt = 1
     """Inference nodes."""
@@ -69,16 +73,19 @@ class CountsConfig(Settings):
     """Rollout workers."""
     sandbox: NonNegativeInt = 1
     """Sandbox nodes."""
+    reward: NonNegativeInt = 1
+    """Reward nodes."""
 
 
 class BusConfig(Settings):
     """The NATS server that holds the streams."""
 
     url: str = ""
-    """nats://host:port of a cluster (tls:// with the certificates of `security`). Empty: start an embedded server in the run folder."""
+    """nats://host:port of each server of a cluster, comma-separated (tls:// with the certificates of `security`). Empty: start an embedded
+    server in the run folder."""
     login_file: str = ""
-    """File with one line USER:PASSWORD for that cluster, relative to the config file. Empty: the login of the embedded server,
-    derived from the run's token."""
+    """File with lines USER:PASSWORD for that cluster, relative to the config file: one login for every service, or one per kind of service as
+    `rollmesh nats-config` writes them. Empty: the login of the embedded server, derived from the run's token."""
     payloads: PayloadsIn = "auto"
     """Where workers store the payloads of samples. `files`: in `payloads` of the run folder, which needs the embedded server, one replica,
     and every service on loopback. `stream`: in the sample stream. `auto`: in files if these conditions hold. A kill of any process loses
@@ -133,6 +140,8 @@ class MeshConfig(Settings):
         default_factory=lambda: InferenceConfig(directory="inference")
     )
     """Engines."""
+    endpoints: EndpointTable = {}
+    """Models without a learner by name, which agents, scorers and task sources may ask: judges, opponents, past steps of the policy."""
     depot: Annotated[DepotConfig, LIVE] = msgspec.field(default_factory=lambda: DepotConfig(directory="depot"))
     """Weights."""
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
@@ -153,10 +162,20 @@ class MeshConfig(Settings):
             raise ValueError(
                 f"`recipe` {self.recipe} is not applied; read the configuration with load_config or config_from_dict"
             )
-        check_exposure(self.security, self.servers())
+        page = self.gateway.page
+        pages = {"gateway.page": ServerConfig(address=page.address)} if page.serve != "never" else {}
+        check_exposure(self.security, {**self.servers(), **pages})
+        if page.client_certificates and not self.security.has_tls:
+            raise ValueError(
+                "`gateway.page.client_certificates` needs `security` with ca, certificate and key; set it to false, or name them"
+            )
         if self.learner.outputs:
             raise ValueError(
                 f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"
+            )
+        if reserved := {"policy", self.inference.policy} & set(self.endpoints):
+            raise ValueError(
+                f"`endpoints` must not contain {reserved.pop()!r}, the name of the trained policy; rename the endpoint"
             )
         if self.bus.payloads == "files" and (why := self.why_no_payload_files()):
             raise ValueError(f"`bus.payloads` must be auto or stream, got 'files': {why}")

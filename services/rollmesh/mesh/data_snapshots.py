@@ -46,7 +46,7 @@ class DataSnapshots:
         return bytes(taken.state)
 
     async def _address(self) -> str:
-        async with open_channel(self._layout.coordinator, access=self._layout.access) as channel:
+        async with open_channel(self._layout.coordinators, access=self._layout.access) as channel:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             fleet = await stub.GetFleet(
                 coordinator_pb2.GetFleetRequest(kind=coordinator_pb2.NODE_KIND_DATA), timeout=TAKE_S_MAX

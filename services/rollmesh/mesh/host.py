@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -120,15 +121,24 @@ async def run_until_ended(
     *,
     on_started: Callable[[], None] = lambda: None,
     away: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    drains: bool = False,
 ) -> bool:
     """Run the services of `mesh` until they have ended or a signal arrives. Return whether it was a signal. Raises as `run_host`.
 
-    `away` watches the rest of the mesh. An error that it raises ends the services.
+    `away` watches the rest of the mesh. An error that it raises ends the services. With `drains`, SIGTERM is an end and not a stop: nodes
+    drain, each within its limit, and a coordinator stops.
     """
-    stopping = asyncio.create_task(_signalled(), name="signals")
+    stopping = asyncio.create_task(_signalled(then_ignore=drains), name="signals")
     serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="services")
+    drained = False
     try:
         await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+        if drains and stopping.done() and stopping.result() is signal.SIGTERM and not serving.done():
+            _log.info("SIGTERM: draining %s", ", ".join(mesh.running))
+            drained = True
+            if mesh.entered and (mesh.drainable or not mesh.running):  # not while it starts, and also while it stops
+                await mesh.drain()
+                await asyncio.wait([serving])
         if not serving.done():
             await _finish_update(mesh, _FINISH_SHARE * stop_s)
     finally:
@@ -136,7 +146,7 @@ async def run_until_ended(
         serving.cancel()
         await asyncio.wait([serving])
     if serving.cancelled():
-        return True
+        return not drained
     serving.result()
     return False
 
@@ -223,15 +233,25 @@ async def _server_gone(server: EmbeddedServer) -> None:
     raise BusUnavailable(f"nats-server at {server.url} exited; its log is in the run folder")
 
 
-async def _signalled() -> None:
-    """Wait for SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next signal ends the process as if there were no handler."""
-    came = asyncio.Event()
+async def _signalled(*, then_ignore: bool) -> signal.Signals:
+    """Return the first of SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next signal ends the process as if there were no handler.
+
+    With `then_ignore`, SIGTERM is ignored after a cancellation, because a process that has drained is about to exit with its result.
+    """
     loop = asyncio.get_running_loop()
+    came: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        if not came.done():
+            came.set_result(number)
+
     signals = stop_signals()
     for one in signals:
-        loop.add_signal_handler(one, came.set)
+        loop.add_signal_handler(one, note, one)
     try:
-        await came.wait()
+        return await came
     finally:
         for one in signals:
             loop.remove_signal_handler(one)
+        if then_ignore and came.cancelled():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)

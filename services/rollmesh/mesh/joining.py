@@ -25,12 +25,15 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.config import config_from_dict, load_config
+from rollmesh.shared.config import UNKNOWN_KEY, all_in_one, config_from_dict, load_config, read_config, to_yaml
 from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded, MeshError, Unavailable
 from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.membership import reported_protocol
 from rollmesh.shared.model_files import fetch_model_files
+from rollmesh.shared.process_info import installed_version
+from rollmesh.shared.protocol import PROTOCOL, check_protocol
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.addresses import host_of, is_loopback, port_of
+from rollmesh.shared.rpc.addresses import host_of, is_loopback, port_of, split_addresses
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
@@ -48,6 +51,7 @@ _CLIENTS = ("rollout", "learner")
 """Kinds that serve no other process."""
 ASK_S_MAX = 30.0
 TLS_S_MAX = 5.0
+GATEWAY_POLL_S = 0.5
 CHECK_S = 10.0
 """Seconds between two calls to the coordinator, and the deadline of each."""
 _log = logging.getLogger(__name__)
@@ -74,14 +78,19 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
-    """Return the layout of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists."""
-    if options.kind not in KINDS:
-        raise ConfigError(f"the kind of a joining node must be one of {', '.join(KINDS)}, got `{options.kind}`")
+    """Return the layout of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists, ProtocolMismatch."""
+    if options.kind not in KINDS and not re.fullmatch(r"endpoint-[A-Za-z0-9_]+", options.kind):
+        raise ConfigError(
+            f"the kind of a joining node must be one of {', '.join(KINDS)} or endpoint-NAME, got `{options.kind}`"
+        )
     access = open_access(own_security(options.overrides), base_dir=Path.cwd(), run_token=options.token_file)
     await refuse_without_tls(options.address, access)
     async with open_channel(options.address, access=access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         described = await _ask(stub, options.address)
+        check_described_protocol(described, options)
+        if options.kind == "learner" and options.address == described.coordinator:
+            described = await _ask_for_gateway(stub, options.address, described)
         name = await _free_name(stub, options, described)
         folder = _make_folder(options.folder or Path("nodes") / name)
         if described.model_files:
@@ -89,6 +98,13 @@ async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
     config = _joined_config(described, options, folder)
     refuse_loopback(config, options.kind, described.coordinator)
     return _layout(config, described, access, folder, options), name
+
+
+async def ask_mesh(address: str, access: Access) -> pb.GetMeshResponse:
+    """Return the description of the mesh at an address. Raises ConfigError, Unavailable, Unauthenticated."""
+    await refuse_without_tls(address, access)
+    async with open_channel(address, access=access) as channel:
+        return await _ask(coordinator_pb2_grpc.CoordinatorServiceStub(channel), address)
 
 
 async def refuse_without_tls(address: str, access: Access, *, option: str = "") -> None:
@@ -107,9 +123,10 @@ async def speaks_tls(address: str) -> bool:
         False,
         ssl.CERT_NONE,
     )  # nothing is sent, and the response is not trusted
+    first = split_addresses(address)[0]
     try:
         async with asyncio.timeout(TLS_S_MAX):
-            _, writer = await asyncio.open_connection(host_of(address), port_of(address), ssl=context)
+            _, writer = await asyncio.open_connection(host_of(first), port_of(first), ssl=context)
     except ssl.SSLError as err:
         return err.reason != "WRONG_VERSION_NUMBER"  # a server without TLS does not answer with a TLS record
     except (OSError, TimeoutError):
@@ -151,6 +168,33 @@ async def _ask(stub: Any, address: str) -> pb.GetMeshResponse:
             "coordinator (with certificates if it has some)",
             address=address,
         ) from err
+    return described
+
+
+def check_described_protocol(described: pb.GetMeshResponse, options: JoinOptions) -> None:
+    """Raise ProtocolMismatch before anything is fetched if this release does not work with the coordinator's."""
+    check_protocol(
+        PROTOCOL,
+        reported_protocol(described),
+        node_name=f"this {options.kind} node",
+        node_build=installed_version(),
+        coordinator_build=described.version,
+    )
+
+
+async def _ask_for_gateway(stub: Any, address: str, described: pb.GetMeshResponse) -> pb.GetMeshResponse:
+    """Return a description with a gateway, which a learner that names the coordinator needs. Raises Unavailable if none joins in time."""
+    clock = SystemClock()
+    end_s = clock.monotonic_s() + ASK_S_MAX
+    while not described.gateways:
+        if clock.monotonic_s() >= end_s:
+            raise Unavailable(
+                f"no gateway has joined the mesh at {address} within {ASK_S_MAX:.0f} s, and a learner reads its samples there; start one: "
+                "rollmesh serve gateway --join HOST:PORT",
+                address=address,
+            )
+        await clock.sleep(GATEWAY_POLL_S)
+        described = await _ask(stub, address)
     return described
 
 
@@ -212,14 +256,30 @@ def _joined_config(described: pb.GetMeshResponse, options: JoinOptions, folder: 
     others = [item for item in options.overrides if not item.startswith(_SECURITY)]
     path = folder / CONFIG_FILE
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    if reported_protocol(described) > PROTOCOL:
+        _drop_newer_settings(path)
     return load_config(MeshConfig, path, others)
+
+
+def _drop_newer_settings(path: Path) -> None:
+    """Remove the settings from a file that a newer coordinator has and this release does not know. Raises ConfigError for other errors."""
+    config, mistakes = read_config(MeshConfig, path)
+    unknown = [one for one in mistakes if one.violations[0].description.startswith(UNKNOWN_KEY)]
+    if config is None or len(unknown) < len(mistakes):
+        raise all_in_one([one for one in mistakes if one not in unknown])
+    if unknown:
+        keys = ", ".join(one.violations[0].field for one in unknown)
+        _log.warning("settings of the newer coordinator have no effect here: %s", keys)
+        path.write_text(to_yaml(config), encoding="utf-8")
 
 
 def refuse_loopback(config: MeshConfig, kind: str, coordinator: str) -> None:
     """Raise ConfigError if a serving node would advertise an address that only this host reaches to a mesh on another address."""
+    coordinator = split_addresses(coordinator)[0]
     if kind in _CLIENTS or coordinator.startswith("unix:") or is_loopback(host_of(coordinator)):
         return
-    server = config.network.listening(getattr(getattr(config, kind), "server", ServerConfig()))
+    section = "inference" if kind.startswith("endpoint-") else kind
+    server = config.network.listening(getattr(getattr(config, section), "server", ServerConfig()))
     host = server.advertise or host_of(server.address)
     if is_loopback(host):
         raise ConfigError(

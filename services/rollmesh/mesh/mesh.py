@@ -32,13 +32,15 @@ from rollmesh.mesh.changes import change_id, diff, note_recorded, recorded, sett
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.interpreter_tuning import tune_process
 from rollmesh.mesh.joined_nodes import keep_joined
-from rollmesh.mesh.mesh_services import MeshService, build_service, service_names
+from rollmesh.mesh.mesh_services import MeshService, build_service, refuse_shared_port, service_names
 from rollmesh.mesh.observe import source_of
+from rollmesh.mesh.probes import ProbeServer
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.permissions import role_of
 from rollmesh.shared.extras import libraries_needed
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -69,6 +71,7 @@ class Mesh:
         self.nats: EmbeddedServer | None = None
         """The embedded server; None if the configuration names a cluster."""
         self._names = list(service_names(config)) if services is None else list(services)
+        refuse_shared_port(config, self._names)
         self._options = options or {}
         self._services: dict[str, tuple[MeshService, Any]] = {}
         process = "mesh" if services is None else "+".join(services) or "nats"
@@ -77,6 +80,8 @@ class Mesh:
         self._joined: asyncio.Task[None] | None = None
         """Writes the list of joined nodes, in the coordinator's process."""
         self._stack = AsyncExitStack()
+        self.entered = False
+        """Whether all services have started."""
         self._bus: Bus | None = None
         self._bus_url = bus_url or self.layout.config.bus.url
 
@@ -106,6 +111,10 @@ class Mesh:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.telemetry)
+            if self.layout.config.network.probes:
+                await stack.enter_async_context(
+                    ProbeServer(self.layout.config.network.probes, ready=lambda: self._takes_work)
+                )
             self._bus = await self._connect(stack)
             stack.push_async_callback(self._stop_all)
             for name in self._names:
@@ -114,6 +123,7 @@ class Mesh:
                 await self.start(name)
             self._stack = stack.pop_all()
         tune_process()
+        self.entered = True
         return self
 
     async def __aexit__(
@@ -121,13 +131,16 @@ class Mesh:
     ) -> None:
         await self._stack.aclose()
 
-    async def _connect(self, stack: AsyncExitStack) -> Bus:
-        if self._bus_url:
-            bus = await JetStreamBus.connect(self._bus_url, login=self.layout.bus_login())
-        else:
+    async def _connect(self, stack: AsyncExitStack) -> Bus | None:
+        """Return the bus; None if no service here uses it."""
+        url, role = self._bus_url, role_of(self._names)
+        if not url:
             self.nats = self.layout.bus_server()
             await stack.enter_async_context(self.nats)
-            bus = await JetStreamBus.connect(self.nats.url, login=self.layout.bus_login())
+            url = self.nats.url
+        if not role:
+            return None
+        bus = await JetStreamBus.connect(url, login=self.layout.bus_login(role))
         payloads = self.layout.with_payloads(bus)
         stack.push_async_callback(payloads.close)
         return payloads
@@ -135,7 +148,7 @@ class Mesh:
     async def start(self, name: str) -> Any:
         """Start a service, also after `stop`."""
         assert name not in self._services, f"{name} runs already"
-        assert self._bus is not None, "enter the mesh first"
+        assert self._bus is not None or not role_of([name]), "enter the mesh first"
         trained = {"run": self.run} if name == "learner" else {}  # other services may serve runs of other names
         with (
             log_context(node=name, **trained),
@@ -144,8 +157,7 @@ class Mesh:
             service = build_service(name, self.layout, self._bus, **self._options.get(name, {}))
             self._services[name] = (service, await service.__aenter__())
         node = self._services[name][1]
-        if (source := source_of(name, node)) is not None:
-            self.telemetry.add_source(name, source)
+        self.telemetry.add_source(name, source_of(name, node, self.layout.run_dir, self.access.tls))
         if name == "coordinator" and self.telemetry.is_on:
             self._joined = asyncio.create_task(keep_joined(node.fleet_nodes, self.layout.run_dir), name="joined nodes")
         return node
@@ -158,6 +170,20 @@ class Mesh:
             self._joined.cancel()
             await asyncio.gather(self._joined, return_exceptions=True)
         await service.__aexit__(None, None, None)
+
+    @property
+    def drainable(self) -> list[Any]:
+        """Return the running nodes that can drain: all but the coordinator."""
+        return [node for name, (_, node) in self._services.items() if name != "coordinator"]
+
+    async def drain(self) -> None:
+        """Drain every node here. `finished` returns when they are done."""
+        await asyncio.gather(*(node.drain() for node in self.drainable))
+
+    @property
+    def _takes_work(self) -> bool:
+        """Whether every service here takes work. The coordinator does from its start on."""
+        return self.entered and bool(self._services) and all(node.takes_work for node in self.drainable)
 
     async def stop_learner(self) -> None:
         """Let the learner finish its update, write a checkpoint, publish and exit. The other services continue."""
@@ -218,7 +244,7 @@ async def create_run(layout: RunLayout, *, limit_s: float = CREATE_S_MAX) -> Non
     known = recorded(layout.run_dir)
     changes = diff(known, settings) if known is not None else ()
     spec = encode(layout.config.run.spec(), events_pb2.RunSpec)
-    async with open_channel(layout.coordinator, access=layout.access) as channel:
+    async with open_channel(layout.coordinators, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         with typed_errors():
             if changes:

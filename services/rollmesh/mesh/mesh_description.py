@@ -19,7 +19,7 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
     """Return the description of the mesh at `layout`, whose streams are on `bus`."""
     return MeshDescription(
         config_yaml=to_yaml(public_config(layout.config)),
-        coordinator=layout.coordinator,
+        coordinator=layout.coordinators,
         bus_url=layout.config.bus.url or layout.bus_server().known_url(),
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),

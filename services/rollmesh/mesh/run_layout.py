@@ -18,10 +18,12 @@ import msgspec
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.security import SecurityConfig, open_access
+from rollmesh.services.gateway.page.config import ANY_LOOPBACK_PORT, PageConfig
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.payload_bus import PayloadBus
+from rollmesh.shared.bus.permissions import OPERATOR
 from rollmesh.shared.ids import new_secret
 from rollmesh.shared.model_folder import find_model
 from rollmesh.shared.ports import lasting_ports
@@ -33,6 +35,8 @@ PAYLOADS = "payloads"
 """Folder of the payload files in the run folder."""
 _FIXED = ("coordinator", "gateway", "depot")
 """Services whose address stays the same over restarts."""
+_PAGE = "page"
+"""Name of the address of the gateway's page. Folders of earlier versions store it in a separate file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +50,22 @@ class RunLayout:
     access: Access
     """The run's token and TLS. A generated token is in `run_dir/token`, readable by its owner only."""
     coordinator: str
-    """host:port of the coordinator."""
+    """host:port of the coordinator; of a joined node all addresses that the mesh returned."""
     gateway: str
     """host:port of the gateway."""
     depot: str
     """host:port of the depot. A learner receives it once, when it attaches."""
+    page: str = ANY_LOOPBACK_PORT
+    """host:port on which the gateway serves its page."""
 
     @property
     def run(self) -> str:
         return self.config.run.name
+
+    @property
+    def coordinators(self) -> str:
+        """Address of the coordinator for clients, with those at which it may be started later (`open_channel`)."""
+        return ",".join(dict.fromkeys([*self.coordinator.split(","), *self.config.coordinator.standby]))
 
     def folder(self, name: str) -> Path:
         """Return the folder of a service. It is created if it does not exist."""
@@ -67,18 +78,19 @@ class RunLayout:
         return find_model(self.config.model, self.base_dir)
 
     def served_at(self, address: str, config: ServerConfig) -> ServerConfig:
-        """Return `config` with the port of `address`, the address that is advertised."""
+        """Return `config` with the port of `address`, the address that is advertised, unless that port is 0."""
         server = self.config.network.listening(config)
-        return msgspec.structs.replace(server, address=join_host_port(host_of(server.address), port_of(address)))
+        port = port_of(address) or port_of(server.address)
+        return msgspec.structs.replace(server, address=join_host_port(host_of(server.address), port))
 
     def served(self, config: ServerConfig | None = None) -> ServerConfig:
         """Return `config` on this host's network."""
         return self.config.network.listening(config or ServerConfig())
 
-    def bus_login(self) -> BusLogin:
-        """Return the login of the run at NATS. Raises ConfigError."""
+    def bus_login(self, role: str = OPERATOR) -> BusLogin:
+        """Return the login of a process with this role (`permissions`) at NATS. Raises ConfigError."""
         if self.config.bus.url and self.config.bus.login_file:
-            return BusLogin.read(self.base_dir / self.config.bus.login_file, self.access.tls)
+            return BusLogin.read(self.base_dir / self.config.bus.login_file, self.access.tls, role=role)
         return BusLogin.of(self.access)
 
     @property
@@ -118,6 +130,7 @@ def open_layout(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> RunLayo
         coordinator=addresses["coordinator"],
         gateway=addresses["gateway"],
         depot=addresses["depot"],
+        page=_page_address(run_dir, config.gateway.page),
     )
 
 
@@ -131,10 +144,25 @@ def _addresses(path: Path, config: MeshConfig) -> dict[str, str]:
     """Return the advertised addresses. The ports are chosen once. The hosts are those of the configuration, which may change."""
     servers = {name: config.network.listening(getattr(config, name).server) for name in _FIXED}
     if not path.exists():
-        chosen = dict(zip(servers, lasting_ports(len(servers)), strict=True))
-        _write_once(path, json.dumps({name: _advertised(server, chosen[name]) for name, server in servers.items()}))
+        *ports, page = lasting_ports(len(servers) + 1)
+        chosen = dict(zip(servers, ports, strict=True))
+        fixed = {name: _advertised(server, chosen[name]) for name, server in servers.items()}
+        _write_once(path, json.dumps({**fixed, _PAGE: f"127.0.0.1:{page}"}))
     known: dict[str, str] = json.loads(path.read_text())
     return {name: _advertised(server, port_of(known[name])) for name, server in servers.items()}
+
+
+def _page_address(run_dir: Path, config: PageConfig) -> str:
+    """Return where the page listens. A port that the configuration does not name is chosen once."""
+    if port_of(config.address):
+        return config.address
+    known: dict[str, str] = json.loads((run_dir / "addresses.json").read_text())
+    if _PAGE not in known:
+        path = run_dir / "page.json"
+        if not path.exists():
+            _write_once(path, json.dumps({_PAGE: f"127.0.0.1:{lasting_ports(1)[0]}"}))
+        known = json.loads(path.read_text())
+    return join_host_port(host_of(config.address), port_of(known[_PAGE]))
 
 
 def _advertised(server: ServerConfig, port: int) -> str:

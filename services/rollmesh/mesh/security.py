@@ -6,11 +6,15 @@ token file and certificates. The configuration names files and contains no secre
 
 from __future__ import annotations
 
+import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access, Tls
@@ -52,6 +56,11 @@ class NetworkConfig(Settings):
     """Address to listen on. Any address except loopback needs `security` with certificates and a token file."""
     advertise: str = ""
     """Host that is advertised to other nodes; empty means `host`. Required if `host` is 0.0.0.0 or ::."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port of a service whose `server.address` names none, for a process that runs one service, as in a container. 0: any free port."""
+    probes: str = ""
+    """IP:PORT of a second server without TLS and token that has the gRPC health service alone, for probes of a scheduler that cannot present
+    a certificate. Check(``) is SERVING while the process runs, Check(`ready`) while it takes work. Empty: none."""
     direct: bool = True
     """Whether calls between services that share a process and an event loop skip the socket. They keep their deadlines, limits and errors.
     Calls with TLS, between processes and between event loops use gRPC in either case."""
@@ -61,12 +70,14 @@ class NetworkConfig(Settings):
             raise ValueError(
                 f"`advertise` must name the host by which other machines reach this one, because host is {self.host}"
             )
+        if self.probes and not re.fullmatch(r".+:[1-9][0-9]{0,4}", self.probes):
+            raise ValueError(f"`probes` must be IP:PORT with a fixed port, got {self.probes!r}")
 
     def listening(self, server: ServerConfig) -> ServerConfig:
         """Return the server of a service, on this host's address unless it names another."""
         server = msgspec.structs.replace(server, direct=server.direct or self.direct)
         if server.address == _FREE_LOOPBACK_PORT:
-            address = join_host_port(self.host, 0)
+            address = join_host_port(self.host, self.port)
             return msgspec.structs.replace(server, address=address, advertise=server.advertise or self.advertise)
         if server.advertise or is_loopback(host_of(server.address)):
             return server
@@ -100,7 +111,7 @@ def open_tls(security: SecurityConfig, *, base_dir: Path) -> Tls | None:
     paths = {name: (base_dir / getattr(security, name)).resolve() for name in ("ca", "certificate", "key")}
     _require_private(paths["key"])
     tls = Tls(**paths)
-    tls.ssl_context()  # detect files that do not belong together here, not in a failed handshake
+    tls.check()  # here, not in a failed handshake of each call
     return tls
 
 
@@ -122,13 +133,16 @@ def _is_local(server: ServerConfig) -> bool:
 
 
 def _require_private(path: Path) -> None:
+    """Raise ConfigError unless only the owner may read the file. The group may also read a file that root owns, because that is how a
+    scheduler gives a secret to a process of another user."""
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except OSError as err:
         raise ConfigError(f"{path}: cannot read this secret: {err.strerror}", path=str(path)) from err
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    shared = stat.S_IRWXO | (stat.S_IRWXG & ~stat.S_IRGRP if found.st_uid == 0 and os.geteuid() != 0 else stat.S_IRWXG)
+    if found.st_mode & shared:
         raise ConfigError(
-            f"{path}: other users of this machine can read this secret (mode {stat.S_IMODE(mode):03o}); "
+            f"{path}: other users of this machine can read this secret (mode {stat.S_IMODE(found.st_mode):03o}); "
             f"make it yours alone: chmod 600 {path}",
             path=str(path),
         )

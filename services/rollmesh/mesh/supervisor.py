@@ -17,28 +17,36 @@ Collaborators: `child` (one process), `layout`, `run_lock`, `host` (what runs in
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import msgspec
 
 from rollmesh.mesh.child import Child
 from rollmesh.mesh.child_log import ChildLog
-from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.config import CountsConfig, MeshConfig
 from rollmesh.mesh.mesh import create_run
-from rollmesh.mesh.mesh_services import NATS, is_inference, service_names
+from rollmesh.mesh.mesh_services import NATS, is_inference, refuse_shared_port, service_names
 from rollmesh.mesh.process_events import FILE, ProcessEvent, ProcessLog
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.run_lock import owned
+from rollmesh.mesh.scaling import SCALABLE, NotScalable, ScaleAnswer, answer_requests
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
-from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.jetstream_bus import check_servers
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
-from rollmesh.shared.errors import AddressTaken
+from rollmesh.shared.errors import AddressTaken, MeshError
 from rollmesh.shared.ports import is_taken, owner_of
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 HOST = (sys.executable, "-m", "rollmesh.mesh")
 CONFIG_FILE = "mesh.yaml"
@@ -47,6 +55,8 @@ LOGS = "logs"
 _LEFTOVER_S_MAX = 5.0
 """Longest time until the processes of a killed supervisor have exited, in seconds."""
 _POLL_S = 0.1
+_DRAIN_CALL_S_MAX = 5.0
+_log = logging.getLogger(__name__)
 _ANSWERING = 2
 _STAGES = {"learner": 0, "rollout": 1, "coordinator": 3, NATS: 4}
 """Order of the stop by kind. The other kinds stop together in between."""
@@ -74,9 +84,11 @@ class Supervisor:
         `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
         """
         self.layout: RunLayout = open_layout(config, run_dir=run_dir, base_dir=base_dir)
-        self._hosts = hosts or {
-            service: (service,) for service in (all_services(config) if services is None else services)
-        }
+        if hosts is None:
+            refuse_shared_port(config, all_services(config) if services is None else services)
+        self._hosts: dict[str, Sequence[str]] = dict(
+            hosts or {service: (service,) for service in (all_services(config) if services is None else services)}
+        )
         self._command = command
         self._environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
         self._pythons = self._other_interpreters() if self._command == HOST else {}
@@ -85,6 +97,10 @@ class Supervisor:
         self._holds_lock = holds_lock
         self._children: dict[str, Child] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._departures: dict[str, asyncio.Task[None]] = {}
+        """Nodes that a lower count drains, by name."""
+        self._changes: set[asyncio.Task[None]] = set()
+        """Records of changed counts in the ledger, in progress."""
         self._stack = AsyncExitStack()
         self._done = asyncio.Event()
         self.failure: BaseException | None = None
@@ -108,6 +124,32 @@ class Supervisor:
         """Let the learner exit cleanly within `stop_s`. The other services continue."""
         await self._stop([name for name, services in self._hosts.items() if "learner" in services])
 
+    async def scale(self, counts: CountsConfig) -> ScaleAnswer:
+        """Start and drain nodes until this host runs `counts`. Does not wait for them. Raises NotScalable.
+
+        A node that is to leave is drained. If it has not left when its limits have passed, it is stopped. A node of these counts that
+        has left, because a command drained it, is started again.
+        """
+        config = msgspec.structs.replace(self.layout.config, counts=counts)
+        before, after = set(service_names(self.layout.config)), service_names(config)
+        started = [name for name in after if name not in before or self._has_left(name)]
+        leaving = sorted(before.difference(after))
+        if shared := [name for name in leaving if self._hosts.get(name) != (name,)]:
+            raise NotScalable(
+                f"{', '.join(shared)} cannot leave: the service shares a process with others; stop the run, and resume it with "
+                "processes.enabled=true"
+            )
+        self.layout = dataclasses.replace(self.layout, config=config)
+        self._write_config()
+        for name in started:
+            if name not in self._departures:  # else it starts again once it has left
+                self._add(name)
+        for name in set(leaving).difference(self._departures):
+            self._departures[name] = asyncio.create_task(self._depart(name), name=f"{name} leaves")
+        if any("learner" in services for services in self._hosts.values()):
+            self._record_counts()
+        return ScaleAnswer(id="", started=tuple(started), draining=tuple(leaving))
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             if not self._holds_lock:
@@ -115,12 +157,14 @@ class Supervisor:
             await self._until_addresses_are_free()
             await self._reach_bus()
             self._write_config()
-            events = ProcessLog(self.layout.run_dir / FILE, clock=self._clock, on_event=self._on_event)
+            self._events = ProcessLog(self.layout.run_dir / FILE, clock=self._clock, on_event=self._on_event)
             stack.push_async_callback(self._stop_all)
             for name in self._hosts:
-                self._start(name, events)
+                self._start(name)
             if any("learner" in services for services in self._hosts.values()):
                 await self._unless_failed(create_run(self.layout, limit_s=self.layout.config.processes.start_s))
+            answering = asyncio.create_task(answer_requests(self.layout.run_dir, self.scale, self._clock), name="scale")
+            stack.push_async_callback(_cancel, answering)
             self._stack = stack.pop_all()
         return self
 
@@ -154,9 +198,9 @@ class Supervisor:
                 await self._clock.sleep(_POLL_S)
 
     async def _reach_bus(self) -> None:
-        """Raise BusUnavailable now, and not after all restarts, if no server answers at `bus.url`."""
+        """Raise BusUnavailable or ConfigError now, and not after all restarts, if the servers at `bus.url` cannot be used."""
         if url := self.layout.config.bus.url:
-            await (await JetStreamBus.connect(url, login=self.layout.bus_login())).close()
+            await check_servers(url, self.layout.bus_login())
 
     def _write_config(self) -> None:
         """Write the configuration that the hosts read, without the keys of the command line."""
@@ -165,7 +209,7 @@ class Supervisor:
         path = self.layout.run_dir / CONFIG_FILE
         path.write_text(to_yaml(plain), encoding="utf-8")
 
-    def _start(self, name: str, events: ProcessLog) -> None:
+    def _start(self, name: str) -> None:
         config, run_dir = self.layout.config.processes, self.layout.run_dir
         child = self._children[name] = Child(
             name,
@@ -179,7 +223,7 @@ class Supervisor:
             environment=self._environment,
             config=config,
             log=ChildLog(run_dir / LOGS / f"{name}.log", bytes_max=config.log_bytes_max),
-            events=events,
+            events=self._events,
             clock=self._clock,
         )
         task = self._tasks[name] = asyncio.create_task(child.run(), name=f"child {name}")
@@ -206,10 +250,66 @@ class Supervisor:
                 task.cancel()
             await asyncio.wait(tasks)
 
+    # Scaling ----------------------------------------------------------------------------------------------------------
+
+    def _has_left(self, name: str) -> bool:
+        """Return whether a node with a separate process has been drained by another command."""
+        scalable = name.partition("-")[0] in SCALABLE and self._hosts.get(name) == (name,)
+        return scalable and name not in self._departures and self._tasks[name].done()
+
+    def _add(self, name: str) -> None:
+        """Start a node that the counts have added."""
+        if is_inference(name) and self._command == HOST:
+            python = interpreter_of(self.layout.config.inference, self.layout.base_dir)
+            if not is_this(python):
+                self._pythons[name] = python
+        self._hosts[name] = (name,)
+        self._start(name)
+
+    async def _depart(self, name: str) -> None:
+        """Drain a node, stop it if it does not leave in time, and restart it if the counts contain it again."""
+        limits, kind = self.layout.config, name.partition("-")[0]
+        drain_s = {
+            "inference": limits.inference.drain_s,
+            "rollout": limits.rollout.worker.finish_s_max,
+            "sandbox": limits.sandbox.drain_s,
+        }
+        try:
+            await self._drain(name)
+            limit_s = drain_s.get(kind, 0.0) + limits.processes.stop_s
+            await asyncio.wait([self._tasks[name]], timeout=limit_s)
+        except MeshError as error:  # it has not joined, or the coordinator is away
+            _log.warning("%s is stopped without a drain: %s", name, error)
+        if not self._tasks[name].done():
+            await self._stop([name])
+        del self._departures[name], self._children[name], self._tasks[name], self._hosts[name]
+        if name in service_names(self.layout.config):
+            self._add(name)
+
+    async def _drain(self, name: str) -> None:
+        async with open_channel(self.layout.coordinator, access=self.layout.access) as channel:
+            stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            with typed_errors():
+                await stub.Drain(coordinator_pb2.DrainRequest(node_id=name), timeout=_DRAIN_CALL_S_MAX)
+
+    def _record_counts(self) -> None:
+        """Record the changed counts in the ledger, in the background. If that fails, the next resume records them."""
+
+        async def record() -> None:
+            try:
+                await create_run(self.layout)
+            except MeshError as error:
+                _log.warning("the changed counts are not in the ledger yet: %s", error)
+
+        task = asyncio.create_task(record(), name="record counts")
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+
     # Stopping ---------------------------------------------------------------------------------------------------------
 
     async def _stop_all(self) -> None:
         """Stop clients before the servers that they call. If cancelled, kill the remaining processes."""
+        await _cancel(*self._departures.values(), *self._changes)
         try:
             for _, names in itertools.groupby(sorted(self._tasks, key=self._stage), key=self._stage):
                 await self._stop(list(names))
@@ -227,6 +327,12 @@ class Supervisor:
             self._children[name].stop()
         if names:
             await asyncio.wait([self._tasks[name] for name in names])
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def fixed_addresses(layout: RunLayout) -> dict[str, str]:

@@ -98,6 +98,7 @@ class FakeSglangServer:
         enable_return_routed_experts: bool = True,
         sampling_mask_max_tokens: int = 4096,
         context_length: int = 4096,
+        dtype: str = "auto",
     ) -> None:
         """`step_s` is the duration of a step, which samples a token per request."""
         self._config = json.loads((model / "config.json").read_text())
@@ -108,6 +109,7 @@ class FakeSglangServer:
         self._step_s = step_s
         self._eos = eos_token_id
         self._flags = {
+            "dtype": dtype,
             "incremental_streaming_output": incremental_streaming_output,
             "enable_return_routed_experts": enable_return_routed_experts,
             "sampling_mask_max_tokens": sampling_mask_max_tokens,

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -141,7 +141,15 @@ class FakeTrainer:
         path.write_bytes(self._safetensors())
         return ExportedWeights(files={_WEIGHTS: path})
 
+    def close(self) -> None:
+        """Do nothing: it holds memory only."""
+
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
+        final = self.copy_to_save(log, position, data_snapshot=data_snapshot)()
+        log.rebase(final / TRAINED_NAME)
+        return final
+
+    def copy_to_save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Callable[[], Path]:
         if not self.step == log.update == position.update or position.digest != log.digest:
             raise ValueError(f"trainer at {self.step}, list at {log.update}, position at {position.update}")
         place = CheckpointPosition(
@@ -152,18 +160,23 @@ class FakeTrainer:
             seed=self._seed,
             head=position.head,
         )
+        copied = (FakeState(history=self.history), self._safetensors(), log.copy())
+        return lambda: self._write(place, *copied, data_snapshot)
+
+    def _write(
+        self, place: CheckpointPosition, state: FakeState, weights: bytes, log: TrainedLog, data_snapshot: bytes
+    ) -> Path:
         final = self._root / folder_name(place)
         temporary = self._root / f"{TEMPORARY}{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        (temporary / _STATE).write_bytes(msgspec.json.encode(FakeState(history=self.history)))
-        (temporary / _WEIGHTS).write_bytes(self._safetensors())
+        (temporary / _STATE).write_bytes(msgspec.json.encode(state))
+        (temporary / _WEIGHTS).write_bytes(weights)
         (temporary / SNAPSHOT_NAME).write_bytes(data_snapshot)
         log.write_to(temporary / TRAINED_NAME)
         write_meta(temporary, place)
         os.rename(temporary, final)
         sync(self._root)
-        log.rebase(final / TRAINED_NAME)
         for old in list_checkpoints(self._root)[: -self._keep_last]:
             shutil.rmtree(old)
         return final

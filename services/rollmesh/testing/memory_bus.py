@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
+from typing import Unpack
 
 from rollmesh.shared.bus.bus import (
+    AppendOptions,
     BusUnavailable,
     Discard,
     StreamFull,
@@ -80,16 +82,8 @@ class MemoryStream:
     def name(self) -> str:
         return self.spec.name
 
-    async def append(
-        self,
-        payload: bytes,
-        *,
-        msg_id: str,
-        expected_last_seq: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        deadline_s: float | None = None,
-    ) -> int:
-        return self._append(payload, msg_id, expected_last_seq, headers)
+    async def append(self, payload: bytes, **options: Unpack[AppendOptions]) -> int:
+        return await (await self.append_pipelined(payload, **options))
 
     async def append_pipelined(
         self,

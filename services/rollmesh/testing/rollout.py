@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.config import FormatConfig, RolloutConfig
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
+from rollmesh.services.rollout.openai.server import OpenAiServer
 from rollmesh.services.rollout.ports import SandboxSession
 from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import mix64
@@ -39,9 +40,11 @@ from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, RemoteSnapshot
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import decode_segment, episode_from_bytes
+from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.errors import MeshError, StaleWeights
 from rollmesh.shared.outputs import array_names
 from rollmesh.shared.trajectory import (
+    EndpointUse,
     Episode,
     EpisodeKey,
     FinishReason,
@@ -56,6 +59,7 @@ from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, reward_pb2, types_pb2
 
 _TAG = re.compile(r"<\|\w+\|>|</?\w+>")
+_DEMO_TAGS = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<tool_call>", "</tool_call>")
 _FIRST_TAG = 2**20
 
 
@@ -93,10 +97,25 @@ class CharTokenizer:
         return np.asarray([*ids, *(ord(char) for char in text[end:])], dtype=np.int32)
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
+        return self.encode_markup(self.render([{"role": m.role, "content": m.content} for m in messages], tools))
+
+    @property
+    def tags(self) -> Mapping[str, bool]:
+        return dict.fromkeys((*_DEMO_TAGS, *self._tags), True)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, prompt: bool = True) -> str:
         names = [tool["function"]["name"] for tool in tools]
         system = f"<|system|>{' '.join(names)}<|end|>" if names else ""
-        body = "".join(f"<|{message.role}|>{message.content}<|end|>" for message in messages)
-        return self.encode_markup(f"{system}{body}<|assistant|>")
+        return f"{system}{''.join(map(_written_message, messages))}{'<|assistant|>' if prompt else ''}"
+
+    @property
+    def num_ids(self) -> int:
+        return _FIRST_TAG + len(self._tags)
+
+    def encode_rendered(self, text: str, guard: str) -> IntArray:
+        parts = re.split(f"({_TAG.pattern})", text)
+        encoders = (self.encode_text, self.encode_markup)
+        return np.concatenate([encoders[i % 2](part.replace(guard, "")) for i, part in enumerate(parts)])
 
     def decode(self, token_ids: IntArray) -> str:
         names = {number: tag for tag, number in self._tags.items()}
@@ -105,6 +124,13 @@ class CharTokenizer:
     def token_id(self, token: str) -> int | None:
         ids = self.encode_markup(token)
         return int(ids[0]) if ids.size == 1 else None
+
+
+def _written_message(message: Mapping[str, Any]) -> str:
+    given = (call["function"]["arguments"] for call in message.get("tool_calls", ()))
+    calls = (next(iter(arguments.values()), "") if isinstance(arguments, dict) else arguments for arguments in given)
+    called = "".join(f"<tool_call>{text}</tool_call>" for text in calls)
+    return f"<|{message['role']}|>{message['content']}{called}<|end|>"
 
 
 class Gate:
@@ -321,7 +347,9 @@ class FixedScorer:
     async def columns(self) -> Collection[str]:
         return self.read
 
-    async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
+    async def score(
+        self, run: str, item: reward_pb2.ScoreItem, uses: list[EndpointUse] | None = None
+    ) -> list[tuple[Reward, ...]]:
         self.items.append(item)
         await self.gate.enter()
         segments = [decode_segment(segment) for segment in item.segments]
@@ -413,6 +441,7 @@ class LocalMesh:
     leases: Sequence[coordinator_pb2.EpisodeLease] = ()
     config: RolloutConfig = field(default_factory=RolloutConfig)
     clock: Clock = field(default_factory=SystemClock)
+    endpoints: Endpoints = field(default_factory=lambda: Endpoints({}))
 
     def __post_init__(self) -> None:
         self.tokenizer = CharTokenizer(self.config.format)
@@ -423,6 +452,7 @@ class LocalMesh:
         self.coordinator = ListCoordinator(self.leases, self.clock)
         self.progress = WorkerProgress()
         self.stages = Stages(self.config.stages, self.clock)
+        self.server = OpenAiServer(self.config, self.tokenizer, self.clock)
 
     def runner(self, agent: Agent | None = None) -> EpisodeRunner:
         """Return a runner of single episodes."""
@@ -438,6 +468,8 @@ class LocalMesh:
                 clock=self.clock,
                 stages=self.stages,
                 progress=self.progress,
+                server=self.server,
+                endpoints=self.endpoints,
             )
         )
 

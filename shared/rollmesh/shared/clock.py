@@ -1,7 +1,7 @@
 """Time as an argument: the port, the system's clock, and a manual clock for tests and the simulator.
 
-Durations and deadlines come from `monotonic_s` only. `wall_s` is informational, because wall clocks of two machines
-are never compared.
+Durations and deadlines come from `monotonic_s` only. `wall_s` is informational. Wall clocks of two machines are compared for a warning
+only, see `clock_warning`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,20 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Protocol
+
+CLOCK_AHEAD_S_MAX = 60.0
+"""Difference between the clocks of two hosts, in seconds, beyond which a warning is logged."""
+
+
+def clock_warning(ahead_s: float, host: str) -> str:
+    """Return what is wrong with the clock of a host that is `ahead_s` seconds ahead of the coordinator's, and the remedy; empty if nothing."""
+    if abs(ahead_s) <= CLOCK_AHEAD_S_MAX:
+        return ""
+    side = "ahead of" if ahead_s > 0 else "behind"
+    return (
+        f"the clock of {host} is {abs(ahead_s):.0f} s {side} the coordinator's: certificates can count as expired or not yet valid, and dates of "
+        "logs and spans do not fit together; synchronize the clocks of both hosts (NTP) and restart the node"
+    )
 
 
 class Clock(Protocol):

@@ -26,6 +26,8 @@ from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
 from rollmesh.shared.settings import expectation, plain, shown
 
 T = TypeVar("T")
+UNKNOWN_KEY = "unknown key"
+"""Begin of the description of a key that a type does not have."""
 MISTAKES_MAX = 50
 """Maximum number of errors in one list."""
 
@@ -345,7 +347,7 @@ def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
     names = _field_names(type_, path, tree)
     if unknown := _UNKNOWN_FIELD.match(what):
         meant = _close_to(unknown["name"], names)
-        return _Mistake(f"{path}.{unknown['name']}", f"unknown key{_did_you_mean(meant, names)}", meant)
+        return _Mistake(f"{path}.{unknown['name']}", f"{UNKNOWN_KEY}{_did_you_mean(meant, names)}", meant)
     if missing := _MISSING_FIELD.match(what):
         return _Mistake(f"{path}.{missing['name']}", "required, but not given")
     if (problem := _FIELD_PROBLEM.match(what)) and problem["name"] in names:  # ValueError of a struct

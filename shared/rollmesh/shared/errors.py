@@ -52,10 +52,10 @@ from rollmesh.shared.error_base import (
 __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
-    "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
+    "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "LeaseOut", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
-    "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
+    "PayloadTooLarge", "PermissionDenied", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
@@ -102,6 +102,12 @@ class UndecodableRequest(InvalidInput):
     """The bytes of a request are not a message of the method's request type."""
 
     reason = "UNDECODABLE_REQUEST"
+
+
+class ContextLengthExceeded(InvalidInput):
+    """The messages of a request have more tokens than the context."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
 
 
 class CorruptSnapshot(InvalidInput):
@@ -326,6 +332,12 @@ class DigestMismatch(FailedPrecondition):
     reason = "DIGEST_MISMATCH"
 
 
+class RanksDisagree(FailedPrecondition):
+    """The processes of a trainer have different settings, weights or data; the message says which ranks and what."""
+
+    reason = "RANKS_DISAGREE"
+
+
 class MeshBusy(FailedPrecondition):
     """The mesh's inference nodes serve another live run."""
 
@@ -401,6 +413,17 @@ class DiskFull(ResourceExhausted):
     reason = "DISK_FULL"
 
 
+class PriceLimit(ResourceExhausted):
+    """The run has spent what it may at an endpoint; raise the limit and resume it."""
+
+    reason = "PRICE_LIMIT"
+
+    @property
+    def retryable(self) -> bool:
+        """Never, because the sum of a run does not decrease."""
+        return False
+
+
 # Availability and infrastructure --------------------------------------------------------------------------------------
 
 
@@ -434,6 +457,12 @@ class EngineFailed(InfraFailure):
     reason = "ENGINE_FAILED"
 
 
+class RankFailed(InfraFailure):
+    """A process of the trainer exited or did not respond; the message names its rank and has its last output."""
+
+    reason = "RANK_FAILED"
+
+
 class SandboxFailed(InfraFailure):
     """The jail could not be created or was lost."""
 
@@ -444,6 +473,12 @@ class ScorerFailed(InfraFailure):
     """A scorer raised or ran out of time."""
 
     reason = "SCORER_FAILED"
+
+
+class EndpointFailed(InfraFailure):
+    """An endpoint did not answer, or not as its protocol says; the message names the endpoint."""
+
+    reason = "ENDPOINT_FAILED"
 
 
 class HashMismatch(DataLoss):

@@ -59,6 +59,7 @@ class JoinedNode:
         self._server_config = server
         self._server: RpcServer | None = None
         self._draining = asyncio.Event()
+        self._took_work = False
         self._task: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
 
@@ -114,10 +115,39 @@ class JoinedNode:
         """Addresses of the nodes of `kind` that are READY."""
         return [node.address for node in self.fleet.nodes(kind) if node.state == coordinator_pb2.NODE_STATE_READY]
 
+    @property
+    def takes_work(self) -> bool:
+        """Whether the node has been usable since its last join, for a probe: it is READY, or no node of its kind is, because there is no work
+        yet. It stays so while the coordinator is away, and ends with the command to drain."""
+        membership = self.membership
+        if membership is None or membership.draining:
+            return membership is None
+        if not self._took_work and membership.joined:
+            ready = [n.node_id for n in self.fleet.nodes(self.kind) if n.state == coordinator_pb2.NODE_STATE_READY]
+            self._took_work = self.fleet.revision > 0 and (not ready or self.node_id in ready)
+        return self._took_work
+
+    async def drain(self) -> None:
+        """Drain on the request of this process. The coordinator is asked first, so that other nodes send no new work; if it does not respond
+        within `DRAIN_CALL_S_MAX`, the node drains without it."""
+        if self.membership is not None:
+            await self.membership.drain()
+        else:
+            await self.on_drain()
+
     async def wait(self) -> None:
-        """Return once `run` has finished; the host then leaves the context. Raises the error that stopped it."""
+        """Return once `run` has finished; the host then leaves the context. Raises the error that stopped it, and the rejection if the
+        coordinator does not accept this node."""
         assert self._task is not None, "not entered"
-        await asyncio.shield(self._task)
+        ends: list[asyncio.Future[None]] = [self._task]
+        if self.membership is not None:
+            ends.append(asyncio.create_task(self.membership.rejected(), name=f"{self.node_id} rejected"))
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for rejected in ends[1:]:
+                rejected.cancel()
+        await next(end for end in ends if end in done)
 
     async def __aenter__(self) -> Self:
         if self.serves:

@@ -16,6 +16,8 @@ import msgspec
 
 from rollmesh.shared.errors import InvalidInput
 
+RECORD_FORMAT = 1
+"""Newest format of a ledger record that this release reads, and the one that it writes (LedgerRecord.format)."""
 _TEXT = re.compile(r"([1-9][0-9]{0,18}):([0-9a-f]{64})")
 
 

@@ -16,11 +16,11 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
-from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.clock import Clock, SystemClock, clock_warning
 from rollmesh.shared.errors import (
     InvalidInput,
     MeshError,
@@ -31,6 +31,7 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.process_info import this_process
+from rollmesh.shared.protocol import PROTOCOL, UNREPORTED, ProtocolVersion, check_protocol
 from rollmesh.shared.retry import Backoff
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -40,6 +41,8 @@ from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
+DRAIN_CALL_S_MAX = 2.0
+"""Deadline of the call by which a node reports that it drains on its own, in seconds."""
 _HOPELESS = (InvalidInput, Unauthenticated, PermissionDenied, Unimplemented)
 """Errors that the same hello would get again."""
 
@@ -125,6 +128,8 @@ class Membership:
         self._urgent = asyncio.Event()
         self._joined = asyncio.Event()
         self._refusal: MeshError | None = None
+        self._rejected = asyncio.Event()
+        """Set with `_refusal`."""
         self._leaving = False
         self._draining = False
         self._task: asyncio.Task[None] | None = None
@@ -161,6 +166,29 @@ class Membership:
     def joined(self) -> bool:
         return self._joined.is_set()
 
+    async def rejected(self) -> NoReturn:
+        """Wait until the coordinator rejects this node permanently, and raise that error. Otherwise wait until cancelled."""
+        await self._rejected.wait()
+        assert self._refusal is not None
+        raise self._refusal
+
+    @property
+    def draining(self) -> bool:
+        """Whether the node has the command to drain."""
+        return self._draining
+
+    async def drain(self) -> None:
+        """Drain this node: ask the coordinator, and continue without a response. Idempotent."""
+        try:
+            async with open_channel(self._address, access=self._access) as channel:
+                stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+                request = coordinator_pb2.DrainRequest(node_id=self._handler.hello().node_id)
+                with typed_errors():
+                    await stub.Drain(request, timeout=DRAIN_CALL_S_MAX)
+        except MeshError as err:
+            _log.warning("draining without the coordinator: %s", err)
+        await self._on_drain()
+
     async def wait_joined(self, timeout_s: float = 30.0) -> None:
         """Return after the welcome. Raises the coordinator's rejection (wrong token, wrong hello), or `Unavailable`."""
         waiting = asyncio.create_task(self._joined.wait())
@@ -194,6 +222,8 @@ class Membership:
             except _HOPELESS as err:
                 self._lost(f"the coordinator refuses this node: {err}")
                 self._refusal = err
+                self._rejected.set()
+                _log.error("%s", self.waiting_for)
                 return
             except (MeshError, TimeoutError) as err:
                 if self.joined:
@@ -226,6 +256,8 @@ class Membership:
         hello = coordinator_pb2.NodeHello()
         hello.CopyFrom(self._handler.hello())
         hello.draining = hello.draining or self._draining
+        hello.protocol.major, hello.protocol.minor = PROTOCOL.major, PROTOCOL.minor
+        hello.wall_s = self._clock.wall_s()
         process = this_process()
         hello.process.version, hello.process.host = process.version, process.host
         hello.process.metrics_address, hello.process.traces_folder = process.metrics_address, process.traces_folder
@@ -235,6 +267,16 @@ class Membership:
         message = await call.read()
         if message is EOF or message.WhichOneof("message") != "welcome":
             raise Unavailable("the coordinator ended the stream without a welcome")
+        check_protocol(
+            PROTOCOL,
+            reported_protocol(message.welcome),
+            node_name=f"node {self._handler.hello().node_id}",
+            node_build=this_process().version,
+        )
+        if message.welcome.wall_s:
+            ahead_s = self._clock.wall_s() - message.welcome.wall_s
+            if warning := clock_warning(ahead_s, f"this host, {this_process().host},"):
+                _log.warning("%s", warning)
         self.coordinator_id = message.welcome.coordinator_id
         return float(message.welcome.heartbeat_s)
 
@@ -313,6 +355,13 @@ class Membership:
     async def _on_drain(self) -> None:
         self._draining = True
         await self._handler.on_drain()
+
+
+def reported_protocol(message: Any) -> ProtocolVersion:
+    """Return the field `protocol` of a hello, a welcome or a description of the mesh; `UNREPORTED` if it is absent."""
+    if not message.HasField("protocol"):
+        return UNREPORTED
+    return ProtocolVersion(major=message.protocol.major, minor=message.protocol.minor)
 
 
 async def _send(call: Any, message: coordinator_pb2.JoinRequest) -> None:

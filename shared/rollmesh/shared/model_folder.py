@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.weights.manifest import ADAPTER_CONFIG
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -26,6 +27,12 @@ def find_model(model: str, base_dir: Path, key: str = "model") -> Path:
     folder = (base_dir / model).resolve()
     if (folder / "config.json").is_file():
         return folder
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"`{key}`: {folder} holds a low-rank adapter and no weights of a model; merge it into its base (`rollmesh merge {folder} --out "
+            "MODEL`), and name that folder",
+            key=key,
+        )
     if folder.exists() or not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"`{key}`: {folder} does not contain a config.json; name a folder with a model in transformers format",

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rollmesh.shared.errors import DataLoss, NotFound
+from rollmesh.shared.formats import check_format
 
 FIRST_SEQUENCE = 1 << 40
 """Lowest position of a record in a file. A stream would need 10^12 records to reach it."""
@@ -28,7 +29,9 @@ RECORD_BYTES_MAX = 8 * 1024 * 1024
 OFFSET_BITS = 28
 _FIRST_FILE = FIRST_SEQUENCE >> OFFSET_BITS
 _NAME = re.compile(r"(\d{8,12})\.payloads")
-_MAGIC = b"RMP1"
+FORMAT = 1
+"""Format of the records, the digit at the end of their magic."""
+_MAGIC = b"RMP%d" % FORMAT
 HEADER = struct.Struct("<4sQII")
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -67,7 +70,7 @@ class PayloadFiles:
         self.folder = folder
 
     def read(self, sequence: int) -> bytes:
-        """Return a payload. Raises NoPayloadFile, UnreadableRecord."""
+        """Return a payload. Raises NoPayloadFile, UnreadableRecord, NewerFormat."""
         path = self._path(file_of(sequence))
         try:
             descriptor = os.open(path, os.O_RDONLY | _OPEN)
@@ -130,6 +133,8 @@ def _record(descriptor: int, sequence: int, path: Path) -> bytes:
     if len(header) < HEADER.size:
         raise _unreadable(sequence, path, f"it ends before offset {offset}")
     magic, position, length, checksum = HEADER.unpack(header)
+    if magic[:3] == _MAGIC[:3] and magic[3:].isdigit():
+        check_format(f"payload {sequence} in {path}", int(magic[3:]), FORMAT)
     if magic != _MAGIC or position != sequence or length > RECORD_BYTES_MAX:
         raise _unreadable(sequence, path, f"no record begins at offset {offset}")
     payload = os.pread(descriptor, length, offset + HEADER.size)

@@ -7,6 +7,7 @@ The types are converted to and from protobuf in `rollmesh.shared.codec.trajector
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -198,6 +199,47 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Why it ended: as its last action did, or LENGTH where a limit of the episode ended it."""
 
 
+class EndpointUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one caller in an episode asked of one endpoint. All numbers are sums over the answers."""
+
+    endpoint: str
+    caller: str = ""
+    """`agent`, or the scorer as in `Reward.scorer`."""
+    calls: int = 0
+    """Number of answers."""
+    replayed: int = 0
+    """Number of recorded ones among them."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    price: float = 0.0
+    """Price of those that were not recorded, in the currency of the table of endpoints."""
+    latency_s: float = 0.0
+    """Seconds that the caller waited."""
+
+    def plus(self, other: EndpointUse) -> EndpointUse:
+        """Return the sum of two uses of the same endpoint by the same caller."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__[2:]}
+        return EndpointUse(endpoint=self.endpoint, caller=self.caller, **sums)
+
+
+class ClientChains(msgspec.Struct, frozen=True, kw_only=True):
+    """The conversations of an episode whose model was served over the OpenAI protocol."""
+
+    begun: Mapping[str, int] = {}
+    """Number of conversations by cause: first, other, history (changed by the client), tools (other ones)."""
+    continued: int = 0
+    """Number of requests that continued recorded tokens."""
+    forks: int = 0
+    """Number of turns after a prefix that another turn already continues."""
+    reencoded_tokens: int = 0
+    """Tokens of conversations that began with recorded turns, which were encoded again."""
+
+    def plus(self, other: ClientChains) -> ClientChains:
+        """Return the sum of both."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__[1:]}
+        return ClientChains(begun=Counter(self.begun) + Counter(other.begun), **sums)
+
+
 class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
     """Where an episode belongs: run, task, group, episode, and which try this is (1, 2, ...)."""
 
@@ -217,8 +259,12 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     sampling_params: tuple[SamplingParams, ...] = ()
     samples: tuple[Sample, ...] = ()
     stage_s: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Seconds spent per stage: init, run, generate, logprobs, tool, score."""
+    """Seconds spent per stage: init, run, generate, logprobs, tool, ask, score."""
     traceparent: str = ""
+    endpoints: tuple[EndpointUse, ...] = ()
+    """What the agent and the scorers asked of endpoints, of the attempt that completed."""
+    chains: ClientChains | None = None
+    """The conversations of its clients; None if the model was not served to clients."""
 
     def path(self, leaf: int) -> tuple[int, ...]:
         """Indices of the segments from the root to `leaf`, in order."""

@@ -205,6 +205,13 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
     assert "agent:\n    name: agent.py:Agent\n" in done.stdout
 
 
+def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) -> None:
+    path = str(config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0, group_size: 1}}\n"))
+    assert "must be >= 2 for the estimator grpo, got 1" in refused("check", path)
+    done = command("check", path, "run.export_groups=8")
+    assert done.exit_code == 0, done.output
+
+
 # Bad input ----------------------------------------------------------------------------------------------------------
 
 

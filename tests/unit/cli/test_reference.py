@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.proto_reference import proto_pages
 from rollmesh.cli.reference import commands, configuration, methods
 from rollmesh.shared.config_schema import field_docs, json_schema
 from rollmesh.trainer.recipe import recipe_names
@@ -26,6 +27,15 @@ def test_the_reference_pages_are_current() -> None:
     assert (ROOT / "docs/cli.md").read_text() == commands(), REMEDY
     guide = (ROOT / "docs/methods_guide.md").read_text()
     assert (ROOT / "docs/methods.md").read_text() == methods(guide), REMEDY
+
+
+def test_the_pages_of_the_protocol_are_current() -> None:
+    pages = proto_pages(ROOT / "protos")
+    for name, page in pages.items():
+        assert (ROOT / f"docs/protos/{name}.md").read_text() == page, REMEDY
+    assert {path.stem for path in (ROOT / "docs/protos").iterdir()} == pages.keys()
+    assert "UNKNOWN_ORACLE: the oracle reference does not resolve" in pages["reward"]
+    assert "[Sample](types.md#sample)" in pages["reward"]
 
 
 def test_the_guide_and_the_catalog_name_the_same_recipes() -> None:

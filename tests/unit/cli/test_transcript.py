@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rollmesh.cli.samples import MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
+from rollmesh.cli.samples import ChainsLine, MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
 from rollmesh.cli.transcript import transcript, turns_of
 
 
@@ -72,3 +72,10 @@ def test_a_reward_shows_its_evidence_and_a_failure_is_no_value() -> None:
     text = shown(rewards=rewards)
     assert "correct 1  exact@1: the last number is 4" in text
     assert "judge infra_failure" in text
+
+
+def test_the_conversations_of_clients_are_counted_by_their_cause() -> None:
+    assert "clients" not in shown()
+    chains = ChainsLine(begun={"first": 1, "history": 1}, continued=7, forks=2, reencoded_tokens=40)
+    assert "clients 2 conversations (first 1, history 1)" in shown(chains=chains)
+    assert "7 continued, 2 forks, 40 tokens encoded again" in shown(chains=chains)

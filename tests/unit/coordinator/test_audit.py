@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.audit import Audit
+from rollmesh.services.coordinator.audit_checkpoint import open_list
 from rollmesh.services.coordinator.audit_history import sample_history
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
@@ -29,7 +31,8 @@ def audit(records: Sequence[StoredRecord], checkpoint: Path | None = None) -> Au
     found = Audit()
     for record in records:
         found.enter(record)
-    return found.report(checkpoint)
+    with nullcontext() if checkpoint is None else open_list(checkpoint) as trained:
+        return found.report(trained)
 
 
 def honest() -> CoreRun:

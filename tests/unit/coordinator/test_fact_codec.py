@@ -17,6 +17,8 @@ from rollmesh.services.coordinator.core import records
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.formats import NewerFormat
+from rollmesh.shared.ledger_head import RECORD_FORMAT
 from rollmesh.shared.settings import plain
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
@@ -102,8 +104,16 @@ def test_an_unset_enum_is_refused_by_name() -> None:
 
 
 def test_a_fact_of_a_later_version_is_refused_not_skipped() -> None:
-    with pytest.raises(InvalidInput, match="unknown to this version"):
+    with pytest.raises(NewerFormat, match="does not know: a later release of rollmesh wrote it"):
         fact_codec.decode_record(events_pb2.LedgerRecord(facts=[events_pb2.Fact()]).SerializeToString())
+
+
+def test_a_record_of_a_newer_format_is_refused_with_both_formats() -> None:
+    record = events_pb2.LedgerRecord(record_id="d1", format=RECORD_FORMAT + 1)
+    with pytest.raises(
+        NewerFormat, match=r"'d1' has format 2, and this release reads formats up to 1: a later release"
+    ):
+        fact_codec.decode_record(record.SerializeToString())
 
 
 def test_a_spec_that_cannot_work_is_a_value_error() -> None:

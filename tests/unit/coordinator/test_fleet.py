@@ -73,6 +73,115 @@ def test_canary_activates_before_the_others() -> None:
     assert commands(fleet.plan(goal(v), 0.3)) == [("b", WeightVerb.ACTIVATE, 0)]
 
 
+# A canary that activates what it has prepared -------------------------------------------------------------------------
+
+
+def prompt(events: list[FleetEvent]) -> dict[str, list[int]]:
+    """Return node -> retained steps of the commands to activate a version as soon as it is prepared."""
+    return {e.node_id: [old.step for old in e.retain] for e in events if isinstance(e, SendWeights) and e.activate}
+
+
+def test_canary_may_activate_with_its_preparation_and_the_others_may_not() -> None:
+    fleet, old, v = fleet_of("a", "b"), version(0), version(1)
+    for node_id in ("a", "b"):
+        serve(fleet, node_id, old)
+    events = fleet.plan(goal(old, v), 0.0)
+    assert commands(events) == [("a", WeightVerb.PREPARE, 1), ("b", WeightVerb.PREPARE, 1)]
+    assert prompt(events) == {"a": []}
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    assert commands(fleet.plan(goal(old, v), 0.1)) == [], "b waits for the verdict of a"
+    answer(fleet, "a", WeightPhase.ACTIVE, v)
+    assert commands(fleet.plan(goal(old, v), 0.2)) == [("b", WeightVerb.ACTIVATE, 1)]
+
+
+def test_node_that_comes_after_the_verdict_activates_what_it_has_prepared() -> None:
+    fleet, v = fleet_of("a"), version(1)
+    serve(fleet, "a", v)
+    fleet.joined(node_id="0", kind=NodeKind.INFERENCE, address="", capacity=1, runs=(), active=None, now=0.0)
+    assert prompt(fleet.plan(goal(v), 0.0)) == {"0": []}
+
+
+def test_canary_of_an_earlier_release_gets_a_command_to_activate() -> None:
+    fleet, v = fleet_of("a", "b"), version(1)
+    assert prompt(fleet.plan(goal(v), 0.0)) == {"a": []}
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    answer(fleet, "a", WeightPhase.PREPARED, v)
+    assert commands(fleet.plan(goal(v), 0.1)) == [("a", WeightVerb.ACTIVATE, 1)]
+
+
+@pytest.mark.parametrize("phase", [WeightPhase.PROBE_MISMATCH, WeightPhase.FAILED])
+def test_no_other_node_activates_a_version_before_a_canary_has_passed(phase: WeightPhase) -> None:
+    """A canary with wrong probes rejects the version. One that cannot prepare it, or fails between the two, is followed by another."""
+    fleet, old, v = fleet_of("a", "b"), version(0), version(1)
+    for node_id in ("a", "b"):
+        serve(fleet, node_id, old)
+    fleet.plan(goal(old, v), 0.0)
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    for tries in range(3):
+        assert commands(fleet.plan(goal(old, v), 0.1)) == []
+        answer(fleet, "a", phase, v, now=0.0)
+        for node_id in ("a", "b"):
+            fleet.reported(node_id, num_running=0, num_waiting=0, waiting_for="", now=10.0)
+        if phase is WeightPhase.PROBE_MISMATCH:
+            break
+        if tries < 2:
+            assert prompt(fleet.plan(goal(old, v), 10.0)) == {"a": []}
+    events = fleet.plan(goal(old, v), 10.1)
+    refused = [e for e in events if isinstance(e, Refused)]
+    if phase is WeightPhase.PROBE_MISMATCH:
+        assert refused == [Refused("r", v, "because")]
+        assert all(verb is not WeightVerb.ACTIVATE for _, verb, _ in commands(events))
+    else:
+        assert not refused
+        assert ("b", WeightVerb.ACTIVATE, 1) in commands(events), "b is the next canary"
+        assert prompt(events) == {}
+    assert fleet.nodes["b"].active == old
+
+
+def test_canary_that_dies_before_it_reports_is_followed_by_another() -> None:
+    fleet, v = fleet_of("a", "b"), version(1)
+    fleet.plan(goal(v), 0.0)
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    fleet.lost("a")
+    assert commands(fleet.plan(goal(v), 0.1)) == [("b", WeightVerb.ACTIVATE, 1)]
+    fleet.joined(node_id="a", kind=NodeKind.INFERENCE, address="", capacity=1, runs=(), active=None, now=0.2)
+    events = fleet.plan(goal(v), 0.2)
+    assert commands(events) == [("a", WeightVerb.PREPARE, 1)]
+    assert prompt(events) == {}, "b is the canary now"
+    answer(fleet, "b", WeightPhase.PROBE_MISMATCH, v)
+    answer(fleet, "a", WeightPhase.PREPARED, v)
+    assert all(verb is not WeightVerb.ACTIVATE for _, verb, _ in commands(fleet.plan(goal(v), 0.3)))
+
+
+def test_late_result_of_an_earlier_command_does_not_let_a_second_node_activate() -> None:
+    fleet, old, v = fleet_of("a", "b"), version(0), version(1)
+    for node_id in ("a", "b"):
+        serve(fleet, node_id, old)
+    fleet.plan(goal(old, v), 0.0)
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    answer(fleet, "a", WeightPhase.ACTIVE, old)
+    assert prompt(fleet.plan(goal(old, v), 0.1)) == {"a": []}, "the same command again, to the same node"
+    assert commands(fleet.plan(goal(old, v), 0.2)) == []
+
+
+def test_evaluation_that_begins_while_the_canary_works_pins_the_version_of_the_command() -> None:
+    """Only the newest version is ever pinned, so a pin that comes now is at the version of the command or after it."""
+    fleet = fleet_of("a")
+    serve(fleet, "a", version(9))
+    assert prompt(fleet.plan(goal(version(9), version(10)), 0.0)) == {"a": []}
+    later = goal(version(9), version(10), version(11), pins=((10, 0), (11, 0)))
+    assert commands(fleet.plan(later, 0.1)) == []
+    answer(fleet, "a", WeightPhase.ACTIVE, version(10))
+    assert commands(fleet.plan(later, 0.2)) == [], "10 is being evaluated"
+    assert commands(fleet.plan(goal(version(10), version(11), pins=((11, 0),)), 0.3)) == [("a", WeightVerb.PREPARE, 11)]
+
+
+def test_canary_keeps_the_evaluated_version_that_it_serves() -> None:
+    fleet = fleet_of("a", versions_max=2)
+    serve(fleet, "a", version(10))
+    assert prompt(fleet.plan(goal(version(10), version(11), pins=((10, 0),)), 0.0)) == {"a": [10]}
+
+
 def test_node_is_ready_only_with_admissible_weights() -> None:
     fleet = fleet_of("a")
     fleet.plan(goal(version(0)), 0.0)
@@ -428,3 +537,31 @@ def test_late_results_of_honest_nodes_are_no_contradiction() -> None:
     report(fleet, "a", WeightPhase.ACTIVE, version(0), goal(version(1), version(2)))
     fleet.plan(goal(version(1), version(2)), 0.0)
     assert state_of(fleet, "a") is NodeState.STALE
+
+
+# Endpoints ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("versions_max", "pins", "retained"), [(1, (), ()), (2, (), (0,)), (2, ((1, 0),), (1,)), (3, ((1, 0),), (1, 0))]
+)
+def test_a_kept_step_stays_as_far_as_the_engine_has_room_and_after_pinned_ones(
+    versions_max: int, pins: tuple[tuple[int, int], ...], retained: tuple[int, ...]
+) -> None:
+    fleet = fleet_of("a", versions_max=versions_max)
+    fleet.config = FleetConfig(keep_steps=(0,))
+    serve(fleet, "a", version(1 if pins else 0))
+    fleet.nodes["a"].held = (version(0),) if pins and versions_max > 1 else ()
+    wanted = goal(version(0), version(1), version(2), pins=pins)
+    fleet.plan(wanted, 0.0)
+    answer(fleet, "a", WeightPhase.PREPARED, version(2))
+    (sent,) = [event for event in fleet.plan(wanted, 0.1) if isinstance(event, SendWeights)]
+    assert (sent.verb, sent.version.step) == (WeightVerb.ACTIVATE, 2)
+    assert tuple(old.step for old in sent.retain) == retained
+
+
+def test_a_node_of_an_endpoint_is_ready_at_once_and_gets_no_weights() -> None:
+    fleet = fleet_of("endpoint-judge-0", kind=NodeKind.ENDPOINT)
+    assert commands(fleet.plan(goal(version(0)), 0.0)) == []
+    assert state_of(fleet, "endpoint-judge-0") is NodeState.READY
+    assert fleet.usable(NodeKind.INFERENCE) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ from rollmesh.services.data.config import DataConfig, build_engine, build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.endpoints.blocking import BlockingEndpoints
+from rollmesh.shared.endpoints.config import EndpointConfig
+from rollmesh.shared.errors import ConfigError, UnknownEndpoint
 from rollmesh.testing.memory_bus import MemoryBus
+
+from ..shared.chat_server import chat_server
 
 
 def config(**settings: Any) -> DataConfig:
@@ -100,3 +105,37 @@ def test_a_users_own_source_is_loaded_from_its_file_and_its_errors_name_its_line
 def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_engine(config(**settings), bus=MemoryBus(), clock=ManualClock())
+
+
+ASKING_SOURCE = """
+from rollmesh.services.data.task import PoolTask
+from rollmesh.shared.trajectory import Message
+
+class Written:
+    def __init__(self, *, base_dir):
+        pass
+    def use_endpoints(self, endpoints):
+        self.endpoints = endpoints
+    def tasks(self):
+        for n in range(2):
+            text = self.endpoints.ask("writer", f"Write task {n}.").text
+            yield PoolTask(task_id=f"t{n}", messages=(Message(role="user", content=text),), split="train")
+"""
+
+
+async def test_a_source_asks_once_and_reads_the_recorded_answers_later(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ASKING_SOURCE)
+    numbers = iter(range(100))
+    async with chat_server(lambda body: f"{body['messages'][0]['content']} {next(numbers)}") as server:
+        entry = {"kind": "openai", "base_url": server.url, "model": "m", "record": "answers", "replay": "answers"}
+        table = {"writer": config_from_dict(EndpointConfig, entry)}
+
+        def read() -> list[str]:
+            pool = build_pools(config(source="own.py:Written"), tmp_path, BlockingEndpoints(table, base_dir=tmp_path))
+            return [pool[Split.TRAIN].task(n).messages[0].content for n in range(2)]
+
+        first = await asyncio.to_thread(read)
+    assert first == ["Write task 0. 0", "Write task 1. 1"]
+    assert await asyncio.to_thread(read) == first  # the server is gone
+    with pytest.raises(UnknownEndpoint, match="endpoint `writer` is not configured; known: none"):
+        build_pools(config(source="own.py:Written"), tmp_path)

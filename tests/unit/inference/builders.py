@@ -141,6 +141,7 @@ class Stepper:
         self.core.activate(version(step), weights, kv, lambda: None, [version(old) for old in retain])
 
     def step(self) -> None:
+        self.core.control()
         for delta in self.core.step():
             self.deltas[delta.request_id].append(delta)
         self.core.answer()

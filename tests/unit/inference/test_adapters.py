@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
@@ -24,20 +23,20 @@ from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    BuiltManifest,
     build_manifest,
-    version_owner,
 )
 from rollmesh.shared.weights.probes import Probe
-from rollmesh.shared.weights.transfer import TransferConfig, upload
+from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.trainer.model_files import WEIGHTS_NAME, write_model_folder
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
+from . import peft_adapters
+from .peft_adapters import model_logprobs, upload_and_prepare
+
 PROMPT = np.arange(1, 13, dtype=np.int32)
 ACCESS = Access(token="t")
 NETWORK = TransferConfig(same_host=False)
@@ -51,15 +50,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(model: Path, folder: Path, **options: Any) -> tuple[Any, dict[str, Path]]:
-    """Return a model with a random adapter, whose B is not zero, and the two files of the adapter."""
     settings = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"], **options}
-    torch.manual_seed(3)
-    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), peft.LoraConfig(**settings))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    wrapped.save_pretrained(folder)
-    return wrapped, {name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
+    return peft_adapters.adapted(model, folder, seed=3, std=0.05, **settings)
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"target_modules": "all-linear", "r": 1}])
@@ -72,19 +64,11 @@ def test_the_merged_weights_are_those_of_peft(model: Path, tmp_path: Path, optio
     assert sum(not torch.equal(found[name], base[name]) for name in found) >= 4
 
 
-def logprobs(wrapped: Any) -> np.ndarray[Any, Any]:
-    """Return the log-probs of the prompt under a model; entry 0 is 0."""
-    ids = torch.from_numpy(PROMPT.astype(np.int64))[None]
-    with torch.no_grad():
-        table = wrapped(input_ids=ids).logits[0].float().log_softmax(-1)
-    return np.concatenate([[0.0], table[:-1].gather(1, ids[0, 1:, None])[:, 0].numpy()]).astype(np.float32)
-
-
 async def test_an_adapter_travels_alone_and_the_torch_engine_scores_under_it(model: Path, tmp_path: Path) -> None:
     """The second version has the chunks of the first one and a small adapter; its probes are the log-probs of peft's own model."""
     wrapped, files = adapted(model, tmp_path / "adapter")
     base = {WEIGHTS_NAME: model / WEIGHTS_NAME}
-    probes = [Probe(token_ids=PROMPT, logprobs=logprobs(wrapped)).encode()]
+    probes = [Probe(token_ids=PROMPT, logprobs=model_logprobs(wrapped, PROMPT)).encode()]
     built = [build_manifest(base), build_manifest(base, adapter=files, probes=probes, probe_tolerance=1e-4)]
     engine = Extension("torch", {"model": str(model), "context_max": 64})
     settings = InferenceConfig(directory=str(tmp_path / "node"), engine=engine, transfer=NETWORK)
@@ -93,19 +77,12 @@ async def test_an_adapter_travels_alone_and_the_torch_engine_scores_under_it(mod
         fetched = []
         for step, one in enumerate(built):
             version = PolicyVersion(policy="main", step=step, weights_digest=one.weights_digest)
-            fetched.append(await uploaded(depot, node, version, one))
+            fetched.append(await upload_and_prepare(depot, node, version, one, ACCESS))
             await node.keeper.activate(version, KvPolicy.RECOMPUTE)
         (result,) = await node.engine.score([PROMPT])
         assert result.version == version
-        np.testing.assert_allclose(result.logprobs, logprobs(wrapped), atol=1e-4)
+        np.testing.assert_allclose(result.logprobs, model_logprobs(wrapped, PROMPT), atol=1e-4)
         assert fetched[1] < 0.2 * fetched[0], "only the adapter crossed the network"
-
-
-async def uploaded(depot: DepotNode, node: InferenceNode, version: PolicyVersion, built: BuiltManifest) -> int:
-    """Upload a version and prepare it. Return the bytes that the node fetched."""
-    async with open_channel(depot.address, access=ACCESS) as channel:
-        await upload(channel, built, owner=version_owner(version), config=NETWORK)
-    return await node.keeper.prepare(version, [depot.address])
 
 
 async def test_an_adapter_that_does_not_fit_leaves_the_node_as_it_is(model: Path, tmp_path: Path) -> None:
@@ -120,10 +97,10 @@ async def test_an_adapter_that_does_not_fit_leaves_the_node_as_it_is(model: Path
         good, bad = (
             PolicyVersion(policy="main", step=n, weights_digest=one.weights_digest) for n, one in enumerate(built)
         )
-        await uploaded(depot, node, good, built[0])
+        await upload_and_prepare(depot, node, good, built[0], ACCESS)
         await node.keeper.activate(good, KvPolicy.RECOMPUTE)
         with pytest.raises(WeightsRejected, match=r"for rank 8 .* are expected"):
-            await uploaded(depot, node, bad, built[1])
+            await upload_and_prepare(depot, node, bad, built[1], ACCESS)
         assert node.state.active == good
 
 

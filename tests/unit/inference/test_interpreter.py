@@ -72,6 +72,16 @@ def test_an_interpreter_without_rollmesh_or_vllm_or_that_is_not_one_is_a_config_
         check_interpreter("/bin/ls", of())
 
 
+def test_an_interpreter_with_a_release_that_does_not_work_with_this_one_is_a_config_error(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.write_text("#!/bin/sh\necho missing:\necho protocol:9.0\n")
+    other.chmod(0o755)
+    with pytest.raises(
+        ConfigError, match=r"`inference.python`: rollmesh of .* has protocol 9\.0, and the coordinator has"
+    ):
+        check_interpreter(str(other), of(engine="torch"))
+
+
 def mesh(python: Path) -> MeshConfig:
     return config_from_dict(MeshConfig, {"inference": {"python": str(python), "engine": "fake"}})
 

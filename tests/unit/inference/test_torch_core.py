@@ -345,6 +345,37 @@ def test_a_retained_version_continues_with_its_cache_and_the_others_move_on(
     np.testing.assert_allclose(run.logprobs("pinned"), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("prefill_tokens_max", [2048, 1])
+def test_probes_are_scored_under_the_new_weights_before_these_sample(
+    stepper: Build, tiny: TinyModel, prefill_tokens_max: int
+) -> None:
+    """More probes than fit into one micro-batch are scored between steps, so that other versions go on."""
+    run = stepper(flush_tokens=1, prefill_tokens_max=prefill_tokens_max)
+    run.submit("r", PROMPT, max_tokens=20)
+    for _ in range(8):
+        run.step()
+    before = len(run.tokens("r"))
+    probes, events = [np.array(PROMPT, np.int32), np.array(PROMPT[::-1], np.int32)], list[object]()
+    run.core.activate(
+        version(1), tiny.weights(1), KvPolicy.KEEP, lambda: events.append("active"), probes=probes, scored=events.append
+    )
+    assert run.core.control(), "a caller waits for the swap"
+    run.core.answer()
+    num_parts = 1 if prefill_tokens_max > 1 else 2
+    assert len(events) == (2 if num_parts == 1 else 1)
+    assert run.core.has_control is (num_parts == 2)
+    assert len(run.tokens("r")) == before
+    run.step()
+    active, scores = events
+    assert active == "active"
+    assert isinstance(scores, list)
+    assert [score.version for score in scores] == [version(1)] * 2
+    for probe, score in zip(probes, scores, strict=True):
+        np.testing.assert_allclose(score.logprobs[1:], tiny.logprobs(1, probe.tolist())[1:], atol=1e-4)
+    run.run()
+    assert {delta.version.step for delta in run.deltas["r"]} == {0, 1}
+
+
 def test_a_step_decodes_one_batch_per_version_in_use(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(flush_tokens=1)
     for i in range(4):

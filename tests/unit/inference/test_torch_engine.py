@@ -187,6 +187,43 @@ async def test_update_and_close_do_not_wait_for_a_hold(tiny: TinyModel) -> None:
     assert time.monotonic() - begin_s < 20
 
 
+async def test_scores_of_an_activation_arrive_before_the_first_token_of_the_new_weights(
+    engine: TorchEngine, tiny: TinyModel
+) -> None:
+    events: list[int | str] = []
+    ended = asyncio.Event()
+
+    def emit(delta: GenerateDelta) -> None:
+        events.extend([delta.version.step] * len(delta.token_ids))
+        if delta.finish is not None:
+            ended.set()
+
+    engine.submit(request("r", max_tokens=100), emit)
+    await engine.prepare(version(1), {"w": tiny.file(1)})
+    waiting = asyncio.create_task(
+        engine.activate_scored(version(1), KvPolicy.KEEP, [np.array(PROMPT, np.int32)], retain=())
+    )
+    waiting.add_done_callback(lambda _: events.append("scored"))
+    (scored,) = await waiting
+    assert engine.held == (version(1),)
+    assert scored.version == version(1)
+    (again,) = await engine.activate_scored(version(1), KvPolicy.KEEP, [np.array(PROMPT, np.int32)])
+    np.testing.assert_array_equal(again.logprobs, scored.logprobs)
+    await asyncio.wait_for(ended.wait(), 20)
+    assert events.index("scored") < events.index(1)
+
+
+async def test_an_activation_with_a_probe_that_cannot_be_scored_swaps_nothing(
+    engine: TorchEngine, tiny: TinyModel
+) -> None:
+    await engine.prepare(version(1), {"w": tiny.file(1)})
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        await engine.activate_scored(version(1), KvPolicy.KEEP, [np.array([10**6], np.int32)])
+    assert engine.held == (version(0),)
+    await engine.activate(version(1), KvPolicy.KEEP)
+    assert engine.held == (version(1),)
+
+
 @pytest.mark.parametrize("field", ["slots_max", "context_max", "flush_tokens", "threads", "prefill_tokens_max"])
 def test_config_out_of_range_names_field_and_value(field: str) -> None:
     settings: dict[str, Any] = {field: 0}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,7 +39,7 @@ def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
     sections = (
         *("rollout.stages", "rollout.worker", "rollout.router", "rollout.sandbox", "rollout.reward"),
         *("rollout.tool_latency", "learner.publish", "learner.retry", "reward.sandbox", "reward.router"),
-        *("learner.optimizer", "learner.packing"),
+        *("learner.optimizer", "learner.packing", "learner.compute"),
     )
     recipe = {"learner.optimizer.lr", "learner.packing.row_tokens", "learner.report_entropy"}
     single = {key for key in live - recipe if not key.startswith(sections) and not key.startswith("run.")}
@@ -46,6 +48,7 @@ def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
         *("data.epochs_max", "data.catch_up_s_max", "data.runs_max", "data.snapshot_records"),
         *("reward.concurrency_max", "reward.queue_samples_max", "rollout.session_ttl_s"),
         *("learner.directory", "learner.device", "learner.threads", "learner.checkpoint_every", "learner.keep_last"),
+        "learner.checkpoint_async",
         *(
             "learner.quarantined_max",
             "learner.wait_s",
@@ -54,6 +57,33 @@ def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
             "learner.prefetch_bytes_max",
         ),
     }
+
+
+def test_a_setting_that_the_recording_release_did_not_have_is_a_change_only_if_it_was_set() -> None:
+    now = settings_of(MeshConfig(), Path("/"))
+    before = {key: value for key, value in now.items() if key != "run.batch_groups"}
+    assert diff(before, now) == ()
+    assert [change.key for change in diff(before, now | {"run.batch_groups": "9"})] == ["run.batch_groups"]
+    assert not list(_set_optionals(msgspec.inspect.type_info(MeshConfig), set())), (
+        "a recorded None is left out, so a return to the default would be missed"
+    )
+
+
+def _set_optionals(node: Any, seen: set[type]) -> Iterator[str]:
+    """Yield the optional fields whose default is a value."""
+    if isinstance(node, msgspec.inspect.StructType) and node.cls not in seen:
+        seen.add(node.cls)
+        for field in node.fields:
+            kinds = getattr(field.type, "types", ())
+            if any(isinstance(kind, msgspec.inspect.NoneType) for kind in kinds) and field.default not in (
+                None,
+                msgspec.NODEFAULT,
+            ):
+                yield f"{node.cls.__name__}.{field.name}"
+            yield from _set_optionals(field.type, seen)
+    for below in (*getattr(node, "types", ()), getattr(node, "type", None), getattr(node, "value_type", None)):
+        if below is not None:
+            yield from _set_optionals(below, seen)
 
 
 def test_the_file_and_the_recorded_spec_agree_on_what_may_change() -> None:

@@ -74,6 +74,18 @@ def test_status_shows_node_ids_whole_on_a_narrow_terminal() -> None:
     assert name in console.export_text()
 
 
+def test_status_reports_a_wrong_clock_once_per_host() -> None:
+    nodes = [node("rollout-b"), node("inference-b"), node("reward")]
+    for one in nodes[:2]:
+        one.clock_ahead_s, one.waiting_for = 90.0, "an episode"
+    console = Console(width=80, record=True)
+    console.print(status_view(MeshStatus(nodes=nodes, runs=[])))
+    text = " ".join(console.export_text().split())
+    assert text.count("the clock of elsewhere (inference-b, rollout-b) is 90 s ahead of the coordinator's") == 1
+    assert text.count("synchronize the clocks") == 1
+    assert text.count("an episode") == 2, "a wait is shown beside it"
+
+
 def test_status_shows_where_payloads_of_a_live_run_go() -> None:
     runs = [run_pb2.RunState(run="live"), run_pb2.RunState(run="over", ended="UPDATES_MAX")]
     console = Console(width=100, record=True)

@@ -30,3 +30,11 @@ def test_a_model_that_the_engine_rejects_is_a_configuration_error(tmp_path: Path
     layout = open_layout(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
     with pytest.raises(ConfigError, match="inference engine `engine.py:Engine`: .*model_type 'odd' is not supported"):
         build_service("inference-0", layout, MemoryBus())
+
+
+@pytest.mark.parametrize("address", ["b.example.org:7400", "10.0.0.2", "10.0.0.2:0", "10.0.0.2:99999"])
+def test_a_standby_address_that_no_node_could_try_is_rejected(address: str) -> None:
+    good = config_from_dict(MeshConfig, {"coordinator": {"standby": ["10.0.0.2:7400", "[fd00::2]:7400"]}})
+    assert len(good.coordinator.standby) == 2
+    with pytest.raises(ConfigError, match="`coordinator.standby` must list IP:PORT, got"):
+        config_from_dict(MeshConfig, {"coordinator": {"standby": [address]}})

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,9 @@ import pytest
 from rollmesh.cli.certificates import make_certificates
 from rollmesh.cli.config import TrainConfig
 from rollmesh.mesh import MeshConfig
+from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.run_layout import open_layout
+from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.config import config_from_dict, to_yaml
 from rollmesh.shared.errors import ConfigError
@@ -146,3 +152,96 @@ def test_a_cluster_s_login_comes_from_its_file_and_is_in_no_config(tmp_path: Pat
     assert password not in repr(layout)
     assert layout.access.token not in repr(layout)
     assert "token" not in json.loads((tmp_path / "run" / "addresses.json").read_text())
+
+
+def sign(folder: Path, ca: Path, *arguments: str) -> dict[str, str]:
+    """Sign another certificate for the key in `folder` with the CA in `ca`, and return the section `security` with it."""
+    request, signed = folder / "again.csr", folder / "again.pem"
+    for command in (
+        ["req", "-new", "-key", str(folder / "rollmesh.key"), "-subj", "/CN=again", "-out", str(request)],
+        [
+            "x509",
+            "-req",
+            "-in",
+            str(request),
+            "-CA",
+            str(ca / "ca.pem"),
+            "-CAkey",
+            str(ca / "ca.key"),
+            "-CAcreateserial",
+        ]
+        + [*arguments, "-out", str(signed)],
+    ):
+        subprocess.run(["openssl", *command], check=True, capture_output=True, timeout=30)
+    return {name: str(folder / file) for name, file in {**ALL, "certificate": "again.pem"}.items()}
+
+
+@pytest.mark.parametrize(
+    ("days", "other_ca", "why"),
+    [
+        ("-1", False, "certificate has expired"),
+        ("1", True, "certificate verify failed|unable to get local issuer|signature failure"),
+    ],
+)
+def test_a_certificate_that_no_peer_would_accept_is_rejected_at_the_start(
+    tmp_path: Path, files: Path, days: str, other_ca: bool, why: str
+) -> None:
+    ca = files
+    if other_ca:
+        make_certificates(ca := tmp_path / "other")
+    make_certificates(tmp_path / "own", ca_dir=files)
+    security = sign(tmp_path / "own", ca, "-days", days)
+    security["ca"], security["token_file"] = str(files / "ca.pem"), str(files / "token")
+    config = config_from_dict(MeshConfig, {"security": security})
+    with pytest.raises(ConfigError, match=rf"again\.pem: this certificate cannot be used.*({why}).*rollmesh certs"):
+        open_layout(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+
+
+def test_a_certificate_for_servers_only_is_rejected_at_the_start(tmp_path: Path, files: Path) -> None:
+    make_certificates(tmp_path / "own", ca_dir=files)
+    (tmp_path / "use.cnf").write_text("extendedKeyUsage = serverAuth\n")
+    security = sign(tmp_path / "own", files, "-days", "1", "-extfile", str(tmp_path / "use.cnf"))
+    security["ca"], security["token_file"] = str(files / "ca.pem"), str(files / "token")
+    config = config_from_dict(MeshConfig, {"security": security})
+    with pytest.raises(ConfigError, match="this certificate cannot be used"):
+        open_layout(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+
+
+_READ = """
+import os, sys
+from pathlib import Path
+from rollmesh.mesh.security import read_token
+os.setgroups([]), os.setgid(10001), os.setuid(10001)
+print(len(read_token(Path(sys.argv[1]))))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file of root to another group")
+@pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o640, True), (0o660, False), (0o444, False)])
+def test_a_group_may_read_the_secret_of_root_as_a_scheduler_mounts_it(mode: int, accepted: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not below pytest's folder, which other users cannot enter
+        Path(folder).chmod(0o755)
+        token = Path(folder) / "token"
+        token.write_text(new_secret())
+        os.chown(token, 0, 10001)
+        token.chmod(mode)
+        command = [sys.executable, "-c", _READ, str(token)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode == 0) == accepted, done.stderr
+    assert accepted or "chmod 600" in done.stderr
+
+
+def test_a_fixed_port_is_for_a_process_that_runs_one_service(tmp_path: Path) -> None:
+    config = config_from_dict(MeshConfig, {"network": {"port": 7400}})
+    with pytest.raises(ConfigError, match=r"`network\.port` must be 0, got 7400.*one service"):
+        Mesh(config, run_dir=tmp_path / "run", services=["coordinator", "gateway"])
+    with pytest.raises(ConfigError, match=r"`network\.port` must be 0"):
+        Supervisor(config, run_dir=tmp_path / "run")
+    layout = Mesh(config, run_dir=tmp_path / "run", services=["coordinator"]).layout
+    assert layout.coordinator == "127.0.0.1:7400"
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "0.0.0.0:0", ":7401"])
+def test_the_address_of_probes_has_a_fixed_port(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"probes` must be IP:PORT with a fixed port"):
+        config_from_dict(MeshConfig, {"network": {"probes": address}})

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine, build_scorer
-from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine, run_scorer
+from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine, Uses, run_scorer
 from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.endpoints.client import Endpoints
+from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError, GroupCodeFailed, Overloaded
 from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.rpc.access import Access
@@ -24,6 +27,7 @@ from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator
 
+from ..shared.chat_server import ChatServer, chat_server, failure
 from .builders import item
 
 
@@ -312,3 +316,49 @@ async def test_a_scorer_of_the_policy_gets_its_client(tmp_path: Path) -> None:
     client.encoder = CharTokenizer()
     ((reward,),) = await made.score([item("abc")])
     assert reward.value == 3.0
+
+
+JUDGE = """
+class Judge:
+    def use_endpoints(self, endpoints):
+        self.endpoints = endpoints
+    async def score(self, item):
+        return float((await self.endpoints.ask("judge", item.response())).text)
+"""
+
+
+async def judged(server: ChatServer, tmp_path: Path, *, timeout_s: float = 30.0) -> tuple[list[Reward], Uses]:
+    """Score two samples with a judge."""
+    (tmp_path / "own.py").write_text(JUDGE)
+    entry = {"kind": "openai", "base_url": server.url, "model": "m", "retry_s": 0.0}
+    endpoints = Endpoints({"judge": config_from_dict(EndpointConfig, entry)})
+    config = RewardConfig(scorers=(ScorerConfig(name="own.py:Judge", reward="judged", timeout_s=timeout_s),))
+    uses: Uses = {}
+    try:
+        made = build_engine(config, tmp_path, endpoints=endpoints)
+        scored = await made.score(
+            [structs.replace(item("a"), sample_id="a"), structs.replace(item("b"), sample_id="b")], uses
+        )
+    finally:
+        await endpoints.close()
+    return [reward for (reward,) in scored], uses
+
+
+async def test_a_scorer_asks_a_judge_and_each_sample_has_its_use(tmp_path: Path) -> None:
+    async with chat_server(lambda body: "0.25" if body["messages"][0]["content"] == "a" else "0.75") as server:
+        rewards, uses = await judged(server, tmp_path)
+    assert [reward.value for reward in rewards] == [0.25, 0.75]
+    assert {name: [(use.endpoint, use.caller, use.calls) for use in found] for name, found in uses.items()} == {
+        name: [("judge", "Judge@1", 1)] for name in "ab"
+    }
+
+
+async def test_a_judge_that_fails_or_is_late_is_named_in_the_infra_failure(tmp_path: Path) -> None:
+    async with chat_server(lambda body: failure(500, "down")) as server:
+        rewards, uses = await judged(server, tmp_path)
+        assert {reward.outcome for reward in rewards} == {Outcome.INFRA_FAILURE}
+        assert "EndpointFailed: endpoint `judge`: POST" in rewards[0].evidence
+        assert not uses
+        server.gate = asyncio.Event()
+        rewards, _ = await judged(server, tmp_path, timeout_s=0.05)
+    assert rewards[0].evidence.startswith("no result within 0.05 s; it awaited endpoint `judge`")

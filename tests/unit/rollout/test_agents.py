@@ -152,7 +152,7 @@ async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
     episode = await finished(mesh, tools=["calculator"])
     observed = [message.content for message in spoken(episode) if message.role == "tool"]
     assert observed[0] == "error: there is no tool 'rm'; tools: calculator"
-    assert observed[1].startswith("error: a tool call is a JSON object")
+    assert observed[1].startswith("error: a tool call must be a JSON object")
     assert observed[2] == "3"
 
 

@@ -64,6 +64,7 @@ EXPECTED = {
         tool_call_body="json",
         observation="\n<start_of_turn>user\n{text}<end_of_turn>\n<start_of_turn>model\n",
         renders_tools=False,
+        renders_results=False,
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import grpc
@@ -53,6 +54,17 @@ def test_no_repr_shows_the_token() -> None:
     for shown in (repr(access), str(access), f"{BusLogin.of(access)}", repr({"access": access})):
         assert SECRET not in shown
         assert BusLogin.of(access).password not in shown
+
+
+def test_the_check_of_certificates_returns_which_expires_first(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "ca", valid_days=9)
+    make_certificates(tmp_path / "host", ca_dir=tmp_path / "ca", valid_days=30)
+    for folder, days in (("ca", 9), ("host", 9)):
+        files = Tls(ca=tmp_path / folder / CA, certificate=tmp_path / folder / CERTIFICATE, key=tmp_path / folder / KEY)
+        assert files.check() == pytest.approx(time.time() + days * 86400, abs=300), folder
+    make_certificates(tmp_path / "short", ca_dir=tmp_path / "ca", valid_days=2)
+    files = Tls(ca=tmp_path / "short" / CA, certificate=tmp_path / "short" / CERTIFICATE, key=tmp_path / "short" / KEY)
+    assert files.check() == pytest.approx(time.time() + 2 * 86400, abs=300)
 
 
 def test_an_empty_token_is_refused() -> None:

@@ -90,3 +90,9 @@ def test_context_beyond_the_positions_names_the_key_and_the_remedy() -> None:
     check_positions({"max_position_embeddings": 16}, 16, model="m", key="k")
     with pytest.raises(ConfigError, match=r"`k`: 17 is beyond the 16 positions of m .* to at most 16"):
         check_positions({"max_position_embeddings": 16}, 17, model="m", key="k")
+
+
+def test_the_folder_of_an_adapter_is_an_error_that_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a low-rank adapter and no weights of a model; merge it into its base"):
+        find_model(str(tmp_path), tmp_path)

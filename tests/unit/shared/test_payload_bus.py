@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from rollmesh.shared.bus import payload_bus
-from rollmesh.shared.bus.bus import StreamFull, UnknownRecord
+from rollmesh.shared.bus.bus import BusUnavailable, StreamFull, UnknownRecord
 from rollmesh.shared.bus.payload_bus import PayloadBus, SampleStream, WrongHost
 from rollmesh.shared.bus.payload_writer import PayloadWriter
 from rollmesh.shared.bus.run_streams import run_streams
@@ -76,6 +77,30 @@ async def test_a_cancelled_append_does_not_disturb_the_others_and_close_waits_fo
     assert isinstance(first, int)
     assert isinstance(last, int)
     assert [files.read(at) for at in (first, last)] == [b"0", b"2"]
+
+
+async def test_an_append_to_a_disk_that_hangs_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = threading.Event()
+    append = PayloadWriter.append
+
+    def hanging(self: PayloadWriter, payloads: Sequence[bytes]) -> list[int]:
+        assert disk.wait(20)
+        return append(self, payloads)
+
+    monkeypatch.setattr(PayloadWriter, "append", hanging)
+    bus = files_bus(tmp_path)
+    log = await samples_of(bus)
+    try:
+        patient = asyncio.create_task(log.append(b"patient", msg_id="1"))
+        with pytest.raises(BusUnavailable, match=r"within 0\.01 s"):
+            await log.append(b"x", msg_id="2", deadline_s=0.01)
+        assert not patient.done()
+    finally:
+        disk.set()
+    assert (await log.read(await patient)).payload == b"patient"
+    await bus.close()
 
 
 async def test_both_kinds_are_read_and_a_purged_file_is_an_unknown_record(tmp_path: Path) -> None:

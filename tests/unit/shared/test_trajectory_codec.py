@@ -292,3 +292,34 @@ def test_a_malformed_episode_is_not_even_sent() -> None:
     broken = msgspec.structs.replace(episode.segments[1], logprobs=np.zeros(1, np.float32))
     with pytest.raises(InvalidInput, match=r"segments\[1\]\.logprobs: 1 values for 2 tokens"):
         codec.encode_episode(msgspec.structs.replace(episode, segments=(episode.segments[0], broken)))
+
+
+def test_the_use_of_endpoints_survives_and_a_negative_number_is_named() -> None:
+    use = domain.EndpointUse(
+        endpoint="judge",
+        caller="agent",
+        calls=3,
+        replayed=1,
+        prompt_tokens=70,
+        completion_tokens=9,
+        price=0.25,
+        latency_s=1.5,
+    )
+    episode = msgspec.structs.replace(
+        episodes.rich_episode(), endpoints=(use, msgspec.structs.replace(use, caller="j@1"))
+    )
+    assert codec.episode_from_bytes(codec.episode_to_bytes(episode)).endpoints == episode.endpoints
+    broken = msgspec.structs.replace(episode, endpoints=(msgspec.structs.replace(use, price=-1.0),))
+    with pytest.raises(InvalidInput, match=r"episode.endpoints\[0\].price"):
+        codec.episode_to_bytes(broken)
+
+
+def test_the_conversations_of_clients_survive_and_a_negative_number_is_named() -> None:
+    chains = domain.ClientChains(begun={"first": 1, "history": 2}, continued=3, forks=4, reencoded_tokens=50)
+    episode = msgspec.structs.replace(episodes.rich_episode(), chains=chains)
+    assert codec.episode_from_bytes(codec.episode_to_bytes(episode)).chains == chains
+    assert codec.episode_from_bytes(codec.episode_to_bytes(episodes.rich_episode())).chains is None
+    for broken, field in (({**chains.begun, "tools": -1}, r"begun\[tools\]"), (chains.begun, "forks")):
+        wrong = msgspec.structs.replace(chains, begun=broken, forks=-1)
+        with pytest.raises(InvalidInput, match=rf"episode.chains.{field}"):
+            codec.episode_to_bytes(msgspec.structs.replace(episode, chains=wrong))

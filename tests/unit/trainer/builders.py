@@ -96,19 +96,27 @@ def training_sample(
 
 
 def random_batch(
-    num_groups: int = 4, group_size: int = 4, *, seed: int = 0, logprob: float = -4.7, step: int = 0
+    num_groups: int = 4,
+    group_size: int = 4,
+    *,
+    seed: int = 0,
+    logprob: float = -4.7,
+    step: int = 0,
+    same_prompt: bool = False,
 ) -> tuple[list[TrainingSample], list[GroupContext]]:
-    """Return two-turn samples over random tokens with 0/1 rewards, and their groups; behavior log-probs near those of an untrained model."""
+    """Return two-turn samples over random tokens with 0/1 rewards, and their groups; behavior log-probs near those of an untrained model.
+    `same_prompt` gives the samples of a group one prompt, which is longer."""
     rng = np.random.default_rng(seed)
     samples, groups = [], []
     for g in range(num_groups):
-        members = []
+        members, prompts = [], []
         for i in range(group_size):
             sample_id = f"s{seed}-{g}-{i}"
             first, second = (rng.integers(13, 109, rng.integers(3, 20)).tolist() for _ in range(2))
             tool = prompt(rng.integers(13, 109, 5).tolist())
+            prompts.append(prompt(rng.integers(13, 109, 36 if same_prompt else 12).tolist()))
             segments = [
-                prompt(rng.integers(13, 109, 12).tolist()),
+                prompts[0 if same_prompt else i],
                 action(first, rng.normal(logprob, 0.1, len(first)).tolist(), step=step),
                 tool,
                 action(second, rng.normal(logprob, 0.1, len(second)).tolist(), step=step),

@@ -14,7 +14,7 @@ from rollmesh.trainer.config import LossTerm, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.estimators.archer import TurnCriticOptions
 from rollmesh.trainer.losses import LossInputs
 from rollmesh.trainer.losses.archer import CriticPair, td_loss, transitions
-from rollmesh.trainer.optim import make_adamw, set_lr
+from rollmesh.trainer.optim import make_optimizer, set_lr
 from rollmesh.trainer.update import BatchTrainer
 
 from .builders import action, batch_of, group, member, minibatches, prompt, training_sample
@@ -142,8 +142,8 @@ def test_the_buffer_is_bounded_and_part_of_the_memory() -> None:
 
 def test_modules_have_their_own_learning_rate() -> None:
     model, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
-    optimizer = make_adamw(model, OptimizerConfig(lr=0.5), head)
-    set_lr(optimizer, 0.25, 4.0)
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.5, modules_factor=4.0), head)
+    set_lr(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25, 1.0, 1.0]
 
 

@@ -13,9 +13,9 @@ from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
-from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from rollmesh.trainer.checkpoint import Checkpoint, copy_checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
-from rollmesh.trainer.config import OptimizerConfig, UpdateConfig
+from rollmesh.trainer.config import LossTerm, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.model_files import load_model, published_state
 from rollmesh.trainer.trained_log import TrainedLog, read_trained
 from rollmesh.trainer.update import BatchTrainer
@@ -68,6 +68,40 @@ def test_training_continues_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> No
     assert log.digest == straight_log.digest
     for one, two in zip(straight.optimizer.state.values(), second.optimizer.state.values(), strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_a_copy_that_is_written_later_is_the_checkpoint_of_its_update(tmp_path: Path) -> None:
+    settings = UpdateConfig(loss=(LossTerm("ppo_clip"), LossTerm("progress", {"through": True})))
+
+    def made() -> tuple[BatchTrainer, TrainedLog]:
+        return BatchTrainer(build_tiny_model(SMALL, seed=1), settings, seed=5), TrainedLog()
+
+    trainer, log = made()
+    advance(trainer, log, 2)
+    position = CheckpointPosition(update=2, digest=log.digest, seed=trainer.seed)
+    expected = save_checkpoint(tmp_path / "at once", trainer, build_tokenizer(), log.copy(), position)
+    write = copy_checkpoint(tmp_path / "later", trainer, build_tokenizer(), log, position)
+    advance(trainer, log, 2)
+    found = write()
+    assert found.meta.files.keys() == expected.meta.files.keys()
+    for name, digest in expected.meta.files.items():
+        assert found.meta.files[name] == digest or name.endswith(".pt"), name
+
+    log.rebase(found.trained, 2)
+    log.write_to(tmp_path / "whole")
+    assert [line.update for line in read_trained(tmp_path / "whole")] == [1, 2, 3, 4]
+
+    resumed = BatchTrainer(load_model(found.path), settings, seed=5)
+    found.restore(resumed)
+    resumed_log = found.trained_log()
+    advance(resumed, resumed_log, 2)
+    assert resumed_log.digest == log.digest
+    left, right = published_state(trainer.model), published_state(resumed.model)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    for one, two in zip(trainer.optimizer.state.values(), resumed.optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    for name, value in trainer.modules.state_dict().items():
+        assert torch.equal(value, resumed.modules.state_dict()[name])
 
 
 def test_a_resumed_trainer_keeps_the_present_settings_of_the_optimizer(tmp_path: Path) -> None:

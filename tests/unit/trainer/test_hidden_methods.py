@@ -18,6 +18,7 @@ from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.trainer.estimators.rep_exp import elliptical_bonus, normalized
 from rollmesh.trainer.feature_pass import computed_features
 from rollmesh.trainer.features import FeatureInputs, FeatureRequest
+from rollmesh.trainer.forward import ForwardPlan
 from rollmesh.trainer.hidden_features import (
     EffectiveRank,
     EffectiveRankOptions,
@@ -98,7 +99,7 @@ def test_the_features_of_a_model_equal_those_of_its_states_whatever_the_packing(
     }
     for size in (64, 4096):
         packing = PackingConfig(row_tokens=64, micro_batch_tokens=size)
-        found = computed_features(model, table, requests, packing, made.forward_choice.mode)
+        found = computed_features(model, table, requests, ForwardPlan(made.forward_choice.mode, packing))
         begin = 0
         for sequence, length in zip(table.sequences, table.lengths.tolist(), strict=True):
             ids = torch.as_tensor(sequence.token_ids, dtype=torch.long)

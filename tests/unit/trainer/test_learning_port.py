@@ -1,5 +1,6 @@
 """The learning port: what estimators, features, loss terms and update rules can do, each against values by hand or by autograd."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,8 @@ def test_features_are_computed_token_by_token_whatever_the_packing() -> None:
     table = build_table(samples, update=1)
     requests = {"entropy_now": FeatureRequest(Entropy()), "both": FeatureRequest(Squared())}
     wide, narrow = (
-        computed_features(
-            made.model, table, requests, PackingConfig(row_tokens=64, micro_batch_tokens=size), made.forward_choice.mode
-        )
-        for size in (64, 4096)
+        computed_features(made.model, table, requests, replace(made.forward_plan, packing=packing))
+        for packing in (PackingConfig(row_tokens=64, micro_batch_tokens=size) for size in (64, 4096))
     )
     for name in requests:
         np.testing.assert_allclose(wide[name], narrow[name], atol=1e-5)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from rollmesh.demo.muon import Muon, orthogonalize
-from rollmesh.trainer.config import OptimizerConfig
-from rollmesh.trainer.optim import guarded_step, lr_at, make_adamw
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.config import OptimizerConfig, ParameterGroup
+from rollmesh.trainer.optim import guarded_step, lr_at, make_optimizer, set_lr
 
 
 def test_learning_rate_warms_up_and_decays_linearly() -> None:
@@ -22,6 +23,61 @@ def test_learning_rate_warms_up_and_decays_linearly() -> None:
 def test_learning_rate_is_constant_without_decay() -> None:
     config = OptimizerConfig(lr=1.0, warmup_updates=0)
     assert lr_at(config, 1) == lr_at(config, 1000) == 1.0
+
+
+def test_cosine_decay_is_half_a_period() -> None:
+    config = OptimizerConfig(lr=2.0, warmup_updates=0, decay="cosine", decay_updates=60, final_fraction=0.5)
+    # lr * (1 - (1 - final) * (1 - cos(pi * done)) / 2) at done = 0, 1/3, 1/2, 1
+    assert [lr_at(config, k) for k in (1, 21, 31, 61, 99)] == pytest.approx([2.0, 1.75, 1.5, 1.0, 1.0])
+
+
+def test_cosine_decay_requires_its_length() -> None:
+    with pytest.raises(ValueError, match="decay: cosine` requires `decay_updates`"):
+        OptimizerConfig(decay="cosine")
+
+
+def test_groups_have_their_rates_and_decays() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "layer": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+    config = OptimizerConfig(
+        weight_decay=0.1,
+        groups=(ParameterGroup(names="embed.*", lr_factor=0.0), ParameterGroup(names="head.*", weight_decay=0.3)),
+    )
+    optimizer = make_optimizer(model, config)
+    set_lr(optimizer, 0.5)
+    found = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert {name: found[id(p)] for name, p in model.named_parameters()} == {
+        "embed.weight": (0.0, 0.1),
+        "layer.weight": (0.5, 0.1),
+        "layer.bias": (0.5, 0.0),
+        "head.weight": (0.5, 0.3),
+        "head.bias": (0.5, 0.3),
+    }
+
+
+def test_a_group_that_matches_nothing_is_an_error() -> None:
+    config = OptimizerConfig(groups=(ParameterGroup(names="*"), ParameterGroup(names="weight")))
+    with pytest.raises(ConfigError, match=r"groups\[1\].names`: no trainable parameter matches 'weight'"):
+        make_optimizer(layer(), config)
+
+
+@pytest.mark.slow  # it compiles its kernel, 40 s
+def test_8_bit_moments_step_nearly_as_32_bit_ones() -> None:
+    pytest.importorskip("torchao")
+    moved = []
+    for kind in ("adamw", "adamw_8bit"):
+        torch.manual_seed(0)
+        module = nn.Linear(128, 64, bias=False)
+        before = module.weight.detach().clone()
+        optimizer = make_optimizer(module, OptimizerConfig(kind=kind, lr=0.1))
+        for step in range(5):
+            set_lr(optimizer, 0.01 * (step + 1))
+            torch.manual_seed(step)
+            (module(torch.randn(8, 128)) ** 2).sum().backward()
+            assert guarded_step(optimizer, clip_norm=1.0, loss=0.0) is not None
+        moved.append((module.weight.detach() - before).flatten())
+    full, small = moved
+    assert torch.nn.functional.cosine_similarity(full, small, dim=0) > 0.99
+    assert float(small.norm()) == pytest.approx(float(full.norm()), rel=0.02)
 
 
 def layer() -> nn.Linear:
@@ -64,7 +120,7 @@ def test_modules_of_loss_terms_have_a_norm_of_their_own() -> None:
 @pytest.mark.parametrize(("gradient", "loss"), [(float("nan"), 0.0), (float("inf"), 0.0), (1.0, float("nan"))])
 def test_a_non_finite_step_is_not_taken(gradient: float, loss: float) -> None:
     module = layer()
-    optimizer = make_adamw(module, OptimizerConfig())
+    optimizer = make_optimizer(module, OptimizerConfig())
     before = [p.detach().clone() for p in module.parameters()]
     for p in module.parameters():
         p.grad = torch.full_like(p, gradient)
@@ -76,7 +132,7 @@ def test_a_non_finite_step_is_not_taken(gradient: float, loss: float) -> None:
 
 def test_weight_decay_spares_vectors() -> None:
     module = layer()
-    optimizer = make_adamw(module, OptimizerConfig(weight_decay=0.5, lr=0.1))
+    optimizer = make_optimizer(module, OptimizerConfig(weight_decay=0.5, lr=0.1))
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     for p in module.parameters():
         p.grad = torch.zeros_like(p)

@@ -24,6 +24,7 @@ from rollmesh.trainer.config import (
 )
 from rollmesh.trainer.feature_pass import computed_features
 from rollmesh.trainer.features import FEATURES, FeatureInputs, FeatureRequest
+from rollmesh.trainer.forward import ForwardPlan
 from rollmesh.trainer.losses import LossInputs
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.other_prompt import OtherPromptLogprob, OtherPromptOptions
@@ -205,7 +206,10 @@ def test_log_probs_equal_those_of_a_direct_forward_whatever_the_packing(
     for size in (64, 4096):
         packing = PackingConfig(row_tokens=64, micro_batch_tokens=size)
         found = computed_features(
-            made.model, table, {"other": request, "plain": FeatureRequest(Entropy())}, packing, made.forward_choice.mode
+            made.model,
+            table,
+            {"other": request, "plain": FeatureRequest(Entropy())},
+            ForwardPlan(made.forward_choice.mode, packing),
         )
         np.testing.assert_allclose(found["other"], expected.numpy(), atol=1e-5)
         assert found["plain"].shape == found["other"].shape
@@ -219,11 +223,10 @@ def test_a_selected_part_of_the_table_has_the_values_of_its_tokens() -> None:
     table = build_table(samples, update=1, rewrites={request.function: of.sequences_of})
     mask = table.columns["turn"] == 1
     mask[table.columns["sample"] == 2] = False
-    args = (PackingConfig(), made.forward_choice.mode)
-    whole = computed_features(made.model, table, {"other": request}, *args)["other"]
+    whole = computed_features(made.model, table, {"other": request}, made.forward_plan)["other"]
     part = table.select([4, 2, 1], mask)
     assert [len(others) for others in part.others[request.function]] == [1, 1], "sequences without a target are gone"
-    found = computed_features(made.model, part, {"other": request}, *args)["other"]
+    found = computed_features(made.model, part, {"other": request}, made.forward_plan)["other"]
     at = [np.flatnonzero(mask & (table.columns["sample"] == n)) for n in (4, 1)]
     np.testing.assert_allclose(found, whole[np.concatenate(at)], atol=1e-5)
 
@@ -354,7 +357,7 @@ def test_equal_requests_under_different_names_are_computed_once() -> None:
     packing = PackingConfig(row_tokens=64, micro_batch_tokens=4096)
     requests = dict(zip("abc", of, strict=True))
     Counted.calls = 0
-    found = computed_features(made.model, table, requests, packing, made.forward_choice.mode)
+    found = computed_features(made.model, table, requests, ForwardPlan(made.forward_choice.mode, packing))
     assert Counted.calls == 2, "one micro-batch and two different requests"
     assert np.array_equal(found["a"], found["b"])
     assert not np.array_equal(found["a"], found["c"])
@@ -377,21 +380,21 @@ def test_two_features_of_other_prompts_cost_two_passes_and_equal_ones_cost_one(m
     made = trainer({})
     samples, _ = batch_of_hinted()
     forwards: list[int] = []
-    inner = feature_pass.feature_inputs
+    inner = feature_pass.forward_features
 
-    def counting(*args: Any, **more: Any) -> FeatureInputs:
+    def counting(*args: Any, **more: Any) -> Any:
         forwards.append(1)
         return inner(*args, **more)
 
-    monkeypatch.setattr(feature_pass, "feature_inputs", counting)
+    monkeypatch.setattr(feature_pass, "forward_features", counting)
 
     def passes(*options: dict[str, Any]) -> int:
         forwards.clear()
         requests = {str(n): FeatureRequest(feature(**o)) for n, o in enumerate(options)}
         rewrites = {r.function: r.feature.sequences_of for r in requests.values()}  # type: ignore[attr-defined]
         table = build_table(samples, update=1, rewrites=rewrites)
-        packing = PackingConfig(row_tokens=64, micro_batch_tokens=4096)
-        computed_features(made.model, table, requests, packing, made.forward_choice.mode)
+        plan = ForwardPlan(made.forward_choice.mode, PackingConfig(row_tokens=64, micro_batch_tokens=4096))
+        computed_features(made.model, table, requests, plan)
         return len(forwards)
 
     one, other = {"omit_sources": ["hint"]}, {"omit_roles": ["observation"]}

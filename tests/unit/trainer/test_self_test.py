@@ -76,9 +76,15 @@ def test_the_mode_is_in_the_metrics_of_every_update() -> None:
 
 def test_what_is_no_causal_language_model_is_rejected() -> None:
     make: Any = BertLMHeadModel
-    encoder = make(
-        BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    )
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    encoder = make(BertConfig(**sizes, initializer_range=0.2))
     with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be trained: .* tokens after it"):
         BatchTrainer(encoder, UpdateConfig(), seed=0)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.shared.digest import INITIAL_DIGEST
+from rollmesh.shared.formats import NewerFormat, check_format
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
 META_NAME = "rollmesh.json"
@@ -32,6 +33,10 @@ _ASIDE = "corrupt-"
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used. The message names the file and the remedy."""
+
+
+class NewerCheckpoint(CheckpointError):
+    """A later release wrote the checkpoint. It is not damaged."""
 
 
 class CheckpointPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +61,12 @@ class CheckpointMeta(CheckpointPosition, frozen=True, kw_only=True):
     format: int = FORMAT
     files: dict[str, str] = {}
     """File name -> SHA-256 hex."""
+
+
+class _MetaFormat(msgspec.Struct):
+    """The part of rollmesh.json that every release reads."""
+
+    format: int = FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +99,15 @@ def age(folder: Path) -> tuple[int, int]:
 def newest_whole(root: Path) -> WholeCheckpoint | None:
     """Return the newest intact checkpoint, and set aside damaged newer ones. Return None if there is no checkpoint.
 
-    Raises CheckpointError if no checkpoint is intact, because an operator must decide to start from the initial weights.
+    Raises CheckpointError if no checkpoint is intact, because an operator must decide to start from the initial weights. Raises
+    NewerCheckpoint without renaming anything if a later release wrote the newest one, because its updates would be undone.
     """
     damage: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(root)):
         try:
             meta = verify(path)
+        except NewerCheckpoint:
+            raise
         except CheckpointError as error:
             damage.append((path, str(error)))
             continue
@@ -107,14 +121,16 @@ def newest_whole(root: Path) -> WholeCheckpoint | None:
 
 
 def verify(path: Path) -> CheckpointMeta:
-    """Compare one folder with its hashes. Raises CheckpointError naming the file that is missing, malformed or changed."""
+    """Compare one folder with its hashes. Raises CheckpointError naming the file that is missing, malformed or changed, NewerCheckpoint."""
     meta_path = path / META_NAME
     try:
-        meta = msgspec.json.decode(meta_path.read_bytes(), type=CheckpointMeta)
+        content = meta_path.read_bytes()
+        check_format(str(meta_path), msgspec.json.decode(content, type=_MetaFormat).format, FORMAT)
+        meta = msgspec.json.decode(content, type=CheckpointMeta)
+    except NewerFormat as error:
+        raise NewerCheckpoint(str(error)) from error
     except (OSError, msgspec.DecodeError) as error:
         raise CheckpointError(f"checkpoint file {meta_path} cannot be read: {error}") from error
-    if meta.format != FORMAT:
-        raise CheckpointError(f"{meta_path} has format {meta.format}; this version reads {FORMAT}")
     for name, expected in meta.files.items():
         file = path / name
         if not file.is_file():
@@ -127,9 +143,10 @@ def verify(path: Path) -> CheckpointMeta:
 def write_meta(folder: Path, position: CheckpointPosition) -> CheckpointMeta:
     """Hash and sync every file of a new checkpoint folder, then write rollmesh.json."""
     files = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.rglob("*")):
         sync(path)
-        files[path.name] = _sha256(path)
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = _sha256(path)
     meta = CheckpointMeta(
         **{name: getattr(position, name) for name in CheckpointPosition.__struct_fields__}, files=files
     )

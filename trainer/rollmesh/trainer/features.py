@@ -29,6 +29,7 @@ from torch import Tensor
 
 from rollmesh.shared.registry import Registry
 from rollmesh.shared.trajectory import TrainingSample
+from rollmesh.trainer.router import RouterLogits
 from rollmesh.trainer.sequences import Sequence1D
 
 FEATURES = Registry(
@@ -49,31 +50,51 @@ Under = Literal["start", "reference", "step", "current"]
 GRADIENT_SQUARE = "gradient_square"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureInputs:
-    """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are possible.
+    """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are possible, except for a
+    feature with `by_token`, which gets the tokens of a micro-batch in one or several parts.
 
     An `OtherSequences` gets the inputs of the sequences that it made.
     """
 
-    logits: Tensor
-    """[m, V] float32 at the sampling temperature, from which the tokens are predicted."""
-    token_ids: Tensor
-    """[m] the tokens."""
-    logprobs: Tensor
-    """[m] their log-probs."""
-    hidden: Tensor | None
-    """[m, d] last hidden states, from which the logits are computed; None unless some feature of the pass has `reads_hidden`."""
-    columns: Mapping[str, Tensor]
-    """The columns of the table for these tokens."""
-    after: Tensor | None = None
-    """[m, d] last hidden states that have read the tokens; None where `hidden` is."""
+    def __init__(
+        self,
+        *,
+        logits: Tensor | Callable[[], Tensor],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        hidden: Tensor | None,
+        columns: Mapping[str, Tensor],
+        after: Tensor | None = None,
+        router: RouterLogits | None = None,
+    ) -> None:
+        """`logits` may be a function, which every access calls."""
+        self._logits = logits
+        self.token_ids = token_ids
+        """[m] the tokens."""
+        self.logprobs = logprobs
+        """[m] their log-probs."""
+        self.hidden = hidden
+        """[m, d] last hidden states, from which the logits are computed; None unless some feature of the pass has `reads_hidden`."""
+        self.columns = columns
+        """The columns of the table for these tokens."""
+        self.after = after
+        """[m, d] last hidden states that have read the tokens; None where `hidden` is."""
+        self.router = router
+        """Router logits at the positions from which the tokens are predicted; None unless some feature of the pass has `reads_router`."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[m, V] float32 at the sampling temperature, from which the tokens are predicted. They are computed again for a feature without
+        `by_token` if the output layer runs in parts."""
+        return self._logits if isinstance(self._logits, Tensor) else self._logits()
 
 
 class Feature(Protocol):
     """A function of the model's outputs. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
 
-    An attribute `reads_hidden = True` requests `FeatureInputs.hidden`. A feature SHOULD store its options as `options`, because requests
+    An attribute `reads_hidden = True` requests `FeatureInputs.hidden`, and `reads_router = True` requests `FeatureInputs.router`. `by_token = True` says that the value of a token depends on its own
+    row only, so that the logits of all tokens need not exist at once (`learner.compute.logprob_chunk_tokens`). A feature SHOULD store its options as `options`, because requests
     of one class with equal `options` are computed once.
     """
 
@@ -137,6 +158,14 @@ class FeatureRequest:
     @property
     def reads_hidden(self) -> bool:
         return bool(getattr(self.feature, "reads_hidden", False))
+
+    @property
+    def reads_router(self) -> bool:
+        return bool(getattr(self.feature, "reads_router", False))
+
+    @property
+    def by_token(self) -> bool:
+        return bool(getattr(self.feature, "by_token", False))
 
 
 class TokenLogprob:

@@ -1,13 +1,77 @@
-"""Read values from a model's configuration, whose field names differ between architectures."""
+"""Read values from a model's configuration, whose field names differ between architectures, and choose the class of the model.
+
+A model that also takes images is loaded and written whole. Its text part is trained: the decoder, the embeddings and the output layer. The
+other weights are frozen, and published unchanged.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.config import ComputeConfig
+
+FLASH = "flash_attention_2"
+_ATTENTION_KEY = "learner.compute.attention"
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return the class of transformers whose `from_pretrained` and `from_config` make the whole model of a configuration.
+
+    transformers loads a folder of some models that also take images as their text part only, and of some models with an encoder as their
+    decoder only, if it is asked for a causal language model. Here a part is chosen only if the configuration names its class.
+
+    Raises ValueError for a kind of model that transformers has neither as a causal language model nor with images and text.
+    """
+    names: Any = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    causal, whole = (mapping.get(config.model_type) for mapping in names)
+    if whole is not None and causal not in (config.architectures or ()):
+        return AutoModelForImageTextToText
+    known: Any = AutoModelForCausalLM._model_mapping
+    is_decoder_alone = config.is_encoder_decoder and causal not in (config.architectures or ())
+    if type(config) not in known or is_decoder_alone:
+        raise ValueError(
+            f"model_type `{config.model_type}` ({', '.join(config.architectures or ()) or 'without architectures'}) is neither a causal "
+            "language model nor a model of images and text that transformers has; choose one of those"
+        )
+    return AutoModelForCausalLM
+
+
+def text_part(model: PreTrainedModel) -> set[str]:
+    """Return the names of the parameters of the decoder, the embeddings and the output layer. They are all parameters of a text model."""
+    names = [name for name, _ in model.named_parameters()]
+    if text_config(model) is model.config:
+        return set(names)
+    untyped: Any = model
+    parts = (untyped.get_decoder(), untyped.get_input_embeddings(), untyped.get_output_embeddings())
+    kept = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in kept}
+
+
+def freeze_other_parts(model: PreTrainedModel) -> None:
+    """Exclude the parameters outside the text part from training, such as those of a vision tower."""
+    kept = text_part(model)
+    for name, parameter in model.named_parameters():
+        if name not in kept:
+            parameter.requires_grad_(False)
+
+
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Return whether the output layer is the matrix of the embeddings."""
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head is not None and getattr(head, "weight", None) is embeddings.weight
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -25,9 +89,10 @@ def hidden_size(model: PreTrainedModel) -> int:
     return int(text_config(model).hidden_size)
 
 
-def context_length(model: PreTrainedModel) -> int | None:
+def context_length(model: PreTrainedModel | PretrainedConfig) -> int | None:
     """Return the most tokens of a sequence; None if the architecture has no limit (recurrent models, ALiBi)."""
-    config = text_config(model)
+    whole = model.config if isinstance(model, PreTrainedModel) else model
+    config = whole.get_text_config(decoder=True)
     values = (getattr(config, name, None) for name in _CONTEXT_NAMES)
     return next((int(value) for value in values if value), None)
 
@@ -36,6 +101,44 @@ def use_whole_attention(model: PreTrainedModel) -> None:
     """Select an attention that caps its scores, for a model that needs it. The default attention of transformers omits the cap."""
     if getattr(text_config(model), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which the model computes. Sharded weights may be stored on the host."""
+    parameter = next(model.parameters())
+    if isinstance(parameter, DTensor) and (kind := parameter.device_mesh.device_type) != "cpu":
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return model.device
+
+
+def choose_attention(
+    model: PreTrainedModel, compute: ComputeConfig, device: torch.device, *, masked: bool = False
+) -> None:
+    """Select the attention of `compute.attention` on a device, before the model is sharded. A model whose scores are capped keeps its own, see
+    `use_whole_attention`. `masked`: the attention must take a mask.
+
+    Raises ConfigError if the package, the device or the model does not have it."""
+    if getattr(text_config(model), "attn_logit_softcapping", None):
+        return
+    chosen: str = compute.attention
+    runs = is_flash_attn_2_available() and device.type == "cuda"
+    if chosen == FLASH and not runs:
+        raise ConfigError(
+            "`learner.compute.attention` flash_attention_2 needs the package flash-attn and a CUDA device, got the device "
+            f"{device}; install it (pip install flash-attn), or set `auto`",
+            key=_ATTENTION_KEY,
+        )
+    if chosen == "auto" and compute.precision == "bfloat16" and runs and model._supports_flash_attn and not masked:
+        chosen = FLASH
+    if chosen == "auto":
+        return
+    try:
+        model.set_attn_implementation(chosen)
+    except (ValueError, ImportError) as err:
+        raise ConfigError(
+            f"`learner.compute.attention` {chosen} does not run for {type(model).__name__}: {err}; set `auto`",
+            key=_ATTENTION_KEY,
+        ) from err
 
 
 def check_trainable(model: object) -> None:

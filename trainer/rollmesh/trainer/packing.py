@@ -11,7 +11,11 @@ of 30-130 tokens, one core, forward + backward, thousand real tokens/s (share of
     row x micro-batch   128 x 1024: 20.5 (99 %)   128 x 4096: 11.7 (96 %)   256 x 2048: 11.4 (99 %)   512 x 2048: 9.6 (100 %)
     padded, in order of arrival, 8 / 32 at a time: 14.0 (66 %) / 11.7 (60 %);   one by one: 13.1
 
-Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths.
+With `shared_row_tokens`, sequences with a common prefix (the samples of a group) are placed together, with the prefix once
+(`shared_prefix`). They are in one row, and count with the tokens that are computed.
+
+Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths, and with shared prefixes of the
+sequences.
 Collaborators: `forward` runs a micro-batch; `update` and `sft` convert samples to sequences.
 """
 
@@ -27,35 +31,52 @@ from torch import Tensor
 from rollmesh.shared.trajectory import IntArray
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.sequences import Sequence1D
+from rollmesh.trainer.shared_prefix import SQUARE_TOKENS, SharedPrefix, alone, shared_prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Inputs of one forward, [R, T] = rows x row length, and the positions of its targets.
 
-    Positions restart at each sequence of a row; padding has position 0. Targets are the positions (`target_row`, `target_col`) [m]
-    whose *next* token is wanted. `target_index` [m] is the index of each target among all targets of the plan, in the order "sequence
-    by sequence, token by token".
+    Positions restart at each sequence of a row, after a shared prefix at its length; padding has position 0. The wanted tokens are at
+    (`target_row`, `target_next`) [m], and are predicted at (`target_row`, `target_col`) [m]: one column before, or the last column of a
+    shared prefix. `target_index` [m] is the index of each target among all targets of the plan, in the order "sequence by sequence, token
+    by token".
     """
 
     token_ids: Tensor
     position_ids: Tensor
     target_row: Tensor
     target_col: Tensor
+    target_next: Tensor
     target_index: Tensor
     num_tokens: int
+    """Tokens that are computed, without padding."""
     sequences: tuple[int, ...]
     """Indices of its sequences, in the order of their targets."""
+    parts: Tensor | None = None
+    """[2, R, T] integers, if any of its sequences share a prefix: the part of its row that a token is in, and the part that is the prefix of
+    this one or the part itself. A token attends to the tokens before it in both. Padding is in part 0."""
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The wanted tokens [m]."""
+        return self.token_ids[self.target_row, self.target_next]
 
 
 def pack(
-    sequences: Sequence[Sequence1D], config: PackingConfig, *, device: str | torch.device = "cpu"
+    sequences: Sequence[Sequence1D],
+    config: PackingConfig,
+    *,
+    device: str | torch.device = "cpu",
+    square: int = SQUARE_TOKENS,
 ) -> list[MicroBatch]:
-    """Return micro-batches that contain every sequence once, longest rows first."""
-    lengths = [len(s.token_ids) for s in sequences]
+    """Return micro-batches that contain every sequence once, longest rows first. `square` is that of `shared_prefixes`."""
+    placed = shared_prefixes(sequences, config, square) if config.shared_row_tokens else alone(sequences)
+    lengths = [one.num_tokens for one in placed]
     offsets = np.concatenate([[0], np.cumsum([int(s.target_mask.sum()) for s in sequences])])
     plan = plan_micro_batches(plan_rows(lengths, config.row_tokens), lengths, config.micro_batch_tokens)
-    return [_build(rows, sequences, offsets, device) for rows in plan]
+    return [_build([[placed[i] for i in row] for row in rows], sequences, offsets, device) for rows in plan]
 
 
 def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -98,31 +119,50 @@ def fill_ratio(batches: Sequence[MicroBatch]) -> float:
     return sum(b.num_tokens for b in batches) / slots if slots else 1.0
 
 
+def saved_ratio(batches: Sequence[MicroBatch], sequences: Sequence[Sequence1D]) -> float:
+    """Return the share of the tokens of the sequences that are not computed, because they are in a prefix that others share."""
+    total = sum(len(s.token_ids) for s in sequences)
+    return 1 - sum(b.num_tokens for b in batches) / total if total else 0.0
+
+
 def _build(
-    rows: Sequence[Sequence[int]], sequences: Sequence[Sequence1D], offsets: IntArray, device: str | torch.device
+    rows: Sequence[Sequence[SharedPrefix]],
+    sequences: Sequence[Sequence1D],
+    offsets: IntArray,
+    device: str | torch.device,
 ) -> MicroBatch:
-    width = max(sum(len(sequences[i].token_ids) for i in row) for row in rows)
+    width = max(sum(one.num_tokens for one in row) for row in rows)
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)
+    parts = np.zeros((2, *ids.shape), dtype=np.int64)
     targets: list[IntArray] = []
     for r, row in enumerate(rows):
-        start = 0
-        for index in row:
-            sequence = sequences[index]
-            stop = start + len(sequence.token_ids)
-            ids[r, start:stop] = sequence.token_ids
-            positions[r, start:stop] = np.arange(stop - start)
-            wanted = np.flatnonzero(sequence.target_mask)
-            places = offsets[index] + np.arange(len(wanted))
-            targets.append(np.stack([np.full_like(wanted, r), start + wanted - 1, places]))
+        start = part = 0
+        for one in row:
+            shared, prefix = part + 1, start + one.prefix_tokens
+            parts[:, r, start:prefix] = shared
+            stop = prefix
+            for part, index in enumerate(one.sequences, shared + 1):
+                sequence = sequences[index]
+                begin, stop = stop, stop + len(sequence.token_ids) - one.prefix_tokens
+                columns = np.concatenate([np.arange(start, prefix), np.arange(begin, stop)])
+                ids[r, columns] = sequence.token_ids
+                positions[r, columns] = np.arange(len(columns))
+                parts[:, r, begin:stop] = [[part], [shared]]
+                wanted = np.flatnonzero(sequence.target_mask)
+                places = offsets[index] + np.arange(len(wanted))
+                targets.append(np.stack([np.full_like(wanted, r), columns[wanted - 1], columns[wanted], places]))
             start = stop
-    row_col_index = torch.as_tensor(np.concatenate(targets, axis=1), device=device)
+    row_cols_index = torch.as_tensor(np.concatenate(targets, axis=1), device=device)
+    shares = any(one.prefix_tokens for row in rows for one in row)
     return MicroBatch(
         token_ids=torch.as_tensor(ids, device=device),
         position_ids=torch.as_tensor(positions, device=device),
-        target_row=row_col_index[0],
-        target_col=row_col_index[1],
-        target_index=row_col_index[2],
-        num_tokens=sum(len(sequences[i].token_ids) for row in rows for i in row),
-        sequences=tuple(index for row in rows for index in row),
+        target_row=row_cols_index[0],
+        target_col=row_cols_index[1],
+        target_next=row_cols_index[2],
+        target_index=row_cols_index[3],
+        num_tokens=sum(one.num_tokens for row in rows for one in row),
+        sequences=tuple(index for row in rows for one in row for index in one.sequences),
+        parts=torch.as_tensor(parts, device=device) if shares else None,
     )

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,11 @@ from transformers import PreTrainedModel
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import ReferenceConfig
-from rollmesh.trainer.model_files import load_model
+from rollmesh.trainer.lora import Adapters
+from rollmesh.trainer.model_config import compute_device, use_whole_attention
+from rollmesh.trainer.model_files import open_model
+from rollmesh.trainer.ranks import ONE_RANK, Ranks
+from rollmesh.trainer.sharding import assign, empty_model, local, parts_on_first, unsharded_class
 
 
 class Reference:
@@ -27,7 +32,18 @@ class Reference:
         """`decay` is set for a moving average."""
         self.model = model.requires_grad_(False)
         self.model.train(False)
+        use_whole_attention(model)
         self._decay = decay
+
+    @property
+    def averages(self) -> bool:
+        """Whether a checkpoint holds its weights."""
+        return self._decay is not None
+
+    @contextmanager
+    def used(self) -> Iterator[PreTrainedModel]:
+        """Yield the model, whose weights are those of the reference inside."""
+        yield self.model
 
     @torch.no_grad()
     def follow(self, policy: PreTrainedModel) -> None:
@@ -35,28 +51,63 @@ class Reference:
         if self._decay is None:
             return
         for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(theirs, 1.0 - self._decay)
+            part = local(mine)
+            part.lerp_(local(theirs).to(part.device), 1.0 - self._decay)
 
-    def state(self) -> dict[str, Tensor] | None:
-        """Return the weights of an average for the checkpoint; None for a reference that is loaded again."""
-        return None if self._decay is None else dict(self.model.state_dict())
+    def state(self, *, keep: bool = True) -> dict[str, Tensor] | None:
+        """Return the weights of an average for the checkpoint; None for a reference that is loaded again.
+
+        Every rank must call it; with `keep` False a rank only contributes its parts, one tensor at a time."""
+        if self._decay is None:
+            return None
+        found = {}
+        for name, values in self.model.state_dict().items():
+            parts = parts_on_first(values.detach())
+            if keep:
+                found[name] = parts[0] if len(parts) == 1 else torch.cat(parts).cpu()
+        return found
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` has returned. Every rank reads its part of the tensors."""
         if self._decay is not None:
-            self.model.load_state_dict(state)
+            for name, target in self.model.state_dict().items():
+                assign(target, state[name], state[name].shape)
+
+
+class AdaptersOff(Reference):
+    """The initial weights of a policy with adapters: the policy without them, so that there is no second model in memory."""
+
+    def __init__(self, policy: PreTrainedModel, adapters: Adapters) -> None:
+        self.model = policy
+        self._adapters = adapters
+        self._decay = None
+
+    @contextmanager
+    def used(self) -> Iterator[PreTrainedModel]:
+        with self._adapters.off():
+            yield self.model
 
 
 def open_reference(
-    config: ReferenceConfig, policy: PreTrainedModel, initial: Callable[[], PreTrainedModel] | None
+    config: ReferenceConfig,
+    policy: PreTrainedModel,
+    initial: Callable[[], PreTrainedModel] | None,
+    adapters: Adapters | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> Reference:
-    """Return the reference for `policy`. Without `initial`, the policy has the initial weights. Raises ConfigError."""
+    """Return the reference for `policy`. Without `initial`, the policy has the initial weights. Raises ConfigError.
+
+    With several ranks the policy is divided already. The reference is whole on rank 0 and without values on the others, and a copy of the
+    policy is without values on all of them."""
+    if adapters is not None and config.kind == "initial":
+        return AdaptersOff(policy, adapters)
     if config.kind == "average":
-        return Reference(copy.deepcopy(policy), config.decay)
+        return Reference(_copy(policy, ranks), config.decay)
     try:
         if config.kind == "path":
-            model = load_model(Path(config.path), device=str(policy.device))
+            model = open_model(Path(config.path), device=str(compute_device(policy)), ranks=ranks)
         else:
-            model = copy.deepcopy(policy) if initial is None else initial()
+            model = _copy(policy, ranks) if initial is None else initial()
     except (ValueError, OSError) as err:
         raise ConfigError(
             f"`learner.reference`: the reference model ({config.kind}) cannot be loaded: {err}; name a folder with a model in "
@@ -65,6 +116,10 @@ def open_reference(
         ) from err
     check_same_family(model.config, policy.config)
     return Reference(model, None)
+
+
+def _copy(policy: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
+    return copy.deepcopy(policy) if ranks.size == 1 else empty_model(unsharded_class(policy), policy.config)
 
 
 def check_same_family(reference: Any, policy: Any) -> None:

@@ -206,7 +206,7 @@ def build_table(
         for name, dtype in COLUMNS.items()
     }
     return TokenTable(
-        sequences=tuple(_sequence(s) for s in samples),
+        sequences=tuple(sequence_of(s) for s in samples),
         sample_weights=tuple(s.sample.weight for s in samples),
         lengths=np.array([num_trained(s) for s in samples], dtype=np.int64),
         columns=columns | {name: np.concatenate([part["outputs"][name] for part in parts]) for name in outputs},
@@ -295,14 +295,15 @@ def trained_mask(segment: Segment) -> MaskArray:
     return np.zeros(segment.num_tokens, np.uint8) if segment.loss_mask is None else segment.loss_mask.astype(np.uint8)
 
 
-def _sequence(sample: TrainingSample) -> Sequence1D:
+def sequence_of(sample: TrainingSample) -> Sequence1D:
+    """Return the tokens of a sample, whose trained ones are the targets."""
     masks = [trained_mask(s) for s in sample.segments]
     return Sequence1D(np.concatenate([s.token_ids for s in sample.segments]), np.concatenate(masks))
 
 
 def _rewritten(rewrite: Rewrite, sample: TrainingSample) -> tuple[Sequence1D, ...]:
     """Return the other sequences of a sample. Raises ValueError if their targets are not its trained tokens."""
-    others, own = tuple(rewrite(sample) or ()), _sequence(sample)
+    others, own = tuple(rewrite(sample) or ()), sequence_of(sample)
     targets = [np.empty(0, np.int32), *(o.token_ids[o.target_mask == 1] for o in others)]
     if not np.array_equal(np.concatenate(targets), own.token_ids[own.target_mask == 1]):
         raise ValueError(

@@ -12,6 +12,9 @@ The cost is bounded: 50 tokens, and gradients of at most `_GRADIENT_ELEMENTS` pa
 show are handled by rule. Attention windows are set to `_WINDOW` tokens during the test, so that sequences exceed them. Models whose
 rotary frequencies depend on the longest position of a forward are never packed.
 
+Sequences that share a prefix (`shared_prefix`) are compared in the same way if the settings request it. A model for which they differ is
+rejected with the name of the setting.
+
 Collaborators: `forward` (both forwards), `update` (uses the result).
 """
 
@@ -27,23 +30,39 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
-from rollmesh.trainer.model_config import check_trainable, context_length, text_config, use_whole_attention
+from rollmesh.trainer.model_config import (
+    check_trainable,
+    compute_device,
+    context_length,
+    freeze_other_parts,
+    text_config,
+    use_whole_attention,
+)
 from rollmesh.trainer.packing import MicroBatch, pack
 from rollmesh.trainer.sequences import Sequence1D, num_targets
+from rollmesh.trainer.sharding import class_name
 
 _log = logging.getLogger(__name__)
 
 _LENGTHS = (20, 13, 9, 5, 3)
 _PACKING = PackingConfig(row_tokens=24, micro_batch_tokens=72)
 """Rows of 20 + 3, 13 + 9 and 5 tokens in one micro-batch: two packed rows, and padding."""
+_SHARED_PACKING = PackingConfig(row_tokens=24, micro_batch_tokens=72, shared_row_tokens=32)
+_SHARED = ((9, (9, 6, 4, 0)), (7, (5, 5)), (0, (11,)))
+"""Lengths of prefixes, and of what follows them in each sequence: rows of 9 + 19, 7 + 10 and 11 tokens in one micro-batch."""
 _WINDOW = 4
 _WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention", "window_size")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TOLERANCE = 1e-4
 """Largest difference, relative to the largest value. Rounding in float32 gives about 1e-6, a leak between sequences 1e-3 and more."""
+_ROUNDED_TOLERANCE = 0.05
+"""The same for a forward in bfloat16, which rounds to 8 bits: 0.01 and less where the model allows it, infinite where it overflows."""
 _GRADIENT_ELEMENTS = 2**24
+_MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What the code of a model raises for a forward that it does not support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +85,20 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     """Return the fastest forward that equals the plain one. Raises ValueError for a model that cannot be trained.
 
     Weights, gradients and random generators do not change. The model is in evaluation mode afterwards, with an attention that computes
-    the whole model.
+    the whole model, and its parameters outside the text part are frozen.
     """
     check_trainable(model)
-    use_whole_attention(model)
-    model.train(False)
+    prepare(model)
     sequences = _random_sequences(model)
     parameters = _compared_parameters(model)
     with _short_windows(model):
-        plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
+        try:
+            plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
+        except _MODEL_ERRORS as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot be trained: its forward on tokens alone raises {_first_line(error)}; expected a causal "
+                "language model"
+            ) from error
         reason = _why_not_packed(model, sequences, parameters, plain)
         _check_causal(model, sequences, plain.logprobs)
     choice = ForwardChoice(ForwardMode.UNPACKED if reason else ForwardMode.PACKED, reason)
@@ -87,6 +111,46 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     return choice
 
 
+def check_shared(model: PreTrainedModel, choice: ForwardChoice) -> None:
+    """Raise ConfigError unless a forward of sequences that share a prefix equals the plain one, in log-probs and gradients."""
+    reason = f"sequences cannot share a row: {choice.reason}"
+    if choice.mode is ForwardMode.PACKED:
+        sequences, parameters = _sharing_sequences(model), _compared_parameters(model)
+        with _short_windows(model):
+            plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
+            reason = _why_different(model, sequences, parameters, plain, _SHARED_PACKING, "shared")
+    if reason:
+        raise ConfigError(
+            f"`learner.packing.shared_row_tokens`: {type(model).__name__} cannot compute the common prefix of sequences once: {reason}; set "
+            "it to 0",
+            key="learner.packing.shared_row_tokens",
+        )
+    _log.info("sequences share prefixes, verified against the plain forward: model=%s", type(model).__name__)
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Set a model up as `choose_forward` does. It may be without values."""
+    freeze_other_parts(model)
+    use_whole_attention(model)
+    model.train(False)
+
+
+def known_logprobs(model: PreTrainedModel, mode: ForwardMode) -> Tensor:
+    """Return the log-probs [m] of the test's sequences, for `check_rounded`."""
+    return _compute(model, _random_sequences(model), (), mode).logprobs
+
+
+def check_rounded(model: PreTrainedModel, mode: ForwardMode, exact: Tensor) -> None:
+    """Raise ConfigError if the log-probs of a model that computes in bfloat16 are not those in float32 within rounding."""
+    off = _difference(known_logprobs(model, mode), exact)
+    if not off <= _ROUNDED_TOLERANCE:
+        raise ConfigError(
+            f"{class_name(model)} cannot be trained in bfloat16: its log-probs differ from those in float32 by {off:.1e} of the largest, at "
+            f"most {_ROUNDED_TOLERANCE} is allowed; set `learner.compute.precision` to float32",
+            key="learner.compute.precision",
+        )
+
+
 def _why_not_packed(
     model: PreTrainedModel, sequences: Sequence[Sequence1D], parameters: Sequence[Tensor], plain: _Computed
 ) -> str:
@@ -94,17 +158,33 @@ def _why_not_packed(
     rope = _rope_types(model) & _LENGTH_DEPENDENT_ROPE
     if rope:
         return f"its rotary embedding ({', '.join(sorted(rope))}) depends on the longest sequence of a forward"
+    return _why_different(model, sequences, parameters, plain, _PACKING, "packed")
+
+
+def _why_different(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence1D],
+    parameters: Sequence[Tensor],
+    plain: _Computed,
+    packing: PackingConfig,
+    name: str,
+) -> str:
+    """Return how the packed forward, which the message calls `name`, differs from the plain one; empty if it does not."""
     try:
-        packed = _compute(model, sequences, parameters, ForwardMode.PACKED)
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"the packed forward raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        packed = _compute(model, sequences, parameters, ForwardMode.PACKED, packing)
+    except _MODEL_ERRORS as error:
+        return f"the {name} forward raises {_first_line(error)}"
     off = _difference(packed.logprobs, plain.logprobs)
     if not off <= _TOLERANCE:
-        return f"packed log-probs differ from plain ones by {off:.1e} of the largest"
+        return f"{name} log-probs differ from plain ones by {off:.1e} of the largest"
     off = max((_difference(a, b) for a, b in zip(packed.gradients, plain.gradients, strict=True)), default=0.0)
     if not off <= 10 * _TOLERANCE:
-        return f"packed gradients differ from plain ones by {off:.1e} of the largest"
+        return f"{name} gradients differ from plain ones by {off:.1e} of the largest"
     return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logprobs: Tensor) -> None:
@@ -122,13 +202,18 @@ def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logpr
 
 
 def _compute(
-    model: PreTrainedModel, sequences: Sequence[Sequence1D], parameters: Sequence[Tensor], mode: ForwardMode
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence1D],
+    parameters: Sequence[Tensor],
+    mode: ForwardMode,
+    packing: PackingConfig = _PACKING,
 ) -> _Computed:
     total = num_targets(sequences)
-    factors = torch.linspace(-1.0, 1.0, total, device=model.device).sin()
-    logprobs = torch.zeros(total, device=model.device)
+    device = compute_device(model)
+    factors = torch.linspace(-1.0, 1.0, total, device=device).sin()
+    logprobs = torch.zeros(total, device=device)
     sums = [torch.zeros_like(p) for p in parameters]
-    for batch in pack(sequences, mode.packing(_PACKING), device=model.device):
+    for batch in pack(sequences, mode.packing(packing), device=device):
         with torch.set_grad_enabled(bool(parameters)):
             values = _batch_logprobs(model, batch, mode)
         logprobs[batch.target_index] = values.detach()
@@ -162,6 +247,20 @@ def _random_sequences(model: PreTrainedModel) -> list[Sequence1D]:
         mask[0] = 0
         ids = rng.integers(0, text_config(model).vocab_size, count)
         made.append(Sequence1D(ids.astype(np.int32), mask))
+    return made
+
+
+def _sharing_sequences(model: PreTrainedModel) -> list[Sequence1D]:
+    """Return sequences with common prefixes. The last token of a prefix and those after it are targets."""
+    rng = np.random.default_rng(1)
+    longest = context_length(model)
+    made = []
+    for prefix, lengths in _SHARED:
+        common = rng.integers(0, text_config(model).vocab_size, prefix)
+        for length in lengths:
+            ids = np.concatenate([common, rng.integers(0, text_config(model).vocab_size, length)])[:longest]
+            mask = (np.arange(len(ids)) >= max(1, prefix - 1)).astype(np.uint8)
+            made.append(Sequence1D(ids.astype(np.int32), mask))
     return made
 
 

@@ -28,6 +28,7 @@ class StepTrace:
     loss: float
     grad_norm: float
     fill: float
+    saved: float
     lr_factor: float
 
 
@@ -59,6 +60,7 @@ class UpdateTrace:
             "lr_factor": float(np.mean([s.lr_factor for s in self.steps])),
             "tokens/trained": float(len(policy)),
             "tokens/fill": float(np.mean([s.fill for s in self.steps])),
+            "tokens/prefix_saved_share": float(np.mean([s.saved for s in self.steps])),
             "tokens/truncated_share": float(truncated.mean()),
             "tokens/external_share": float(1 - sampled.mean()),
             **drift_metrics(policy[sampled], behavior[sampled], lag[sampled]),

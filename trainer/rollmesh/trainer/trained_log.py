@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -57,25 +58,36 @@ class TrainedLog:
             for line in self._tail:
                 file.write(msgspec.json.encode(line) + b"\n")
 
-    def rebase(self, path: Path) -> None:
-        """Continue from a list that `write_to` wrote, at its final path."""
+    def copy(self) -> TrainedLog:
+        """Return a list that later updates of this one do not change."""
+        copied = TrainedLog(self._base, update=self.update, digest=self.digest)
+        copied._tail = list(self._tail)
+        return copied
+
+    def rebase(self, path: Path, update: int | None = None) -> None:
+        """Continue from a list that `write_to` wrote, at its final path. It ends with `update`; by default, with the last one."""
         self._base = path
-        self._tail = []
+        self._tail = [line for line in self._tail if update is not None and line.update > update]
 
 
 def read_trained(path: Path) -> Iterator[TrainedUpdate]:
-    """Yield the updates of a list in order, and verify the digest chain.
+    """Yield the updates of a list in order, as `read_lines`."""
+    with path.open("rb") as file:
+        yield from read_lines(file)
+
+
+def read_lines(file: BinaryIO) -> Iterator[TrainedUpdate]:
+    """Yield the updates of an open list in order, and verify the digest chain.
 
     Raises ValueError naming file and line if a line is malformed, out of order, or breaks the chain.
     """
     update, digest = 0, INITIAL_DIGEST
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = msgspec.json.decode(raw, type=TrainedUpdate)
-            except msgspec.DecodeError as error:
-                raise ValueError(f"{path}:{number}: {error}") from error
-            if line.update != update + 1 or line.digest != next_digest(digest, line.update, line.sample_ids):
-                raise ValueError(f"{path}:{number}: update {line.update} does not continue the chain after {update}")
-            update, digest = line.update, line.digest
-            yield line
+    for number, raw in enumerate(file, start=1):
+        try:
+            line = msgspec.json.decode(raw, type=TrainedUpdate)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{file.name}:{number}: {error}") from error
+        if line.update != update + 1 or line.digest != next_digest(digest, line.update, line.sample_ids):
+            raise ValueError(f"{file.name}:{number}: update {line.update} does not continue the chain after {update}")
+        update, digest = line.update, line.digest
+        yield line

@@ -16,7 +16,8 @@ Collaborators: `samples`, `batch`, `feature_pass`, `plugins` (estimator, loss te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -28,25 +29,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
 from rollmesh.trainer import forward
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimate
 from rollmesh.trainer.estimators.base import reward_sums
-from rollmesh.trainer.feature_pass import computed_features, current_features, feature_inputs, gradient_squares
-from rollmesh.trainer.losses import LossInputs, token_weights
+from rollmesh.trainer.feature_pass import computed_features, current_features, gradient_squares
+from rollmesh.trainer.features import FeatureRequest
+from rollmesh.trainer.forward import ForwardMode, ForwardPlan
+from rollmesh.trainer.lora import Adapters
+from rollmesh.trainer.losses import LossInputs, TokenStats, token_weights
 from rollmesh.trainer.metrics import length_metrics, reward_metrics
-from rollmesh.trainer.model_config import context_length, hidden_size, vocab_size
+from rollmesh.trainer.model_config import choose_attention, context_length, hidden_size, vocab_size
 from rollmesh.trainer.model_files import write_weights
-from rollmesh.trainer.optim import guarded_step, lr_at, make_adamw, set_lr
-from rollmesh.trainer.packing import MicroBatch, fill_ratio, pack
+from rollmesh.trainer.model_layers import checkpoint_layers
+from rollmesh.trainer.optim import guarded_step, lr_at, make_optimizer, set_lr
+from rollmesh.trainer.packing import MicroBatch, fill_ratio, saved_ratio
 from rollmesh.trainer.plugins import Plugins
-from rollmesh.trainer.reference import open_reference
+from rollmesh.trainer.ranks import ONE_RANK, Ranks
+from rollmesh.trainer.reference import Reference, open_reference
+from rollmesh.trainer.router import check_router
 from rollmesh.trainer.samples import DropReason, TokenTable, build_table, drop_reason
-from rollmesh.trainer.self_test import choose_forward
+from rollmesh.trainer.self_test import check_rounded, check_shared, choose_forward, known_logprobs, prepare
+from rollmesh.trainer.sharding import join_alone, leave_alone, release, shard
+from rollmesh.trainer.shared_prefix import square_tokens
 from rollmesh.trainer.trace import StepTrace, UpdateTrace
 from rollmesh.trainer.update_rules import OptimizerStep
+from rollmesh.trainer.vocabulary_features import Entropy
+
+_ENTROPY = "report/entropy"
+"""Name of the reported entropy among the features; no column has it, because names of columns have no slash."""
 
 
 class UpdateOutcome(IntEnum):
@@ -96,32 +110,61 @@ class BatchTrainer:
         reward_weights: Mapping[str, float] | None = None,
         initial_model: Callable[[], PreTrainedModel] | None = None,
         encode: Callable[[str], list[int]] | None = None,
+        ranks: Ranks = ONE_RANK,
+        device: torch.device | None = None,
     ) -> None:
         """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry. `reward_weights`
         are the estimator's, all 1 by default. `initial_model` loads the weights with which the run began, for a reference of kind
         `initial`; by default they are those of `model`. `encode` is the model's tokenizer for features that read text, without special
-        tokens around the text.
+        tokens around the text. With several `ranks`, each of them makes a trainer with equal arguments and makes the same calls, and the
+        model of rank 0 is divided between them. Those of the others may be without values (`model_files.open_model`). `device` is that of
+        the computation, by default that of the model.
 
-        The model always runs in evaluation mode, because the engine whose log-probs it compares with has no dropout. A few short
-        sequences are run through it to choose `forward_choice` (see `self_test`).
+        With `config.lora` the model gets adapters, see `lora`. The model always runs in evaluation mode, because the engine whose
+        log-probs it compares with has no dropout. A few short sequences are run through it to choose `forward_choice` (see `self_test`).
         Raises ValueError for a model that cannot be trained and for a part that needs another output, and ConfigError for an
-        estimator, a loss term, an update rule or a feature.
+        estimator, a loss term, an update rule or a feature, and for a precision or an attention that does not work for the model.
         """
         if seed < 0:
             raise ValueError(f"seed must be >= 0, got {seed}")
         self.model = model
-        self.forward_choice = choose_forward(model)
+        compute = config.compute
+        self.forward_choice = ranks.from_first(lambda: choose_forward(model))
+        if config.packing.shared_row_tokens:
+            ranks.from_first(lambda: check_shared(model, self.forward_choice))
+        if ranks.rank > 0:
+            prepare(model)
+        self.device = device or model.device
+        """Device of the computation."""
+        if config.lora.rank and ranks.size > 1:
+            raise ConfigError(
+                f"`learner.lora.rank` must be 0 with {ranks.size} ranks, got {config.lora.rank}: adapters train on one rank",
+                key="learner.lora.rank",
+            )
+        self.adapters = Adapters(model, config.lora, seed) if config.lora.rank else None
+        if compute.gradient_checkpointing:
+            checkpoint_layers(model)
         self.config = config
+        self.forward_plan = ForwardPlan(self.forward_choice.mode, config.packing, compute.logprob_chunk_tokens, ranks)
+        if config.packing.shared_row_tokens:
+            self.forward_plan = replace(self.forward_plan, square=square_tokens(hidden_size(model)))
         self.seed = seed
         self.step = step
         self.plugins = Plugins(config, reward_weights=reward_weights)
         self.plugins.check_outputs(outputs)
         self.plugins.use_tokenizer(encode)
-        self.modules = self.plugins.make_modules(lambda: hidden_size(model), seed).to(model.device)
-        self.optimizer = make_adamw(model, config.optimizer, self.modules)
-        self.reference = None
-        if self.plugins.under("reference"):
-            self.reference = open_reference(config.reference, model, initial_model)
+        self.modules = self.plugins.make_modules(lambda: hidden_size(model), seed).to(self.device)
+        if any(request.reads_router for request in self.plugins.requests.values()):
+            ranks.from_first(lambda: check_router(model))
+        self.ranks = ranks
+        self.reference: Reference | None = None
+        self.sharded = compute.shards or ranks.size > 1
+        """Whether FSDP holds the weights of the policy."""
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._divide(initial_model)
+            self.optimizer = make_optimizer(model, config.optimizer, self.modules)
+            undo.pop_all()
         self._reward_weights = dict(reward_weights or {})
         self._last: dict[str, float] = {}
 
@@ -165,24 +208,35 @@ class BatchTrainer:
         """Return the log-prob [n] of each token of each sequence given those before it; entry 0 is 0. Nodes must reproduce it on these
         weights."""
         self.model.train(False)
-        return forward.scores(self.model, sequences)
+        scored = forward.scores(self.model, sequences)
+        release(self.model)
+        return scored
 
-    def export_weights(self, path: Path) -> None:
-        """Write the weights for publishing to one safetensors file, with tied weights once."""
-        write_weights(self.model, path)
+    def close(self) -> None:
+        """End the process group of a single rank, if no other trainer of this process uses it."""
+        leave_alone(self)
+
+    def export_weights(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the weights for publishing to one safetensors file, with tied weights once and adapters merged, rounded to `dtype`. Only
+        rank 0 writes."""
+        write_weights(self.model, path if self.ranks.rank == 0 else None, dtype=dtype)
 
     def memory(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside weights and optimizer: memory and modules of the parts, the reference, last metrics."""
+        """Return what a checkpoint holds beside weights and optimizer: memory and modules of the parts, the reference, last metrics.
+
+        Every rank must call it. Only rank 0 gets the weights of a moving average."""
         return {
             "plugins": self.plugins.state(),
             "modules": self.modules.state_dict(),
-            "reference": None if self.reference is None else self.reference.state(),
+            "reference": None if self.reference is None else self.reference.state(keep=self.ranks.rank == 0),
             "last": self._last,
         }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
         """Restore `memory`. Raises ValueError, KeyError or RuntimeError if it does not fit, e.g. because it is that of another recipe."""
-        found, expected = _owners(memory), _owners(self.memory())
+        averages = self.reference is not None and self.reference.averages
+        found = _owners(memory["plugins"], memory["modules"], memory["reference"] is not None)
+        expected = _owners(self.plugins.state(), self.modules.state_dict(), averages)
         if found != expected:
             raise ValueError(
                 f"it has the memory of {', '.join(found) or 'no part'}, and the configured recipe needs that of "
@@ -193,6 +247,50 @@ class BatchTrainer:
         if self.reference is not None and memory["reference"] is not None:
             self.reference.load_state(memory["reference"])
         self._last = dict(memory["last"])
+
+    def _divide(self, initial_model: Callable[[], PreTrainedModel] | None) -> None:
+        """Open the reference, select the attention, and let FSDP hold the models whose weights are divided, rounded or on the host.
+
+        A single rank copies the policy for its reference while it is whole. Several divide the policy before they load the reference, so
+        that rank 0 has one whole model at a time. Raises ConfigError."""
+        compute, mode, several = self.config.compute, self.forward_choice.mode, self.ranks.size > 1
+        has_reference = bool(self.plugins.under("reference"))
+        divides_reference = has_reference and (self.sharded or compute.offload != "none")
+        exact = None
+        if compute.precision != "float32":
+            exact = self.ranks.from_first(lambda: known_logprobs(self.model, mode).cpu()).to(self.device)
+        if not several:
+            if has_reference:
+                self._open_reference(initial_model)
+            if self.sharded or divides_reference:
+                join_alone(self, self.device)
+            if divides_reference:
+                self._shard_reference(initial_model)
+        self._choose_attention(self.model)
+        if self.sharded:
+            shard(self.model, compute, self.device, to_host=compute.offload == "optimizer")
+        if exact is not None:
+            check_rounded(self.model, mode, exact)
+            release(self.model)
+        if several and has_reference:
+            self._open_reference(initial_model)
+            self._shard_reference(initial_model)
+
+    def _open_reference(self, initial_model: Callable[[], PreTrainedModel] | None) -> None:
+        config = self.config
+        self.reference = open_reference(config.reference, self.model, initial_model, self.adapters, self.ranks)
+        self._choose_attention(self.reference.model)
+
+    def _choose_attention(self, model: PreTrainedModel) -> None:
+        masked = self.config.packing.shared_row_tokens > 0
+        choose_attention(model, self.config.compute, self.device, masked=masked)
+
+    def _shard_reference(self, initial_model: Callable[[], PreTrainedModel] | None) -> None:
+        assert self.reference is not None
+        compute, kind = self.config.compute, self.config.reference.kind
+        is_copy = kind == "average" or (kind == "initial" and initial_model is None)
+        source = self.model if self.ranks.size > 1 and is_copy else None
+        shard(self.reference.model, compute, self.device, to_host=compute.offload != "none", source=source)
 
     def _train(
         self,
@@ -231,7 +329,7 @@ class BatchTrainer:
             part = _weighted(table, estimate, step).select(chosen, _all_of(step.tokens, estimate.token_mask, usable))
             if not len(part.lengths):
                 continue
-            set_lr(self.optimizer, lr * step.lr_factor, self.config.optimizer.modules_factor)
+            set_lr(self.optimizer, lr * step.lr_factor)
             done = taken if self._optimizer_step(part, trace, step.lr_factor) else failed
             done.update(np.unique(part.columns["sample"]).tolist())
         for number, place in enumerate(numbers):
@@ -244,22 +342,22 @@ class BatchTrainer:
         columns = batch.table.columns
         columns.update(self._computed(batch.table, "start"))
         if self.plugins.needs_gradients:
-            columns["gradient_square"] = gradient_squares(
-                self.model, batch.table, self.config.packing, self.forward_choice.mode
-            )
+            columns["gradient_square"] = gradient_squares(self.model, batch.table, self.forward_plan)
         estimate = checked_estimate(self.plugins.estimator(batch), batch, self.plugins.columns)
         columns.update(estimate.columns)
         columns["advantages"] = estimate.advantages
         return estimate
 
     def _computed(self, table: TokenTable, under: str) -> dict[str, FloatArray]:
-        model = self.model if under != "reference" or self.reference is None else self.reference.model
         requests = self.plugins.under(under)
-        return computed_features(model, table, requests, self.config.packing, self.forward_choice.mode)
+        if under != "reference" or self.reference is None:
+            return computed_features(self.model, table, requests, self.forward_plan)
+        with self.reference.used() as model:
+            return computed_features(model, table, requests, self.forward_plan)
 
     def _optimizer_step(self, table: TokenTable, trace: UpdateTrace, lr_factor: float) -> bool:
         """Accumulate one minibatch over micro-batches, then step. Return False if it was not finite and nothing changed."""
-        device = self.model.device
+        device = self.device
         known = table.columns | self._computed(table, "step")
         columns = {name: torch.as_tensor(values, device=device) for name, values in known.items()}
         weight = token_weights(
@@ -270,15 +368,18 @@ class BatchTrainer:
         )
         columns["token_weight"] = weight.to(device)
         columns |= self.plugins.loss.prepare(columns)
+        self.ranks.agree("the tokens, advantages and weights of an optimizer step", *_values(columns))
         policy = np.zeros(len(weight), dtype=np.float32)
         stats: dict[str, FloatArray] = {}
-        packing = self.forward_choice.mode.packing(self.config.packing)
-        batches = pack(table.sequences, packing, device=device)
-        loss = sum(self._accumulate(batch, table, columns, policy, stats) for batch in batches)
+        batches = self.forward_plan.micro_batches(table.sequences, device)
+        mine = self.ranks.share(batches)
+        loss = self.ranks.total(sum(self._accumulate(batch, table, columns, policy, stats) for batch in mine))
+        self._exchange(mine, policy, stats)
         norm = guarded_step(self.optimizer, clip_norm=self.config.optimizer.clip_norm, loss=loss)
         if norm is None:
             return False
-        trace.steps.append(StepTrace(table, policy, stats, loss, norm, fill_ratio(batches), lr_factor))
+        saved = saved_ratio(batches, table.sequences)
+        trace.steps.append(StepTrace(table, policy, stats, loss, norm, fill_ratio(batches), saved, lr_factor))
         return True
 
     def _accumulate(
@@ -289,25 +390,45 @@ class BatchTrainer:
         policy: FloatArray,
         stats: dict[str, FloatArray],
     ) -> float:
-        """Run forward and backward of one micro-batch and fill its part of `policy` and `stats`. Return its part of the loss."""
-        if not len(batch.target_index):
+        """Run forward and backward of one micro-batch and fill its part of `policy` and `stats`. Return its part of the loss.
+
+        With sharded weights, every forward has a backward on every rank, also where the loss does not depend on it."""
+        if not len(batch.target_index) and not self.sharded:
             return 0.0
         requests = self.plugins.under("current")
-        hidden = bool(self.modules) or any(request.reads_hidden for request in requests.values())
-        mode = self.forward_choice.mode
-        inputs = feature_inputs(self.model, batch, columns, mode, hidden=hidden)
-        features = current_features(self.model, batch, inputs, table, requests, self.config.packing, mode)
-        loss, token_stats = self.plugins.loss(
-            LossInputs(inputs.logprobs, {**inputs.columns, **features}, inputs.hidden, inputs.after)
+        if self.config.report_entropy:
+            requests[_ENTROPY] = FeatureRequest(Entropy(), "current")
+        inputs, features, with_gradient = current_features(
+            self.model, batch, columns, table, requests, self.forward_plan, hidden=bool(self.modules)
         )
+        extra = {"entropy": features.pop(_ENTROPY)} if _ENTROPY in features else {}
+        loss: Tensor = inputs.logprobs.new_zeros(())
+        token_stats: TokenStats = {}
+        if len(batch.target_index):
+            loss, token_stats = self.plugins.loss(
+                LossInputs(inputs.logprobs, {**inputs.columns, **features}, inputs.hidden, inputs.after)
+            )
+        if self.sharded:
+            loss = loss + sum(0.0 * values.nan_to_num().sum() for values in with_gradient)
         if loss.requires_grad:  # not if the micro-batch has no token of any term
             loss.backward()  # type: ignore[no-untyped-call]
         places = batch.target_index.cpu().numpy()
         policy[places] = inputs.logprobs.detach().cpu().numpy()
-        extra = {"entropy": forward.entropy(inputs.logits)} if self.config.report_entropy else {}
         for name, values in {**token_stats, **extra}.items():
             stats.setdefault(name, np.full_like(policy, np.nan))[places] = values.detach().cpu().numpy()
         return float(loss.detach())
+
+    def _exchange(self, mine: Sequence[MicroBatch], policy: FloatArray, stats: dict[str, FloatArray]) -> None:
+        """Give every rank the values of all tokens of an optimizer step, and the gradients of the modules."""
+        at = np.zeros(len(policy), bool)
+        for batch in mine:
+            at[batch.target_index.cpu().numpy()] = True
+        (policy[:],) = self.ranks.merged([policy], len(policy))
+        stats.update(self.ranks.merged_by_name(stats, at))
+        self.ranks.sum_gradients(self.modules.parameters())
+        for term in self.plugins.loss.terms.values():
+            if hasattr(term, "exchange"):
+                term.exchange(self.ranks.in_order)
 
     def _metrics(
         self,
@@ -320,7 +441,7 @@ class BatchTrainer:
         used = [s for s, v in zip(samples, verdicts, strict=True) if v.reason is None]
         return {
             "lr": lr_at(self.config.optimizer, k),
-            "packed": float(self.forward_choice.mode is forward.ForwardMode.PACKED),
+            "packed": float(self.forward_choice.mode is ForwardMode.PACKED),
             "samples/leased": float(len(samples)),
             "samples/used": float(len(used)),
             **reward_metrics(groups),
@@ -329,11 +450,15 @@ class BatchTrainer:
         }
 
 
-def _owners(memory: Mapping[str, Any]) -> list[str]:
-    """Return the parts whose memory `BatchTrainer.memory` returned, sorted."""
-    modules = {f"the module of {key.partition('.')[0]}" for key in memory["modules"]}
-    average = {"the moving average"} if memory["reference"] is not None else set()
-    return sorted({*memory["plugins"], *modules, *average})
+def _values(columns: Mapping[str, Tensor]) -> Iterator[object]:
+    for name in sorted(columns):
+        yield from (name, columns[name].detach().cpu().numpy())
+
+
+def _owners(plugins: Mapping[str, Any], modules: Mapping[str, Any], averages: bool) -> list[str]:
+    """Return the parts of which `BatchTrainer.memory` returns something, sorted."""
+    of_modules = {f"the module of {key.partition('.')[0]}" for key in modules}
+    return sorted({*plugins, *of_modules, *({"the moving average"} if averages else ())})
 
 
 def _reward_sums(batch: UpdateBatch, weights: Mapping[str, float]) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Built-in features: reductions of the distribution over the vocabulary."""
+"""Built-in features: reductions of the distribution over the vocabulary, each of one token alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from rollmesh.trainer.features import FeatureInputs
 
 class Entropy:
     """Entropy [m] of the distribution, in nats."""
+
+    by_token = True
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:
         logprobs = inputs.logits.log_softmax(-1)
@@ -34,6 +36,7 @@ class NucleusEntropy:
     """
 
     Options: ClassVar[type[Settings]] = NucleusOptions
+    by_token = True
 
     def __init__(self, *, options: NucleusOptions) -> None:
         self.options = options
@@ -48,6 +51,8 @@ class NucleusEntropy:
 
 class MeanLogprob:
     """Mean [m] of the log-probs of all tokens of the vocabulary."""
+
+    by_token = True
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:
         return inputs.logits.mean(-1) - inputs.logits.logsumexp(-1)
@@ -69,6 +74,7 @@ class KeptLogprob:
     """
 
     Options: ClassVar[type[Settings]] = KeptOptions
+    by_token = True
 
     def __init__(self, *, options: KeptOptions) -> None:
         self.options = options
@@ -85,6 +91,7 @@ class KeptMass:
     """Probability [m] of the tokens that are not removed, together."""
 
     Options: ClassVar[type[Settings]] = KeptOptions
+    by_token = True
 
     def __init__(self, *, options: KeptOptions) -> None:
         self.options = options

@@ -89,15 +89,18 @@ async def _until_ready(mesh: Supervisor) -> None:
 
 
 def _how_to_reach(folder: RunFolder, mesh: Supervisor) -> str:
+    from rollmesh.cli.page_link import has_page, page_link
     from rollmesh.shared.rpc.addresses import host_of, is_loopback
 
     security = mesh.layout.config.security
     token = mesh.layout.base_dir / security.token_file if security.token_file else folder.root / "token"
     here = "" if is_loopback(host_of(mesh.layout.gateway)) else " network.host=ADDRESS"
     tls = " security.ca=FILE security.certificate=FILE security.key=FILE" if security.has_tls else ""
+    page = f"page       {page_link(mesh.layout)}\n" if has_page(mesh.layout) else ""
     return (
         f"gateway    {mesh.layout.gateway}\n"
         f"token      {token}\n"
+        f"{page}"
         f"add a node rollmesh serve inference --join {mesh.layout.gateway} --token-file {token}{here}{tls}\n"
         f"status     rollmesh status {folder.root} --watch\n"
         "Ctrl-C stops the mesh."

@@ -15,11 +15,13 @@ A damaged or contradictory ledger gives findings, never an exception, and every 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import BinaryIO
 
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
-from rollmesh.services.coordinator.audit_checkpoint import check_checkpoint
+from rollmesh.services.coordinator.audit_checkpoint import check_checkpoint, open_list
 from rollmesh.services.coordinator.audit_conservation import Conservation
 from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.audit_payloads import Payloads
@@ -145,19 +147,19 @@ class Audit:
 
     def report(
         self,
-        checkpoint: Path | None = None,
+        trained: BinaryIO | None = None,
         *,
         head: LedgerHead = EMPTY,
         heads: tuple[HeadLine, ...] = (),
         payloads: PayloadCounts | None = None,
         history: tuple[HistoryLine, ...] = (),
     ) -> AuditReport:
-        """Return the report over all records."""
+        """Return the report over all records. `trained`: the open list of a checkpoint (`open_list`), which is compared."""
         if self._folds:
             self._compare_conservation()
         summary = None
-        if checkpoint is not None:
-            summary = check_checkpoint(checkpoint, self.updates, lambda what: self.complain("checkpoint", what, 0))
+        if trained is not None:
+            summary = check_checkpoint(trained, self.updates, lambda what: self.complain("checkpoint", what, 0))
         state, updates = self.state, self.updates
         return AuditReport(
             run=state.spec.run if state.spec is not None else "",
@@ -211,7 +213,7 @@ async def audit_run(
 ) -> AuditReport:
     """Audit a run that is live or has ended. `sample`: id of a sample or episode whose history to report.
 
-    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). `heads`: heads of this ledger
+    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest of now). `heads`: heads of this ledger
     that others stored. `payloads`: compare metadata with the payloads that the sample stream still stores. Raises
     UnknownRun.
     """
@@ -225,14 +227,16 @@ async def audit_run(
         ) from error
     audit = Audit()
     chain = Chain(log.name, heads, audit.complain, audit.warn)
-    records = await _read(log, chain, audit, keep=bool(sample))
-    return audit.report(
-        checkpoint,
-        head=chain.head,
-        heads=chain.heads,
-        payloads=await audit.payloads.compare(bus, streams.samples.name) if payloads else None,
-        history=tuple(sample_history(records, sample)) if sample else (),
-    )
+    # Opened before the ledger is read: the trainer of a live run removes checkpoints, and writes others that are newer than the records.
+    with nullcontext() if checkpoint is None else open_list(checkpoint) as trained:
+        records = await _read(log, chain, audit, keep=bool(sample))
+        return audit.report(
+            trained,
+            head=chain.head,
+            heads=chain.heads,
+            payloads=await audit.payloads.compare(bus, streams.samples.name) if payloads else None,
+            history=tuple(sample_history(records, sample)) if sample else (),
+        )
 
 
 async def _read(log: StreamLog, chain: Chain, audit: Audit, *, keep: bool) -> list[StoredRecord]:

@@ -14,6 +14,7 @@ from rollmesh.services.coordinator.audit_report import Complain, HeadLine
 from rollmesh.services.coordinator.ledger import StoredRecord, check_record, missing
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.errors import DataLoss
+from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
 CLOCK_S = 5.0
@@ -57,7 +58,7 @@ class Chain:
         stored = None
         try:
             stored = check_record(self._name, record, self.head)
-        except DataLoss as error:
+        except (DataLoss, NewerFormat) as error:
             self._broken = True
             self._complain("chain", error.message, record.seq)
         self._check_lost_heads(record.seq)

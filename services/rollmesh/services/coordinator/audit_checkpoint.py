@@ -5,33 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from rollmesh.services.coordinator.audit_report import CheckpointSummary
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.shared.errors import ConfigError
-from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
+from rollmesh.trainer.trained_log import TrainedUpdate, read_lines
 
 TRAINED_NAME = "trained.jsonl"
 _FOLDER = re.compile(r"^update-(\d+)\.(\d+)$")
 
 
-def check_checkpoint(folder: Path, updates: Updates, complain: Callable[[str], None]) -> CheckpointSummary:
-    """Compare the list of a checkpoint with the remaining updates. Raises ConfigError if there is no list."""
-    path = find_list(folder)
+def check_checkpoint(trained: BinaryIO, updates: Updates, complain: Callable[[str], None]) -> CheckpointSummary:
+    """Compare the list of a checkpoint, which `open_list` opened, with the remaining updates."""
     seen: dict[str, int] = {}
     last: TrainedUpdate | None = None
     try:
-        for line in read_trained(path):
+        for line in read_lines(trained):
             last = line
             _check_line(line, updates, seen, complain)
     except ValueError as error:
         complain(str(error))
     return CheckpointSummary(
-        path=str(path.parent),
+        path=str(Path(trained.name).parent),
         updates=last.update if last is not None else 0,
         samples=len(seen),
         digest=last.digest if last is not None else "",
     )
+
+
+def open_list(folder: Path) -> BinaryIO:
+    """Open the list that `find_list` returns, so that it can be read after its trainer has removed the checkpoint. Raises ConfigError."""
+    return find_list(folder).open("rb")
 
 
 def find_list(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecor
 from rollmesh.shared.bus.payload_bus import SampleStream, WrongHost
 from rollmesh.shared.codec.metadata import check_metadata
 from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.payload_files import UnreadableRecord, file_of, in_file
 from rollmesh.v1 import types_pb2
 
@@ -80,7 +81,7 @@ class Payloads:
         fact, position = self._scored[sequence]
         try:
             payload = (await log.read_direct(sequence)).payload
-        except (UnreadableRecord, WrongHost) as error:
+        except (NewerFormat, UnreadableRecord, WrongHost) as error:
             self._complain(
                 "payloads", f"the payload of episode {fact.episode} cannot be read: {error.message}", position
             )

@@ -6,6 +6,7 @@ import msgspec
 
 from rollmesh.services.coordinator.core.fleet import FleetConfig
 from rollmesh.shared.bus.run_streams import StreamLimits
+from rollmesh.shared.rpc.addresses import host_of, is_ip_address, port_of
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 
@@ -50,6 +51,9 @@ class CoordinatorConfig(Settings):
 
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     """Address of the server."""
+    standby: tuple[str, ...] = ()
+    """Further addresses, IP:PORT, at which this coordinator may be started if its host is lost. Nodes try them when they lose it. Not needed if
+    `server.advertise` is a name that then resolves to the new host."""
     fleet: FleetConfig = msgspec.field(default_factory=FleetConfig)
     """Heartbeats and weight commands."""
     run: RunLimits = msgspec.field(default_factory=RunLimits)
@@ -61,3 +65,8 @@ class CoordinatorConfig(Settings):
     commands_max: PositiveInt = 1024
     """Maximum number of queued commands for one node. A node that does not drain its queue is disconnected, and joins
     again."""
+
+    def check_fields(self) -> None:
+        for address in self.standby:
+            if not is_ip_address(host_of(address)) or not 0 < port_of(address) < 65536:
+                raise ValueError(f"`standby` must list IP:PORT, got {address!r}; a name needs no list")

@@ -18,6 +18,8 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.formats import check_format, newer_format
+from rollmesh.shared.ledger_head import RECORD_FORMAT
 from rollmesh.v1 import events_pb2
 
 T = TypeVar("T")
@@ -176,13 +178,14 @@ def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact], p
 def decode_record(payload: bytes) -> DecodedRecord:
     """Return the record in a ledger record's bytes.
 
-    Raises InvalidInput if the bytes are not a LedgerRecord and for facts of a later version of the code, ValueError for
-    values out of range.
+    Raises InvalidInput if the bytes are not a LedgerRecord, NewerFormat for a record or a fact of a later release, ValueError for values
+    out of range.
     """
     try:
         record = events_pb2.LedgerRecord.FromString(payload)
     except DecodeError as error:
         raise InvalidInput(f"cannot decode a LedgerRecord from {len(payload)} bytes") from error
+    check_format(f"ledger record {record.record_id[:80]!r}", record.format, RECORD_FORMAT)
     facts = tuple(decode_fact(fact) for fact in record.facts)
     return DecodedRecord(record.record_id, record.time_unix_s, facts, record.previous.hex())
 
@@ -190,8 +193,6 @@ def decode_record(payload: bytes) -> DecodedRecord:
 def decode_fact(message: events_pb2.Fact) -> f.Fact:
     name = message.WhichOneof("fact")
     if name is None or name not in FACT_TYPES:
-        raise InvalidInput(
-            "a ledger record holds a fact unknown to this version; read it with the version that wrote it"
-        )
+        raise newer_format("a ledger record holds a fact that this release does not know")
     fact: f.Fact = decode(FACT_TYPES[name], getattr(message, name))
     return fact

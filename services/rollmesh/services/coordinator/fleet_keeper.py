@@ -27,7 +27,8 @@ from rollmesh.services.coordinator.core.fleet import (
     WeightGoal,
 )
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
-from rollmesh.shared.clock import Clock, time_limit
+from rollmesh.services.coordinator.metrics import NODE_CHANGES
+from rollmesh.shared.clock import Clock, clock_warning, time_limit
 from rollmesh.shared.engine_capabilities import EngineCapabilities
 from rollmesh.shared.errors import (
     FailedPrecondition,
@@ -38,8 +39,11 @@ from rollmesh.shared.errors import (
     UnknownNode,
     WeightsRejected,
 )
-from rollmesh.shared.process_info import ProcessInfo
+from rollmesh.shared.membership import reported_protocol
+from rollmesh.shared.process_info import ProcessInfo, installed_version
+from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
 from rollmesh.shared.rpc.addresses import is_address
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
@@ -146,9 +150,15 @@ class FleetKeeper:
     # Nodes ------------------------------------------------------------------------------------------------------------
 
     def join(self, hello: pb.NodeHello) -> NodeStream:
-        """Return the new stream of a node with the welcome and the fleet view. Raises InvalidInput."""
+        """Return the new stream of a node with the welcome and the fleet view. Raises InvalidInput, ProtocolMismatch."""
         validation.check_hello(hello)
         _check_hello(hello)
+        protocol = reported_protocol(hello)
+        self._check_protocol(hello, protocol)
+        now_s = self._clock.wall_s()
+        ahead_s = hello.wall_s - now_s if hello.wall_s else 0.0
+        if warning := clock_warning(ahead_s, f"{hello.process.host}, host of {hello.node_id},"):
+            _log.warning("%s", warning)
         if (old := self._streams.pop(hello.node_id, None)) is not None:
             old.end()
         self._fleet.joined(
@@ -160,16 +170,44 @@ class FleetKeeper:
             active=decode(PolicyVersion, hello.active) if hello.HasField("active") else None,
             now=self._clock.monotonic_s(),
             process=decode(ProcessInfo, hello.process),
+            protocol=protocol,
+            clock_ahead_s=ahead_s,
             capabilities=decode(EngineCapabilities, hello.capabilities) if hello.HasField("capabilities") else None,
             held=tuple(decode(PolicyVersion, version) for version in hello.held),
         )
         if hello.draining:
             self._fleet.drain(hello.node_id)
+        for state in NodeState:  # a series that begins with 1 has no increase
+            count(NODE_CHANGES, NodeKind(hello.kind).name.lower(), state.name.lower(), amount=0.0)
         stream = self._streams[hello.node_id] = NodeStream(hello.node_id, self._commands_max)
-        welcome = pb.Welcome(heartbeat_s=self._limits.heartbeat_s, coordinator_id=self._coordinator_id)
+        welcome = pb.Welcome(heartbeat_s=self._limits.heartbeat_s, coordinator_id=self._coordinator_id, wall_s=now_s)
+        encode_into(PROTOCOL, welcome.protocol)
         stream.send(pb.JoinResponse(welcome=welcome))
         stream.send(pb.JoinResponse(fleet=self._view()))
         return stream
+
+    def _check_protocol(self, hello: pb.NodeHello, protocol: ProtocolVersion) -> None:
+        """Reject a node whose release does not work with this one, and list it with the cause. The mesh continues."""
+        process = decode(ProcessInfo, hello.process)
+        try:
+            check_protocol(
+                protocol,
+                PROTOCOL,
+                node_name=f"node {hello.node_id}",
+                node_build=process.version,
+                coordinator_build=installed_version(),
+            )
+        except ProtocolMismatch as error:
+            _log.warning("node rejected: node=%s host=%s: %s", hello.node_id, process.host, error)
+            self._fleet.rejected_node(
+                hello.node_id,
+                kind=NodeKind(hello.kind),
+                process=process,
+                protocol=protocol,
+                cause=f"rejected: {error}",
+                now=self._clock.monotonic_s(),
+            )
+            raise
 
     def report(self, stream: NodeStream, report: pb.NodeReport) -> None:
         """Record a heartbeat. Raises UnknownNode if the node was removed."""
@@ -266,12 +304,19 @@ class FleetKeeper:
             if (refusing := self._runs().get(event.run)) is not None:
                 await refusing.enqueue(i.VersionRejected(version=event.version, cause=event.cause))
         else:
+            self._count(event)
             _log.info("node state changed: node=%s state=%s %s", event.node_id, event.state.name, event.cause)
+
+    def _count(self, change: fl.StateChanged) -> None:
+        left = change.state is NodeState.DEAD and change.cause == fl.LEFT
+        count(NODE_CHANGES, change.kind.name.lower(), change.state.name.lower(), amount=0.0 if left else 1.0)
 
     def _weight_command(self, event: fl.SendWeights) -> pb.WeightCommand:
         feeders = self._fleet.feeders(event.node_id, event.version)
         sources = [node.address for node in (*feeders, *self._fleet.usable(NodeKind.DEPOT))]
-        command = pb.WeightCommand(verb=pb.WeightCommand.Verb.ValueType(event.verb), sources=sources)
+        command = pb.WeightCommand(
+            verb=pb.WeightCommand.Verb.ValueType(event.verb), sources=sources, activate=event.activate
+        )
         encode_into(event.version, command.version)
         for version in event.retain:
             encode_into(version, command.retain.add())
@@ -281,7 +326,15 @@ class FleetKeeper:
         ready = (n for kind in NodeKind for n in self._fleet.usable(kind))
         view = pb.FleetView(nodes=[self._describe(n) for n in ready])
         for node in view.nodes:  # frequent changes are not part of the view
-            for name in ("num_running", "num_waiting", "waiting_for", "silent_s", "process"):
+            for name in (
+                "num_running",
+                "num_waiting",
+                "waiting_for",
+                "silent_s",
+                "process",
+                "protocol",
+                "clock_ahead_s",
+            ):
                 node.ClearField(name)
         return view
 
@@ -297,8 +350,10 @@ class FleetKeeper:
             waiting_for=node.waiting_for,
             silent_s=self._clock.monotonic_s() - node.last_seen,
             cause=node.cause,
+            clock_ahead_s=node.clock_ahead_s,
         )
         encode_into(node.process, message.process)
+        encode_into(node.protocol, message.protocol)
         if node.capabilities is not None:
             encode_into(node.capabilities, message.capabilities)
         for version, place in ((node.active, message.active), (node.prepared, message.prepared)):

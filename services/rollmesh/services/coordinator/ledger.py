@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.fact_codec import decode_record, encode_recor
 from rollmesh.shared.bus.bus import StreamLog, StreamRecord, WrongLastSequence
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError, PayloadTooLarge
+from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
@@ -93,7 +94,7 @@ class Ledger:
 
 async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterator[StoredRecord]:
     """Yield the records after the head `after`, in order. Raises DataLoss if one is missing, damaged or does not follow
-    its predecessor."""
+    its predecessor, NewerFormat if a later release wrote one."""
     last_seq = (await log.info()).last_seq
     head = after
     async for record in log.read_range(after.position + 1):
@@ -106,7 +107,7 @@ async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterato
 
 def check_record(name: str, record: StreamRecord, before: LedgerHead) -> StoredRecord:
     """Return the decision in `record`. Raises DataLoss with the cause if it is damaged or does not follow the head
-    `before`."""
+    `before`, NewerFormat if a later release wrote it."""
 
     def lost(what: str) -> DataLoss:
         return DataLoss(f"{name}: record {record.seq} {what}; {RESTORE}", ledger=name, position=record.seq)
@@ -120,6 +121,8 @@ def check_record(name: str, record: StreamRecord, before: LedgerHead) -> StoredR
         raise lost("is damaged: the hash of its bytes is not the stored one")
     try:
         decoded = decode_record(record.payload)
+    except NewerFormat as error:
+        raise NewerFormat(f"{name}: record {record.seq}: {error}", ledger=name, position=record.seq) from error
     except (InvalidInput, ValueError) as error:
         raise lost(f"cannot be read: {error}") from error
     if decoded.previous != before.hash:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshBusy, Unimplemented
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.model_files import ModelFiles
+from rollmesh.shared.process_info import installed_version
+from rollmesh.shared.protocol import PROTOCOL
 from rollmesh.v1 import coordinator_pb2 as pb
 
 
@@ -59,6 +62,8 @@ class MeshDescriber:
             runs=runs,
             model_files=offer.model.listing if offer.model is not None else (),
             payloads=offer.payloads,
+            protocol=encode(PROTOCOL, pb.ProtocolVersion),
+            version=installed_version(),
         )
 
     async def check_run(self, spec: RunSpec) -> None:

@@ -76,6 +76,10 @@ class CoordinatorNode:
         """host:port of CoordinatorService and RunService."""
         return self._server.address
 
+    def now_s(self) -> float:
+        """Return the time on the monotonic clock of its runs, in seconds."""
+        return self._clock.monotonic_s()
+
     @property
     def runs(self) -> Runs:
         """The runs it leads, once entered: for a process that holds it."""

@@ -76,7 +76,10 @@ class Outgoing:
             await self._channel(NodeKind.DEPOT, run)
         )
         with typed_errors():
-            try:
+            answer = await stub.Has(weights_pb2.HasRequest(weights_digest=weights_digest), timeout=self._call_s)
+            if answer.version_checked:
+                return sorted(answer.missing)
+            try:  # a depot of an earlier release
                 manifest = await self._manifest(stub, weights_digest)
             except UnknownBlob:
                 return [weights_digest]

@@ -11,14 +11,19 @@ from rollmesh.services.coordinator.core.state import EpisodeStatus, SampleCounte
 from rollmesh.services.coordinator.metrics import (
     AHEAD,
     DROPPED,
+    FAILED_ATTEMPTS,
     GROUPS,
+    HELDOUT,
+    IDLE_SECONDS,
     LEASES,
     NODES,
     PENDING,
     POSITION,
+    REJECTED,
     REWARD,
     SAMPLES,
     STALENESS,
+    STALLED,
     STEP,
     TOKENS,
     WAITING,
@@ -35,11 +40,11 @@ async def read(node: CoordinatorNode) -> list[Reading]:
     """Read the values of every run that is led here, and of the fleet."""
     found = _nodes(node.fleet_nodes())
     for run, driver in node.runs.drivers.items():
-        found += await driver.read(lambda core, head, run=run: _run(run, core, head))  # type: ignore[misc]
+        found += await driver.read(lambda core, head, run=run: _run(run, core, head, node.now_s()))  # type: ignore[misc]
     return found
 
 
-def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
+def _run(run: str, core: Core, head: LedgerHead, now_s: float) -> list[Reading]:
     if core.state.spec is None:
         return []
     state = run_state(core, head)
@@ -58,8 +63,19 @@ def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
         Reading(STALENESS, staleness, (run,)),
         *_clock(run, policy),
         *(Reading(REWARD, value, (run, name)) for name, value in state.mean_rewards.items()),
+        *(Reading(HELDOUT, success, (run,)) for success in _newest_success(state, core.state.the_spec.success_reward)),
+        Reading(IDLE_SECONDS, 0.0 if state.ended else core.idle_s(now_s), (run,)),
+        Reading(STALLED, float(bool(state.stalled)), (run,)),
+        Reading(REJECTED, len(policy.refused), (run,)),
+        Reading(FAILED_ATTEMPTS, state.failed_attempts.num, (run,)),
         Reading(POSITION, head.position, (run,)),
     ]
+
+
+def _newest_success(state: run_pb2.RunState, reward: str) -> list[float]:
+    """Return the success of the newest complete evaluation, or nothing before the first."""
+    complete = [result for result in state.evals if result.complete and result.num_samples]
+    return [result.mean_rewards[reward] for result in complete[-1:] if reward in result.mean_rewards]
 
 
 def _samples(run: str, counters: SampleCounters, purpose: str) -> list[Reading]:

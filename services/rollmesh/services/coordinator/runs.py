@@ -31,6 +31,7 @@ from rollmesh.services.coordinator.watchdog import Watchdog
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, DiskFull, Internal, MeshError, NotReady, Overloaded, RunLive, UnknownRun
+from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.telemetry import log_context
@@ -138,6 +139,7 @@ class Runs:
             except (
                 DataLoss,
                 Internal,
+                NewerFormat,
             ) as error:  # every request for this run gets this error; other runs are not affected
                 _log.error("run %s cannot be led: %s", run, error)
             except UnknownRun:
@@ -175,7 +177,7 @@ class Runs:
         async with self._opening:
             try:
                 led = await self._open(run)
-            except (UnknownRun, DataLoss, Internal):
+            except (UnknownRun, DataLoss, Internal, NewerFormat):
                 led = None  # no live run can come from it; remove the rest of it
             if led is not None:
                 if await led.driver.read(lambda core, _: core.state.spec is not None and not core.state.ended):

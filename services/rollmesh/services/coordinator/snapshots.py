@@ -21,6 +21,9 @@ KEPT = 2
 """Number of snapshots that are kept per run: the newest, and one as a fallback."""
 _SUFFIX = ".snapshot"
 _DIGEST_BYTES = 32
+FORMAT = 1
+"""Format of the files. It rises with every change of `State`, because an older release would drop new fields, and this one would fill them
+with defaults. A test compares it with the fields of `State`."""
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +31,16 @@ _log = logging.getLogger(__name__)
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run after the ledger record at `head`."""
 
+    format: int = FORMAT
+    """Files before this field have format 1."""
     head: LedgerHead
     state: State
+
+
+class _SnapshotFormat(msgspec.Struct):
+    """The part of a file that every release reads."""
+
+    format: int = 1
 
 
 def encode_state(state: State) -> bytes:
@@ -80,4 +91,7 @@ def _read(path: Path) -> Snapshot:
     digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != digest:
         raise ValueError("its digest does not match")
+    found = msgspec.msgpack.decode(body, type=_SnapshotFormat).format
+    if found != FORMAT:
+        raise ValueError(f"it has format {found}, and this release uses {FORMAT}")
     return msgspec.msgpack.decode(body, type=Snapshot)

@@ -28,6 +28,8 @@ GROUP_TOKENS_MAX = 2**53
 """Most used tokens of a group. Larger numbers are not exact as floating-point values."""
 CHANGES_MAX = 1000
 RENEWED_MAX = 1 << 16
+WALL_S_MAX = 1e11
+"""Bound of a time in Unix seconds, in the year 5138."""
 RUNS_MAX = 64
 OUTPUTS_MAX = 64
 """Most outputs that an engine declares."""
@@ -174,6 +176,8 @@ def check_hello(hello: coordinator_pb2.NodeHello) -> None:
     check_text("hello.address", hello.address, ID_CHARS_MAX)
     if not 0 <= hello.capacity <= CAPACITY_MAX:
         reject("hello.capacity", f"be in [0, {CAPACITY_MAX}]", hello.capacity)
+    if not 0 <= hello.wall_s < WALL_S_MAX:
+        reject("hello.wall_s", f"be in [0, {WALL_S_MAX:g})", hello.wall_s)
     if len(hello.runs) > RUNS_MAX:
         reject("hello.runs", f"have at most {RUNS_MAX} entries", len(hello.runs))
     _check_node_version("hello.active", hello.active)

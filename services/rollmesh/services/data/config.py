@@ -11,10 +11,11 @@ from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.source import SOURCES, TaskSource
+from rollmesh.services.data.source import SOURCES, SourceUsesEndpoints, TaskSource
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.settings import LIVE, NonNegativeInt, PositiveInt, Settings
@@ -43,8 +44,10 @@ class DataConfig(Settings):
     """Ledger records between snapshots, which bound the fold after a restart. 0 stores a snapshot only on a clean exit."""
 
 
-def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[Split, TaskPool]:
-    """Return the pools of all splits. Relative files are relative to `base_dir`.
+def build_pools(
+    config: DataConfig, base_dir: str | Path | None = None, endpoints: BlockingEndpoints | None = None
+) -> dict[Split, TaskPool]:
+    """Return the pools of all splits. Relative files are relative to `base_dir`. `endpoints` are closed afterwards.
 
     Raise ConfigError or RecordError if the source is unusable or has no training task.
     """
@@ -52,8 +55,11 @@ def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[
     source: TaskSource = SOURCES.make(config.source, base_dir, base_dir=base_dir)
     tasks: dict[Split, list[PoolTask]] = {split: [] for split in Split}
     try:
-        for task in source.tasks():
-            tasks[Split(task.split)].append(task)
+        with endpoints or BlockingEndpoints({}) as client:
+            if isinstance(source, SourceUsesEndpoints):
+                source.use_endpoints(client)
+            for task in source.tasks():
+                tasks[Split(task.split)].append(task)
         pools = {split: MemoryPool(found) for split, found in tasks.items()}
     except MeshError:
         raise
@@ -78,12 +84,13 @@ def build_engine(
     clock: Clock,
     base_dir: str | Path | None = None,
     snapshots: SnapshotFolder | None = None,
+    endpoints: BlockingEndpoints | None = None,
 ) -> DataEngine:
     """Return the engine of the service. Without `snapshots`, every start folds whole ledgers.
 
     Raise ConfigError, or RecordError for a malformed task file.
     """
-    pools = build_pools(config, base_dir)
+    pools = build_pools(config, base_dir, endpoints)
     build_selector(config, pools[Split.TRAIN], base_dir)  # reject a wrong selector now, not at the first draw
     return DataEngine(
         pools=pools,

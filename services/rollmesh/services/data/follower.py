@@ -23,6 +23,8 @@ from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog, StreamRecord, UnknownRecord
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
+from rollmesh.shared.formats import check_format
+from rollmesh.shared.ledger_head import RECORD_FORMAT
 from rollmesh.v1 import events_pb2
 
 _log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ RECONNECT_S = 0.5
 CANCEL_AGAIN_S = 0.05
 
 _SCHEMA = "data@2"
+"""Format of a snapshot. One of another format is skipped, and the ledger is folded instead."""
 
 
 class RunFollower:
@@ -244,6 +247,7 @@ def _decode(record: StreamRecord, run: str) -> events_pb2.LedgerRecord:
         raise DataLoss(
             f"ledger record {record.seq} of {run} cannot be read: {error}; audit the run", seq=record.seq
         ) from error
+    check_format(f"ledger record {record.seq} of {run}", message.format, RECORD_FORMAT)
     return message
 
 

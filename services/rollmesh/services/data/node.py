@@ -10,6 +10,7 @@ from rollmesh.services.data.servicer import DataServicer
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
@@ -33,10 +34,13 @@ class DataNode(JoinedNode):
         base_dir: Path | None = None,
         server: ServerConfig | None = None,
         snapshots: SnapshotFolder | None = None,
+        endpoints: BlockingEndpoints | None = None,
     ) -> None:
         """Read the ledgers on `bus`. Files in the config are relative to `base_dir`. Raises ConfigError or RecordError."""
         super().__init__(node_id=node_id, access=access, coordinator=coordinator, server=server, clock=clock)
-        self.engine = build_engine(config, bus=bus, clock=self.clock, base_dir=base_dir, snapshots=snapshots)
+        self.engine = build_engine(
+            config, bus=bus, clock=self.clock, base_dir=base_dir, snapshots=snapshots, endpoints=endpoints
+        )
 
     async def build(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self.engine.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from rollmesh.services.gateway.page.config import PageConfig
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 
@@ -15,5 +16,7 @@ class GatewayConfig(Settings):
     """Address and limits of the server."""
     reads_max: PositiveInt = 16
     """Payloads read ahead per FetchSamples. More payloads hide the latency of the bus; each may have the maximum record size."""
+    page: PageConfig = msgspec.field(default_factory=PageConfig)
+    """The live page for browsers."""
     call_s: PositiveFloat = 30.0
     """Deadline of a forwarded call without a deadline, in addition to its requested wait, in seconds."""

@@ -7,6 +7,7 @@ async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000"
 
 from __future__ import annotations
 
+import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,14 +15,18 @@ from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.coordinator_front import CoordinatorFront
 from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.heads import Heads
+from rollmesh.services.gateway.page.parts import PageParts
+from rollmesh.services.gateway.page.server import LivePage, is_served
 from rollmesh.services.gateway.payloads import PayloadReader
 from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.limits import RECORDED, RECORDED_TEXTS
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
@@ -31,6 +36,7 @@ IDEMPOTENT = (
     *(f"rollmesh.v1.CoordinatorService/{verb}" for verb in ("GetBatch", "GetMesh", "GetFleet", "Drain")),
 )
 """The contract of RunService allows clients to repeat every call."""
+_log = logging.getLogger(__name__)
 
 
 class GatewayNode(JoinedNode):
@@ -48,13 +54,18 @@ class GatewayNode(JoinedNode):
         folder: str | Path,
         bus: Bus | None = None,
         bus_url: str = "",
+        page: PageParts | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`folder` stores the heads of ledgers."""
+        """`folder` stores the heads of ledgers. `page` has what the live page needs of other services."""
         assert (bus is None) != (not bus_url), "pass either bus or bus_url"
         super().__init__(node_id=node_id, access=access, coordinator=coordinator, server=config.server, clock=clock)
         self._config = config
-        self._heads = Heads(Path(folder))
+        self._folder = Path(folder)
+        self._heads = Heads(self._folder)
+        self._page_parts = page or PageParts()
+        self.page: LivePage | None = None
+        """The live page; None if it is not served."""
         self._bus = bus
         self._bus_url = bus_url
 
@@ -71,8 +82,9 @@ class GatewayNode(JoinedNode):
         coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(
             channel
         )
+        run: run_pb2_grpc.RunServiceAsyncStub = run_pb2_grpc.RunServiceStub(channel)
         servicer = GatewayServicer(
-            run_pb2_grpc.RunServiceStub(channel),
+            run,
             coordinator,
             PayloadReader(bus, reads_max=self._config.reads_max),
             Exports(bus),
@@ -82,3 +94,29 @@ class GatewayNode(JoinedNode):
         self.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)
         front = CoordinatorFront(coordinator, call_s=self._config.call_s)
         self.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, front, limits=RECORDED)
+        config = self._config.page
+        if is_served(config, local=is_loopback(host_of(self._config.server.address))):
+            page = LivePage(
+                config,
+                access=self.access,
+                run=run,
+                coordinator=coordinator,
+                bus=bus,
+                folder=self._folder,
+                parts=self._page_parts,
+                call_s=self._config.call_s,
+                clock=self.clock,
+            )
+            stack.push_async_callback(page.close)
+            self._start_page(page)
+
+    def _start_page(self, page: LivePage) -> None:
+        """Start the page. Without it the gateway serves trainers as well, unless the configuration requires the page."""
+        try:
+            page.start()
+        except ConfigError as err:
+            if self._config.page.serve == "always":
+                raise
+            _log.warning("the live page is not served: node=%s cause=%s", self.node_id, err)
+            return
+        self.page = page

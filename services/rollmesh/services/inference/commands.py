@@ -74,10 +74,11 @@ class WeightCommands:
     async def _obey(self, command: WeightCommand, version: PolicyVersion) -> WeightReport.Phase.ValueType | None:
         if command.verb == WeightCommand.VERB_PREPARE:
             await self._keeper.prepare(version, list(command.sources) or self._sources())
-            return WeightReport.PHASE_PREPARED
-        if command.verb == WeightCommand.VERB_ACTIVATE:
-            await self._keeper.activate(version, self._kv, [decode_version(old) for old in command.retain])
-            return WeightReport.PHASE_ACTIVE
-        if command.verb == WeightCommand.VERB_DISCARD:
-            await self._keeper.discard(version)
-        return None  # a newer coordinator may know more verbs
+            if not command.activate:
+                return WeightReport.PHASE_PREPARED
+        elif command.verb != WeightCommand.VERB_ACTIVATE:
+            if command.verb == WeightCommand.VERB_DISCARD:
+                await self._keeper.discard(version)
+            return None  # a newer coordinator may know more verbs
+        await self._keeper.activate(version, self._kv, [decode_version(old) for old in command.retain])
+        return WeightReport.PHASE_ACTIVE

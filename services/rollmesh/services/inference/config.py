@@ -30,7 +30,8 @@ class InferenceConfig(Settings):
     a forward; `keep` keeps it, without a pause."""
     cast_weights: bool = False
     """Whether weights may be rounded to the engine's `dtype`, such as float32 weights for an engine in bfloat16. If false, a version that
-    would be rounded is rejected. Conversions that keep every value, such as bfloat16 to float32, are always allowed."""
+    would be rounded is rejected. Conversions that keep every value, such as bfloat16 to float32, are always allowed. The probes of a rounded
+    version have a tolerance of 1 nat."""
     quota_bytes: PositiveInt = 64 << 30
     """Limit of `directory`, in bytes. Two versions, and the files assembled from their chunks, must fit."""
     capacity: PositiveInt = 64

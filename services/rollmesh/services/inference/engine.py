@@ -176,7 +176,10 @@ class Engine(Protocol):
     `context_max` (as below) and, if it uses torch, `device`. An option `folder` is set to a folder for the engine's files, on the
     file system of the weights. It MAY have a class method `check_model(options)`, which raises ConfigError for a model that it
     cannot serve, and which `rollmesh check` calls. It MAY have a method `async failed()`, which raises EngineBroken when it
-    cannot run again in this process; the node then exits, and a supervisor restarts it.
+    cannot run again in this process; the node then exits, and a supervisor restarts it. It MAY have a method
+    `async activate_scored(version, kv, probes, retain) -> list[ScoreResult]`, which does what `activate` does, and scores the token rows
+    `probes` under the new weights before these sample, where it can. Clients wait for these scores. Without it, the node calls `activate`
+    and then `score`.
     """
 
     @property
@@ -236,7 +239,7 @@ class Engine(Protocol):
         ...
 
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
-        """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsRejected. The buffer
+        """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsMismatch. The buffer
         is bounded, and an engine may drop the oldest prepared version for a newer one.
 
         `tensors` maps the name of a file to its verified local path. Together the files contain one whole state dict.

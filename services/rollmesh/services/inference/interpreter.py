@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
 
 KEY = "inference.python"
 VLLM = "vllm"
@@ -25,6 +26,11 @@ _PROBE = """
 import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name.partition(".")[0]) is None]
 print("missing:" + ",".join(missing))
+try:
+    from rollmesh.shared.protocol import PROTOCOL
+    print("protocol:" + str(PROTOCOL))
+except ImportError:  # no rollmesh, or a release that reports none
+    print("protocol:")
 """
 
 
@@ -69,7 +75,8 @@ def is_this(python: str) -> bool:
 
 
 def check_interpreter(python: str, config: InferenceConfig) -> None:
-    """Raise ConfigError if an interpreter does not run, or lacks rollmesh or the library of the engine. Blocks for a moment."""
+    """Raise ConfigError if an interpreter does not run, lacks rollmesh or the library of the engine, or has a release of rollmesh that does
+    not work with this one. Blocks for a moment."""
     modules = ["rollmesh", *([VLLM] if config.engine.name == VLLM else [])]
     try:
         done = subprocess.run(
@@ -77,12 +84,16 @@ def check_interpreter(python: str, config: InferenceConfig) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as err:
         raise ConfigError(f"`{KEY}`: {python} does not run: {err}; name a Python interpreter", key=KEY) from err
-    found = done.stdout.strip().rpartition("\n")[2]
-    if done.returncode or not found.startswith("missing:"):
+    found, _, protocol = done.stdout.strip().rpartition("missing:")[2].partition("\nprotocol:")
+    if done.returncode or "missing:" not in done.stdout:
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"`{KEY}`: {python} is not a Python interpreter that works: {why}", key=KEY)
-    missing = found.removeprefix("missing:")
+    missing = found.strip()
     if "rollmesh" in missing:
         raise ConfigError(f"`{KEY}`: {python} has no rollmesh; install it into that environment", key=KEY)
     if missing:
         raise no_vllm(python)
+    try:
+        check_protocol(ProtocolVersion.parse(protocol), PROTOCOL, node_name=f"rollmesh of {python}")
+    except ProtocolMismatch as err:
+        raise ConfigError(f"`{KEY}`: {err}", key=KEY) from err

@@ -46,6 +46,7 @@ class InferenceNode(JoinedNode):
         coordinator: str = "",
         clock: Clock | None = None,
         base_dir: Path | None = None,
+        endpoint: str = "",
     ) -> None:
         """Relative files in `config.engine` are relative to `base_dir`. Raises `ConfigError`."""
         super().__init__(
@@ -59,7 +60,7 @@ class InferenceNode(JoinedNode):
         )
         self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes, durable=False)
         self.engine = make_engine(config, base_dir)
-        self.state = ServingState(self.engine, node_id=node_id, policy=config.policy)
+        self.state = ServingState(self.engine, node_id=node_id, policy=config.policy, endpoint=endpoint)
         self._deltas = DeltaCache(self.store, bytes_max=config.delta_bytes_max)
         self._egress = ByteRate(config.egress_bytes_per_s)
         self.keeper = WeightKeeper(

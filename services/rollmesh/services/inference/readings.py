@@ -18,8 +18,17 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: InferenceNode) -> list[Reading]:
-    """Return the engine's load and counters, and the active version."""
+    """Return the engine's load and counters, and the active version of the run's policy."""
     load, active = node.engine.load(), node.state.active
+    # The weights of an endpoint are not a step of a run.
+    version = (
+        []
+        if node.state.endpoint
+        else [
+            Reading(VERSION, -1 if active is None else active.step),
+            Reading(INCARNATION, 0 if active is None else active.incarnation),
+        ]
+    )
     return [
         Reading(TOKENS, load.tokens_generated, ("generated",)),
         Reading(TOKENS, load.tokens_prefilled, ("prefilled",)),
@@ -32,6 +41,5 @@ async def read(node: InferenceNode) -> list[Reading]:
         Reading(STEPS, load.steps),
         Reading(STEP_SECONDS, load.step_s),
         Reading(HELD_SECONDS, load.held_s),
-        Reading(VERSION, -1 if active is None else active.step),
-        Reading(INCARNATION, 0 if active is None else active.incarnation),
+        *version,
     ]

@@ -28,12 +28,13 @@ _SELECTORS = frozenset(Target.Selector.values())
 
 
 class ServingState:
-    """State of one node. It serves the weights of `policy`."""
+    """State of one node. It serves the weights of `policy`, or the frozen ones of `endpoint`."""
 
-    def __init__(self, engine: Engine, *, node_id: str, policy: str) -> None:
+    def __init__(self, engine: Engine, *, node_id: str, policy: str, endpoint: str = "") -> None:
         self.engine = engine
         self.node_id = node_id
         self.policy = policy
+        self.endpoint = endpoint
         self.gate = VersionGate()
         self.draining = False
         self.num_live = 0
@@ -149,10 +150,12 @@ class ServingState:
         return version
 
     def _check_model(self, target: Target) -> None:
+        serves = f"endpoint {self.endpoint!r}" if self.endpoint else f"policy {self.policy!r}"
         if target.WhichOneof("model") == "endpoint":
-            raise UnknownEndpoint(f"endpoint {target.endpoint!r} is not served here; use a policy of the run")
-        if (target.policy or "main") != self.policy:
-            raise UnknownPolicy(f"node {self.node_id} serves policy {self.policy!r}, not {target.policy!r}")
+            if target.endpoint != self.endpoint:
+                raise UnknownEndpoint(f"node {self.node_id} serves {serves}, not endpoint {target.endpoint!r}")
+        elif self.endpoint or (target.policy or "main") != self.policy:
+            raise UnknownPolicy(f"node {self.node_id} serves {serves}, not policy {target.policy!r}")
 
 
 def mismatch(target: Target, active: PolicyVersion) -> MeshError | None:

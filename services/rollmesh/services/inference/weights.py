@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.engine import EngineBroken, KvPolicy
+from rollmesh.services.inference.engine import EngineBroken, KvPolicy, ScoreResult
 from rollmesh.services.inference.engine import WeightsMismatch as EngineRejects
 from rollmesh.services.inference.state import ServingState
 from rollmesh.shared.disk import disk_told
@@ -36,11 +36,17 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.text import count_of
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.blobs import LINKED_BYTES, BlobStore, run_sized
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.digests import check_digest
-from rollmesh.shared.weights.fetcher import Fetcher, OpenChannel
-from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PROBE_TOLERANCE, version_owner
+from rollmesh.shared.weights.fetcher import Fetcher, OpenChannel, SourceChannels
+from rollmesh.shared.weights.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    PROBE_TOLERANCE,
+    ROUNDED_PROBE_TOLERANCE,
+    version_owner,
+)
 from rollmesh.shared.weights.precision import dtypes_of, misstated, rounded
 from rollmesh.shared.weights.probes import probes_of
 from rollmesh.v1 import weights_pb2
@@ -62,7 +68,7 @@ class WeightKeeper:
     ) -> None:
         self._state = state
         self._store = store
-        self._open_channel = open_channel
+        self._sources = SourceChannels(open_channel)
         self._config = config
         self._deltas = deltas
         self._active: weights_pb2.WeightManifest | None = None
@@ -112,6 +118,7 @@ class WeightKeeper:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._sources.close()
 
     # Prepare ----------------------------------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class WeightKeeper:
             return await self._fetch(version, sources)  # without what versions that failed have left
 
     async def _fetch(self, version: PolicyVersion, sources: Sequence[str]) -> int:
-        fetcher = Fetcher(self._store, self._open_channel, self._config.transfer, self._deltas)
+        fetcher = Fetcher(self._store, self._sources, self._config.transfer, self._deltas)
         try:
             with disk_told(self._store.directory):
                 async with asyncio.timeout(self._config.prepare_s):
@@ -135,8 +142,6 @@ class WeightKeeper:
             raise DeadlineExceeded(f"{version} was not prepared within prepare_s = {self._config.prepare_s}") from err
         except OSError as err:
             raise EngineFailed(f"{version} was not prepared: {err}; check the disk of {self._store.directory}") from err
-        finally:
-            await fetcher.close()
         self._prepared[version] = manifest
         return fetcher.fetched_bytes
 
@@ -144,14 +149,16 @@ class WeightKeeper:
         folder = self._store.directory / f"files-{version.weights_digest}"
         try:
             files = await self._files(manifest, folder)
-            await asyncio.to_thread(self._check_precision, manifest, files)
+            num_bytes = sum(file.size_bytes for file in manifest.files)
+            await run_sized(num_bytes, lambda: self._check_precision(manifest, files), inline_max=LINKED_BYTES)
             await self._state.engine.prepare(version, files)
         except EngineRejects as err:
             raise WeightsRejected(f"{version}: {err}", version=version) from err
         except EngineBroken as err:
             raise EngineFailed(f"{version} was not prepared: {err}") from err
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            if folder.exists():  # only for files of several chunks
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _check_precision(self, manifest: weights_pb2.WeightManifest, files: Mapping[str, Path]) -> None:
         """Raise `EngineRejects` if the files have another precision than the manifest states, or if the engine would round them."""
@@ -166,7 +173,8 @@ class WeightKeeper:
         if not self._config.cast_weights and (names := rounded(dtypes, own)):
             raise EngineRejects(
                 f"{count_of(len(names), 'tensor')}, first {names[0]} of {dtypes[names[0]]}, would be rounded to {own}, in which the engine "
-                f"computes; publish {own}, set `inference.engine.options.dtype`, or allow it with `inference.cast_weights: true`"
+                f"computes; publish {own}, set `inference.engine.options.dtype` or the --dtype of the attached server, or allow it with "
+                "`inference.cast_weights: true`"
             )
 
     async def _files(self, manifest: weights_pb2.WeightManifest, folder: Path) -> Mapping[str, Path]:
@@ -207,9 +215,8 @@ class WeightKeeper:
         kept = self._state.announce_swap(version, retain)
         try:
             async with asyncio.timeout(self._config.activate_s):
-                await self._state.engine.activate(version, kv, kept)
-                error = await self._worst_probe(version, manifest)
-            verdict = _judge(version, error, manifest.probe_tolerance or PROBE_TOLERANCE)
+                error = await self._worst_probe(version, manifest, kv, kept)
+            verdict = _judge(version, error, self._tolerance(manifest))
         except KeyError:  # the engine dropped it for newer versions and swapped nothing
             verdict = None
             del self._prepared[version]
@@ -224,22 +231,41 @@ class WeightKeeper:
             raise verdict
         return error
 
+    def _tolerance(self, manifest: weights_pb2.WeightManifest) -> float:
+        """Return the tolerance of the probes, which is larger if the engine rounds the published weights (`cast_weights`)."""
+        tolerance = manifest.probe_tolerance or PROBE_TOLERANCE
+        casts = rounded({"weights": manifest.dtype}, self._state.engine.capabilities.dtype)
+        return max(tolerance, ROUNDED_PROBE_TOLERANCE) if casts else tolerance
+
     def _decide(self, verdict: MeshError | None) -> None:
         if verdict is None:
             self._state.gate.release()
         else:
             self._state.gate.fail(verdict)
 
-    async def _worst_probe(self, version: PolicyVersion, manifest: weights_pb2.WeightManifest) -> float:
-        """Return the largest |log-prob difference| over all probes, in nats; infinite if the engine scored under another version."""
-        probes = probes_of(manifest)
-        if not probes:
-            return 0.0
-        results = await self._state.engine.score([probe.token_ids for probe in probes])
+    async def _worst_probe(
+        self,
+        version: PolicyVersion,
+        manifest: weights_pb2.WeightManifest,
+        kv: KvPolicy,
+        retain: Collection[PolicyVersion],
+    ) -> float:
+        """Activate a version. Return the largest |log-prob difference| over all probes, in nats; infinite if the engine scored under
+        another version."""
+        engine, probes = self._state.engine, probes_of(manifest)
+        rows = [probe.token_ids for probe in probes]
+        activate_scored = getattr(engine, "activate_scored", None)
+        if activate_scored is not None:
+            results: list[ScoreResult] = await activate_scored(version, kv, rows, retain)
+        else:
+            await engine.activate(version, kv, retain)
+            results = await engine.score(rows) if rows else []
         if any(result.version != version for result in results):
             return float("inf")
         pairs = zip(results, probes, strict=True)
-        return max(float(np.abs(result.logprobs[1:] - probe.logprobs[1:]).max()) for result, probe in pairs)
+        return max(
+            (float(np.abs(result.logprobs[1:] - probe.logprobs[1:]).max()) for result, probe in pairs), default=0.0
+        )
 
     def _forget_others(self, version: PolicyVersion) -> None:
         """Drop older versions. The blobs of the active one stay, because peers fetch them from this node."""

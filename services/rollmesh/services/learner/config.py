@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -19,6 +19,9 @@ class PublishConfig(Settings):
 
     publish_every: NonNegativeInt = 0
     """Updates between published versions. 0 uses the run's number, which admission assumes."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of published weights. `bfloat16` halves what is stored and sent; it suits engines in bfloat16, which reject float32 weights
+    unless `inference.cast_weights` is true. Checkpoints always have float32, and so has a published adapter, whose base is rounded."""
     num_probes: NonNegativeInt = 4
     """Number of prompts whose log-probs are published with each version, so that nodes can verify it. 0 disables the check."""
     probe_tokens: Annotated[int, Meta(ge=2)] = 64
@@ -58,6 +61,10 @@ class LearnerConfig(UpdateConfig):
     """Compute threads of the trainer. More threads than free cores are slower than one thread, because their barriers spin."""
     checkpoint_every: Annotated[PositiveInt, LIVE] = 10
     """Updates between checkpoints: the maximum loss of a crash. A checkpoint is written completely and synced."""
+    checkpoint_async: Annotated[bool, LIVE] = False
+    """Copy weights and optimizer state to the memory of the CPU, and write the checkpoint while training continues. One is written at a
+    time, and reported once it is durable. A crash meanwhile loses the updates since the one before. It needs one rank without `lora`, and
+    memory of the host for the copy: 12 bytes per parameter with adamw. The memory plan of a device `cpu` contains it."""
     keep_last: Annotated[PositiveInt, LIVE] = 3
     """Number of checkpoints kept."""
     quarantined_max: Annotated[NonNegativeInt, LIVE] = 2
@@ -79,5 +86,19 @@ class LearnerConfig(UpdateConfig):
     """Retries of calls to the gateway, and restarts from a checkpoint."""
 
     @property
+    def copies_on_device(self) -> bool:
+        """Whether the copy of a checkpoint needs memory of the device, for the memory plan."""
+        return self.checkpoint_async and self.device.startswith("cpu")
+
+    @property
     def checkpoints(self) -> Path:
         return Path(self.directory) / "checkpoints"
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.checkpoint_async and self.compute.ranks > 1:
+            raise ValueError(
+                f"`checkpoint_async` must be false with compute.ranks = {self.compute.ranks}: every rank writes a part of a checkpoint"
+            )
+        if self.checkpoint_async and self.lora.rank:
+            raise ValueError("`checkpoint_async` must be false with `lora.rank` > 0: a checkpoint of adapters is small")

@@ -23,6 +23,7 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.registry import Extension, Registry
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
+from rollmesh.shared.weights.manifest import PROBE_TOLERANCE
 from rollmesh.trainer.trained_log import TrainedLog
 
 
@@ -60,10 +61,16 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """Safetensors files by name, and pairs "name=name" of tensors that share storage."""
+    """Safetensors files by name, and pairs "name=name" of tensors that share storage.
+
+    With an `adapter`, `files` are those of its base, and the weights are the base with the adapter merged."""
 
     files: Mapping[str, Path]
+    adapter: Mapping[str, Path] = field(default_factory=dict)
+    """The two files of a low-rank adapter as peft names them, or none."""
     tied: tuple[str, ...] = ()
+    probe_tolerance: float = PROBE_TOLERANCE
+    """Maximum difference between `score` and what an inference engine computes with these files, in nats."""
 
 
 class TrainerEngine(Protocol):
@@ -95,6 +102,17 @@ class TrainerEngine(Protocol):
 
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
         """Write a durable checkpoint atomically, remove old ones, and return its folder. The log continues from it."""
+        ...
+
+    def copy_to_save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Callable[[], Path]:
+        """Copy a checkpoint into memory, and return a function that writes it like `save`. It is called in another thread, while updates
+        continue, and at most one at a time. The log does not continue from the checkpoint; the caller calls `TrainedLog.rebase`.
+
+        Raises ValueError if the trainer cannot copy its state."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that it has started. The learner calls it once it has finished; after an error it opens another trainer."""
         ...
 
 

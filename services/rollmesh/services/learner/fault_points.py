@@ -21,6 +21,6 @@ class LearnerFaultPoint(FaultPoint):
     CHECKPOINTED = "checkpointed"
     """The checkpoint is reported: its samples are TRAINED."""
     COPIED = "copied"
-    """The weights of a version are copied; their upload has not begun. Also reached after every attach."""
+    """The weights of a version are copied; they may be announced now. Also reached after every attach."""
     PUBLISHED = "published"
     """A version is announced, at any time before the next commit. Also reached after every attach."""

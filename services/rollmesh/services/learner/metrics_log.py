@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -37,7 +37,8 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, tensorboard: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "metrics.jsonl").open("ab")
+        self._file = (folder / "metrics.jsonl").open("a+b")
+        _cut_partial_line(self._file)
         self._events = EventFile(folder) if tensorboard else None
         self._seconds: Mapping[str, float] = {}
 
@@ -88,6 +89,14 @@ class EventFile:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _cut_partial_line(file: BinaryIO) -> None:
+    """Remove a last line without its end, which a full disk or a crash of the host leaves, because the next line would continue it."""
+    begin = file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES_MAX))
+    end = file.read().rfind(b"\n") + 1
+    if end or not begin:
+        file.truncate(begin + end)
 
 
 def read_metrics(path: Path) -> dict[int, MetricsLine]:

@@ -69,6 +69,8 @@ class LearnerNode(JoinedNode):
         stack.push_async_callback(compute.close, config.stop_s)
         files = ComputeThread(folder, "learner-publish")
         stack.push_async_callback(files.close, config.stop_s)
+        saving = ComputeThread(folder, "learner-checkpoint")
+        stack.push_async_callback(saving.close, config.stop_s)
         where = self._where
         client = await stack.enter_async_context(
             Client(
@@ -87,6 +89,7 @@ class LearnerNode(JoinedNode):
             run=run,
             holder=where.holder,
             compute=compute,
+            saving=saving,
             commands=commands,
             publisher=Publisher(compute, files, config.publish, folder / "publishing"),
             metrics=metrics,

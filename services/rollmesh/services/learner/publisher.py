@@ -1,6 +1,7 @@
 """Publish versions: copy (export -> probes) -> manifest -> upload -> announce.
 
-The copy runs in the compute thread between two updates, because it must be of one step. All that follows uses only the copy, so it may run
+The copy runs in the compute thread between two updates, because it must be of one step. All that follows uses only the copy. Copy and
+upload run while the update is committed, when the compute thread is idle; the announcement waits for the commit. What is left then runs
 while the next update is computed. At most one publication is open, because they share a folder.
 
 A learner that restarts at its last published step publishes it again. The digest must then be the same; otherwise the coordinator treats
@@ -13,9 +14,10 @@ Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest
 from rollmesh.shared.weights.probes import Probe
+from rollmesh.v1 import weights_pb2
 
 _SYNTHETIC_TOKENS = 32
 _NOT_FINITE = (
@@ -60,6 +63,8 @@ class Publisher:
         self._folder = folder
         self._scratch = folder / "files"
         """Files of the newest copy."""
+        self._kept: dict[tuple[Path, int, int], weights_pb2.WeightFile] = {}
+        """Chunks of files that versions share, such as the base of adapters, by path, size and time of the last change in nanoseconds."""
 
     async def copy(self, engine: TrainerEngine, version: PolicyVersion) -> WeightsCopy:
         """Copy the engine's current weights, which are `version`, and score the probes on them. The previous copy is deleted.
@@ -68,17 +73,40 @@ class Publisher:
         """
         return await self._compute.run(lambda: self._copy(engine, version))
 
-    async def publish(self, trainer: Trainer, copy: WeightsCopy) -> PolicyVersion:
-        """Upload and announce a copy of the weights of `trainer.version`; return it with its digest. Repeatable.
+    async def publish(
+        self, trainer: Trainer, copying: Awaitable[WeightsCopy], may_announce: asyncio.Event
+    ) -> PolicyVersion:
+        """Upload a copy of the weights, and announce it as `trainer.version` once `may_announce` is set, which is after the commit of its
+        update. Return it with its digest. Repeatable.
 
         Raise `WeightsRejected` for a tensor with a value that is NaN or infinite, `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
         """
-        assert str(copy.version) == str(trainer.version), "a version is published before the next update is committed"
+        config, allowed = self._config, None
+
+        async def allow(copy: WeightsCopy, manifest: bytes) -> None:
+            await self._files.run(lambda: self._store(copy.version, manifest))
+            await may_announce.wait()
+            assert str(copy.version) == str(trainer.version), (
+                "after the commit of its update, and before that of the next"
+            )
+
         try:
+            copy = await copying
             built = await self._files.run(lambda: self._build(copy))
-            config = self._config
-            return await trainer.publish_manifest(built, transfer=config.transfer, attempts_max=config.attempts_max)
+            allowed = asyncio.create_task(allow(copy, built.data))
+            published = await trainer.publish_manifest(
+                built,
+                version=copy.version,
+                transfer=config.transfer,
+                attempts_max=config.attempts_max,
+                before_announcement=allowed,
+            )
+            await self._files.run(lambda: self._forget_others(copy.version))
+            return published
         finally:
+            if allowed is not None:
+                allowed.cancel()
+                await asyncio.gather(allowed, return_exceptions=True)
             await self._files.run(lambda: shutil.rmtree(self._scratch, ignore_errors=True))
 
     def note_samples(self, samples: Sequence[TrainingSample]) -> None:
@@ -120,25 +148,52 @@ class Publisher:
 
     def _build(self, copy: WeightsCopy) -> BuiltManifest:
         exported, probes = copy.exported, [probe.encode() for probe in copy.probes]
-        for path in exported.files.values():
-            if name := first_not_finite(path):
+        shared = {
+            name: _identity(path) for name, path in exported.files.items() if not path.is_relative_to(self._scratch)
+        }
+        known = {name: self._kept[identity] for name, identity in shared.items() if identity in self._kept}
+        changed = {name: path for name, path in {**exported.files, **exported.adapter}.items() if name not in known}
+        for path in changed.values():
+            if path.suffix == ".safetensors" and (name := first_not_finite(path)):
                 raise WeightsRejected(
                     f"tensor {name} of {copy.version} has a value that is NaN or infinite, {_NOT_FINITE}",
                     version=copy.version,
                 )
-        return self._as_before(copy.version, build_manifest(exported.files, tied=exported.tied, probes=probes))
+        built = build_manifest(
+            exported.files,
+            adapter=exported.adapter,
+            tied=exported.tied,
+            probes=probes,
+            probe_tolerance=exported.probe_tolerance,
+            known=known,
+        )
+        hashed = {file.name: file for file in parse_manifest(built.data).files}
+        self._kept = {identity: hashed[name] for name, identity in shared.items()}
+        return self._as_before(copy.version, built)
 
     def _as_before(self, version: PolicyVersion, built: BuiltManifest) -> BuiltManifest:
-        """Return the stored manifest if these weights were published before; otherwise store and return `built`."""
-        path = self._folder / f"step-{version.step:08d}.{version.incarnation}.manifest"
-        known = _read_manifest(path, built)
-        if known is not None:
-            return known
-        _write(path, built.data)
+        """Return the stored manifest if these weights were published before; otherwise `built`."""
+        return _read_manifest(self._manifest_path(version), built) or built
+
+    def _store(self, version: PolicyVersion, manifest: bytes) -> None:
+        """Store the manifest of the version that is uploaded meanwhile, unless it is stored."""
+        path = self._manifest_path(version)
+        if not path.exists() or path.read_bytes() != manifest:
+            _write(path, manifest)
+
+    def _forget_others(self, version: PolicyVersion) -> None:
+        """Delete the manifests of other versions. Until `version` is announced, a restarted learner may publish the one before again."""
         for other in self._folder.glob("step-*.manifest"):
-            if other != path:
+            if other != self._manifest_path(version):
                 other.unlink()
-        return built
+
+    def _manifest_path(self, version: PolicyVersion) -> Path:
+        return self._folder / f"step-{version.step:08d}.{version.incarnation}.manifest"
+
+
+def _identity(path: Path) -> tuple[Path, int, int]:
+    found = path.stat()
+    return path, found.st_size, found.st_mtime_ns
 
 
 def _prompts(samples: Sequence[TrainingSample], config: PublishConfig) -> list[list[int]]:

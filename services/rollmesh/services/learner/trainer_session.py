@@ -2,13 +2,17 @@
 
     restore -> attach -> publish -> [ lease -> fetch -> step -> commit -> compare digests -> checkpoint? -> publish? ] ... -> finish
 
-A publication copies the weights between two updates. Its upload and its announcement run while the next batch is leased, fetched and
-trained, and end before the commit of that update, so that at most one publication is open and the weights never run ahead of it.
+A publication copies and uploads the weights while their update is committed. It is announced after the commit, and after a checkpoint
+that is due. What is not done then runs while the next batch is leased, fetched and trained, and ends before the commit of that update, so
+that at most one publication is open and the weights never run ahead of it.
 
 The order inside an update is fixed, because it ensures that a sample is used at most once:
 - The weights step before the commit, so a crash in between leaves the batch in doubt and never counts it twice.
 - The digest is compared before anything with this update is made durable.
 - The checkpoint precedes publishing, so a published version can be restored or is rolled back under a new incarnation.
+
+With `checkpoint_async`, the place of the checkpoint in this order is a copy in memory, which is written while the next batches are leased and
+trained. At most one copy exists. A version may then be published before its checkpoint is durable; a crash rolls it back.
 
 A session passes no state to the next one, which begins with the newest checkpoint.
 """
@@ -21,7 +25,9 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from msgspec import structs
 from msgspec.structs import asdict
 
 from rollmesh.client import Batch, BatchLease, Run, Trainer
@@ -34,7 +40,7 @@ from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics import TOKENS, UPDATES, trained_tokens
 from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.learner.progress import LearnerProgress
-from rollmesh.services.learner.publisher import Publisher
+from rollmesh.services.learner.publisher import Publisher, WeightsCopy
 from rollmesh.services.learner.source import DecodedBatch, decode_batch
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateSpans
 from rollmesh.shared.clock import Clock
@@ -44,6 +50,8 @@ from rollmesh.shared.retry import Backoff
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.telemetry.tracing import now_ns
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.trainer.checkpoint_files import TRAINED_NAME
 from rollmesh.v1 import events_pb2
 
 _log = logging.getLogger(__name__)
@@ -61,6 +69,8 @@ class Parts:
     holder: str
     """Host and process of the learner, for messages of the coordinator."""
     compute: ComputeThread
+    saving: ComputeThread
+    """Writes the copies of checkpoints, so that `compute` is free for the next update."""
     commands: Commands
     publisher: Publisher
     metrics: MetricsLog
@@ -98,6 +108,16 @@ async def begin_session(parts: Parts) -> TrainerSession:
     return session
 
 
+@dataclass(frozen=True, slots=True)
+class _Publication:
+    """A version that is being copied, uploaded and announced."""
+
+    copying: asyncio.Task[WeightsCopy]
+    task: asyncio.Task[None]
+    may_announce: asyncio.Event
+    """Set when the update of the version is committed, and its checkpoint, if one is due, is durable."""
+
+
 class TrainerSession:
     """The session of one trainer epoch, created by `begin_session`."""
 
@@ -116,8 +136,12 @@ class TrainerSession:
         self._refused_max = _refused_max(parts.config, attached, self._publish_every)
         self._published: list[str] = []
         """Versions published in this session, by the names that WatchRun uses."""
-        self._publication: asyncio.Task[None] | None = None
+        self._publication: _Publication | None = None
         """The open publication; its error ends the session."""
+        self._saving: asyncio.Task[None] | None = None
+        """Reports the copy of a checkpoint once it is written; its error ends the session."""
+        self._writing: asyncio.Task[Path] | None = None
+        """Writes that copy. The end of the session waits for it."""
         self._num_lost = 0
         self._asked_ns = 0
         """Time of the request for the current batch, on the clock of spans."""
@@ -137,10 +161,13 @@ class TrainerSession:
             await self._published_all()
             if self._log.update > self._checkpointed:
                 await self._checkpoint()
+            await self._saved()
             if self._log.update > self._parts.progress.published_step:
                 await self.publish()
+            await self._parts.compute.run(self._engine.close)
         finally:
             await self._drop_publication()
+            await self._drop_saving()
             # An open batch is in doubt now: the next attach compares the checkpoint with the ledger.
             await self._trainer.close()
 
@@ -149,46 +176,59 @@ class TrainerSession:
     async def publish(self) -> None:
         """Publish the current weights, and wait until they are announced."""
         try:
-            await self._begin_publication()
+            self._start_publication(self._trainer.version)
+            await self._announce()
             await self._published_all()
         finally:
             await self._drop_publication()
 
-    async def _begin_publication(self) -> None:
-        """Copy the weights and begin to publish them. `_published_all` waits for the end, and raises its error."""
+    def _start_publication(self, version: PolicyVersion) -> None:
+        """Begin to copy and to upload the current weights, which are `version`. `_announce` lets them be announced."""
         parts, trainer = self._parts, self._trainer
         assert self._publication is None, "one publication at a time"
-        with parts.progress.during("publish"):
-            copy = await parts.publisher.copy(self._engine, trainer.version)
-        await parts.at(LearnerFaultPoint.COPIED)
+        copying = asyncio.create_task(parts.publisher.copy(self._engine, version), name=f"copy {version}")
+        may_announce = asyncio.Event()
 
-        async def announce() -> None:
-            version = await parts.publisher.publish(trainer, copy)
-            parts.progress.published_step = version.step
-            self._published.append(f"{version.policy}@{version.step}.{version.incarnation}")
+        async def publish() -> None:
+            published = await parts.publisher.publish(trainer, copying, may_announce)
+            parts.progress.published_step = published.step
+            self._published.append(f"{published.policy}@{published.step}.{published.incarnation}")
             await parts.at(LearnerFaultPoint.PUBLISHED)
 
-        self._publication = asyncio.create_task(announce(), name=f"publish {copy.version}")
+        self._publication = _Publication(
+            copying, asyncio.create_task(publish(), name=f"publish {version}"), may_announce
+        )
+
+    async def _announce(self) -> None:
+        """Wait for the copy of the open publication, and let it be announced. `_published_all` waits for that. Raise an error of the copy."""
+        publication = self._publication
+        assert publication is not None, "not started"
+        with self._parts.progress.during("publish"):
+            await asyncio.wait([publication.copying])
+        publication.copying.result()
+        await self._parts.at(LearnerFaultPoint.COPIED)
+        publication.may_announce.set()
 
     async def _published_all(self) -> None:
         """Wait until the open publication is announced, and raise its error."""
         if self._publication is not None:
             with self._parts.progress.during("publish"):
-                await asyncio.wait([self._publication])
+                await asyncio.wait([self._publication.task])
             self._check_publication()
 
     def _check_publication(self) -> None:
         """Raise the error of the publication if it has failed."""
-        if self._publication is not None and self._publication.done():
+        if self._publication is not None and self._publication.task.done():
             publication, self._publication = self._publication, None
-            publication.result()
+            publication.task.result()
 
     async def _drop_publication(self) -> None:
         """Cancel the open publication at the end of the session; a repetition is harmless."""
         publication, self._publication = self._publication, None
         if publication is not None:
-            publication.cancel()
-            await asyncio.wait([publication])
+            for task in (publication.task, publication.copying):
+                task.cancel()
+            await asyncio.gather(publication.task, publication.copying, return_exceptions=True)
 
     # Leasing ----------------------------------------------------------------------------------------------------------
 
@@ -216,8 +256,10 @@ class TrainerSession:
             while not asking.done() and not stopping.done():
                 # Without the publication there may never be a batch, so its failure ends the wait.
                 self._check_publication()
-                publishing = [] if self._publication is None else [self._publication]
-                await asyncio.wait([asking, stopping, *publishing], return_when=asyncio.FIRST_COMPLETED)
+                self._check_saving()
+                publishing = None if self._publication is None else self._publication.task
+                background = [task for task in (publishing, self._saving) if task is not None]
+                await asyncio.wait([asking, stopping, *background], return_when=asyncio.FIRST_COMPLETED)
             return asking.result() if asking.done() else "stop"
         finally:
             asking.cancel()
@@ -264,8 +306,11 @@ class TrainerSession:
         with trace.part(TRAIN):
             result = await self._step(lease, decoded)
         self._trainer.check()
+        self._check_saving()
         await parts.at(LearnerFaultPoint.STEPPED)
         await self._published_all()
+        if lease.update - parts.progress.published_step >= self._publish_every:
+            self._start_publication(structs.replace(self._trainer.version, step=lease.update))
         dropped = {name: reason for name, reason in result.verdicts if reason is not None}
         with parts.progress.during("commit"), trace.part(COMMIT):
             committed = await self._trainer.commit(
@@ -321,8 +366,8 @@ class TrainerSession:
         asked = parts.commands.take_checkpoint()
         if asked or update - self._checkpointed >= parts.config.checkpoint_every:
             await self._checkpoint()
-        if update - parts.progress.published_step >= self._publish_every:
-            await self._begin_publication()
+        if self._publication is not None:
+            await self._announce()
 
     async def _checkpoint(self) -> None:
         parts, update = self._parts, self._log.update
@@ -333,13 +378,60 @@ class TrainerSession:
             digest=self._log.digest,
             head=self._head,
         )
+        await self._saved()
         with parts.progress.during("checkpoint"):
             snapshot = await self._data_snapshot()
-            await parts.compute.run(lambda: self._engine.save(self._log, position, data_snapshot=snapshot))
-            await parts.at(LearnerFaultPoint.MID_CHECKPOINT)
-            await self._trainer.report_checkpoint()
-        self._checkpointed = parts.progress.checkpoint_update = update
+            if parts.config.checkpoint_async:
+                write = await parts.compute.run(
+                    lambda: self._engine.copy_to_save(self._log, position, data_snapshot=snapshot)
+                )
+                self._writing = asyncio.create_task(parts.saving.run(write), name=f"write checkpoint {update}")
+                self._saving = asyncio.create_task(
+                    self._report_written(self._writing, position), name=f"report checkpoint {update}"
+                )
+            else:
+                await parts.compute.run(lambda: self._engine.save(self._log, position, data_snapshot=snapshot))
+                await self._report_durable(position)
+        self._checkpointed = update
+
+    async def _report_written(self, writing: asyncio.Task[Path], position: Position) -> None:
+        """Wait until the copy of a checkpoint is written, and report it."""
+        folder = await asyncio.shield(writing)
+        self._log.rebase(folder / TRAINED_NAME, position.update)
+        await self._report_durable(position)
+
+    async def _report_durable(self, position: Position) -> None:
+        parts = self._parts
+        await parts.at(LearnerFaultPoint.MID_CHECKPOINT)
+        await self._trainer.report_checkpoint(position.update, position.digest)
+        parts.progress.checkpoint_update = position.update
         await parts.at(LearnerFaultPoint.CHECKPOINTED)
+
+    async def _saved(self) -> None:
+        """Wait until the copy of a checkpoint is written and reported, and raise its error."""
+        if self._saving is not None:
+            with self._parts.progress.during("checkpoint"):
+                await asyncio.wait([self._saving])
+            self._check_saving()
+
+    def _check_saving(self) -> None:
+        """Raise the error of the copy of a checkpoint if it could not be written or reported."""
+        if self._saving is not None and self._saving.done():
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    async def _drop_saving(self) -> None:
+        """At the end of the session, wait until the copy of a checkpoint is written, because the next session reads the folder. A report
+        that is missing is harmless, because the next attach reports the checkpoint. An error is logged: the session has ended with
+        another one, and the next session begins with an older checkpoint."""
+        saving, self._saving = self._saving, None
+        if saving is None or self._writing is None:
+            return
+        saving.cancel()
+        await asyncio.wait([saving, self._writing])
+        error = self._writing.exception() or (None if saving.cancelled() else saving.exception())
+        if error is not None:
+            _log.error("a checkpoint could not be written or reported: %s", error)
 
     async def _data_snapshot(self) -> bytes:
         take, position = self._parts.data_snapshot, self._head.position

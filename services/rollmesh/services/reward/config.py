@@ -13,9 +13,10 @@ from msgspec import Meta
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
-from rollmesh.services.reward.scorer import SCORERS, Policy, Sandbox, Scorer, UsesPolicy, UsesSandbox
+from rollmesh.services.reward.scorer import SCORERS, Policy, Sandbox, Scorer, UsesEndpoints, UsesPolicy, UsesSandbox
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
+from rollmesh.shared.endpoints.answer import Asks
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.settings import LIVE, PositiveFloat, PositiveInt, Settings
@@ -74,11 +75,12 @@ def build_engine(
     sandbox: Sandbox | None = None,
     estimator: Extension | str = "grpo",
     policy: Policy | None = None,
+    endpoints: Asks | None = None,
 ) -> RewardEngine:
     """Return the engine of the service. Relative files are relative to `base_dir`.
 
-    Without a `sandbox`, scorers that run code fail, and without a `policy` those that use it; their samples are infra failures. `estimator` is that of the trainer. Its weights
-    are those of `config`. Raise ConfigError, or RecordError for a malformed answer file.
+    Without a `sandbox`, `policy` or `endpoints`, the scorers that use it fail; their samples are infra failures. `estimator` is that of the
+    trainer. Its weights are those of `config`. Raise ConfigError, or RecordError for a malformed answer file.
     """
     scorers = [build_scorer(scorer, base_dir) for scorer in config.scorers]
     _check_weights(config.weights, scorers)
@@ -87,6 +89,8 @@ def build_engine(
             configured.scorer.use_sandbox(sandbox)
         if policy is not None and isinstance(configured.scorer, UsesPolicy):
             configured.scorer.use_policy(policy)
+        if endpoints is not None and isinstance(configured.scorer, UsesEndpoints):
+            configured.scorer.use_endpoints(endpoints)
     return RewardEngine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer, base_dir)),

@@ -21,9 +21,10 @@ from rollmesh.services.reward.item import AnswerKey, ScoreItem
 from rollmesh.services.reward.metrics import SCORES
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import Scorer, ScorerResult
+from rollmesh.shared.endpoints.metering import EndpointMeter, metered
 from rollmesh.shared.errors import GroupCodeFailed, Overloaded
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.trajectory import GroupContext, Outcome, Reward
+from rollmesh.shared.trajectory import EndpointUse, GroupContext, Outcome, Reward
 from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.trainer.estimators import Estimator
 
@@ -34,6 +35,8 @@ ANSWER_CHARS_MAX = 256
 FRAMES_CHARS_MAX = 900
 """Cause and frames of a GroupCodeFailed fit in the message of a gRPC status."""
 
+Uses = dict[str, list[EndpointUse]]
+"""What scorers asked of endpoints, by the id of the sample."""
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -99,8 +102,11 @@ class RewardEngine:
         """Number of samples that wait or are scored."""
         return self._num_queued
 
-    async def score(self, items: Sequence[ScoreItem]) -> list[tuple[Reward, ...]]:
-        """Return the rewards of each item, in order. Raise Overloaded if more samples than `queue_samples_max` wait."""
+    async def score(self, items: Sequence[ScoreItem], uses: Uses | None = None) -> list[tuple[Reward, ...]]:
+        """Return the rewards of each item, in order. Raise Overloaded if more samples than `queue_samples_max` wait.
+
+        What the scorers asked of endpoints is added to `uses`, by the id of the sample.
+        """
         if self._num_queued + len(items) > self._queue_samples_max:
             raise Overloaded(
                 f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add reward nodes"
@@ -108,7 +114,7 @@ class RewardEngine:
         self._num_queued += len(items)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._score_one(item)) for item in items]
+                tasks = [group.create_task(self._score_one(item, uses)) for item in items]
         finally:
             self._num_queued -= len(items)
         return [task.result() for task in tasks]
@@ -128,9 +134,9 @@ class RewardEngine:
             if close is not None:
                 await close()
 
-    async def _score_one(self, item: ScoreItem) -> tuple[Reward, ...]:
+    async def _score_one(self, item: ScoreItem, uses: Uses | None) -> tuple[Reward, ...]:
         async with self._slots:
-            return tuple([reward for scorer in self.scorers for reward in await run_scorer(scorer, item)])
+            return tuple([reward for scorer in self.scorers for reward in await run_scorer(scorer, item, uses)])
 
 
 def call_group_code(what: str, function: Callable[[A], R], group: A) -> R:
@@ -142,21 +148,27 @@ def call_group_code(what: str, function: Callable[[A], R], group: A) -> R:
         raise GroupCodeFailed(f"{what}: {' '.join(explain(error).split())[:CAUSE_CHARS_MAX]}\n{frames}") from error
 
 
-async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Reward, ...]:
+async def run_scorer(configured: ConfiguredScorer, item: ScoreItem, uses: Uses | None = None) -> tuple[Reward, ...]:
     """Return the rewards of the scorer with their names, or one INFRA_FAILURE with the cause."""
     limit = asyncio.timeout(configured.timeout_s)
+    meter = EndpointMeter(f"{item.sample_id}/{configured.name}", caller=configured.label)
     try:
-        async with limit:
-            _check_columns(configured, item)
-            result = await configured.scorer.score(item)
+        with metered(meter):
+            async with limit:
+                _check_columns(configured, item)
+                result = await configured.scorer.score(item)
         rewards = _checked(configured, result)
         count(SCORES, configured.label, "ok")
         return rewards
     except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; it is recorded here
         late = isinstance(error, TimeoutError) and limit.expired()
-        cause = f"no result within {configured.timeout_s} s" if late else explain(error)
+        waited = f"; it awaited endpoint `{meter.cut}`" if meter.cut else ""
+        cause = f"no result within {configured.timeout_s} s{waited}" if late else explain(error)
         count(SCORES, configured.label, "failed")
         return (_failure(configured, cause, user_traceback(error), item.answer_key),)
+    finally:
+        if uses is not None and meter.uses:
+            uses.setdefault(item.sample_id, []).extend(meter.uses)
 
 
 def _check_columns(configured: ConfiguredScorer, item: ScoreItem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollmesh.services.reward.finalizer import FinalizerDecision
 from rollmesh.shared.telemetry.metrics import counter, gauge
 
 SCORES = counter(
@@ -9,7 +10,13 @@ SCORES = counter(
     "Samples scored, by scorer and outcome. A failed one has no value and fails its episode.",
     "scorer",
     "outcome",
+    outcome=("ok", "failed"),
 )
-GROUPS = counter("rollmesh_reward_groups_total", "Groups decided, by decision: keep, filter, extend.", "decision")
+GROUPS = counter(
+    "rollmesh_reward_groups_total",
+    "Groups decided, by decision.",
+    "decision",
+    decision=[decision.name.lower() for decision in FinalizerDecision],
+)
 QUEUED = gauge("rollmesh_reward_samples_queued", "Samples that wait or are scored.")
 METRICS = (SCORES, GROUPS, QUEUED)

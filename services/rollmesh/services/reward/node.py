@@ -14,6 +14,7 @@ from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.endpoints.fleet_endpoints import EndpointsOfRun
 from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.outputs import NUM_TOP
 from rollmesh.shared.registry import Extension
@@ -42,11 +43,12 @@ class RewardNode(JoinedNode):
         policy: str = "main",
         num_top: int = NUM_TOP,
         tokenizer: Callable[[], PromptEncoder | None] = lambda: None,
+        endpoints: EndpointsOfRun | None = None,
     ) -> None:
         """Relative files in the config are relative to `base_dir`; `estimator` is the trainer's. Raises ConfigError or RecordError.
 
         Scorers that use the policy ask the nodes that serve `policy`, with `num_top` tokens in `top_k`. `tokenizer` loads that of the
-        model, and is called only for such scorers.
+        model, and is called only for such scorers. `endpoints` are those that scorers with `use_endpoints` may ask.
         """
         super().__init__(
             node_id=node_id,
@@ -67,12 +69,20 @@ class RewardNode(JoinedNode):
         )
         self._policy = PolicyClient(self._router, policy=policy)
         self._load_tokenizer = tokenizer
-        self.engine = build_engine(config, base_dir, self._sandbox, estimator, self._policy)
+        self._endpoints = (endpoints or EndpointsOfRun()).open(
+            self.fleet,
+            lambda address: open_channel(address, access=access),
+            access=access,
+            clock=self.clock,
+            router=config.router,
+        )
+        self.engine = build_engine(config, base_dir, self._sandbox, estimator, self._policy, self._endpoints)
         self._servicer = RewardServicer(self.engine, finalizer_name=config.finalizer.name)
 
     async def build(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._sandbox.close)
         stack.push_async_callback(self._router.close)
+        stack.push_async_callback(self._endpoints.close)
         if any(isinstance(configured.scorer, UsesPolicy) for configured in self.engine.scorers):
             self._policy.encoder = await asyncio.to_thread(self._load_tokenizer)
         stack.push_async_callback(self.engine.close)

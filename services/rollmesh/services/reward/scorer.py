@@ -13,6 +13,7 @@ from rollmesh.services.reward.item import ScoreItem
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.clients.given_tokens import Prompt
 from rollmesh.shared.clients.hidden_tests import TestReport
+from rollmesh.shared.endpoints.answer import Asks
 from rollmesh.shared.registry import Registry
 from rollmesh.shared.trajectory import IntArray, Reward
 from rollmesh.shared.versions import PolicyVersion
@@ -27,7 +28,7 @@ class Scorer(Protocol):
     A class that implements it is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`. Optional
     attributes: `version` (changes when the same input may score differently), `rewards` (names of its rewards besides the configured
     one), `columns` (names of the per-token arrays that it reads from `JudgedSegment.arrays`: "logprobs", or arrays of `rollout.outputs`),
-    `use_sandbox` (see `UsesSandbox`), `use_policy` (see `UsesPolicy`), `async close()`.
+    `use_sandbox` (see `UsesSandbox`), `use_policy` (see `UsesPolicy`), `use_endpoints` (see `UsesEndpoints`), `async close()`.
     """
 
     async def score(self, item: ScoreItem) -> ScorerResult:
@@ -93,6 +94,17 @@ class UsesPolicy(Protocol):
     """A scorer that asks the policy. It gets the client before the first call of `score`."""
 
     def use_policy(self, policy: Policy) -> None:
+        """Store the client. Called once, if the service has one."""
+
+
+@runtime_checkable
+class UsesEndpoints(Protocol):
+    """A scorer that asks endpoints, such as a judge. It gets their client before the first call of `score`.
+
+    What it asks during `score` is stored with the episode of the sample. A failure that it does not catch is an infra failure.
+    """
+
+    def use_endpoints(self, endpoints: Asks) -> None:
         """Store the client. Called once, if the service has one."""
 
 

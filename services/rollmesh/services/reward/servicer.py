@@ -8,12 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rollmesh.services.reward.engine import RewardEngine
+from rollmesh.services.reward.engine import RewardEngine, Uses
 from rollmesh.services.reward.finalizer import Group, Verdict
 from rollmesh.services.reward.item import ScoreItem, TaskView, judged_path, num_action_tokens
 from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.services.reward.oracles import Oracles
-from rollmesh.shared.codec.trajectory import decode_group_context, decode_key, decode_segment, encode_rewards
+from rollmesh.shared.codec.trajectory import (
+    decode_group_context,
+    decode_key,
+    decode_segment,
+    encode_rewards,
+    encode_use,
+)
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
@@ -35,10 +41,13 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward_pb2.RewardServiceScoreResponse:
         items = list(self._items(request))
         with tracing.spans_below((item.traceparent for item in request.items), "scorers", "reward"):
-            scored = await self._engine.score(items)
+            uses: Uses = {}
+            scored = await self._engine.score(items, uses)
         response = reward_pb2.RewardServiceScoreResponse()
         for item, rewards in zip(items, scored, strict=True):
             response.samples.add(sample_id=item.sample_id, rewards=encode_rewards(rewards))
+        for sample_id, asked in uses.items():
+            response.endpoints.add(sample_id=sample_id, uses=map(encode_use, asked))
         return response
 
     async def FinalizeGroup(

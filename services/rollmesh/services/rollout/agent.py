@@ -16,7 +16,8 @@ a limit as `LimitReached`, which no agent needs to catch. Any other exception is
 with the traceback. It is retried and never scored 0.
 
 An instance serves many episodes at once, so keep the state of an episode in local variables. Settings come from the config's
-`options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without one, `Agent()`.
+`options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without one, `Agent()`. A constructor
+with a parameter `base_dir` also gets the folder of the configuration.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ AGENTS = Registry(
     {
         "tool_calling": "rollmesh.services.rollout.agents.tool_calling:ToolCallingAgent",
         "single_turn": "rollmesh.services.rollout.agents.single_turn:SingleTurnAgent",
+        "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
+        "url": "rollmesh.services.rollout.agents.url:UrlAgent",
     },
 )
 
@@ -52,7 +55,8 @@ class Agent(Protocol):
 
 def load_agent(chosen: Extension, base_dir: str | Path | None = None) -> Agent:
     """Construct the chosen agent. Raise ConfigError."""
-    agent = AGENTS.make(chosen, base_dir)
+    takes = inspect.signature(AGENTS.find(chosen.name, base_dir)).parameters
+    agent = AGENTS.make(chosen, base_dir, **({"base_dir": base_dir} if "base_dir" in takes else {}))
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
         raise ConfigError(
             f"agent `{chosen.name}` must have a method `async def run(self, task, env)`", name=chosen.name

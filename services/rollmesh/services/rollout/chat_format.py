@@ -32,6 +32,11 @@ _EXAMPLE: ToolSchema = {
     },
 }
 _KEY = "rollout.format.turn_end"
+_CALL_SHAPES: Mapping[ToolCallBody, str] = {
+    "json": '{"name": NAME, "arguments": {...}}',
+    "pythonic": "[NAME(ARGUMENT=VALUE)]",
+    "bare": "TEXT",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +51,18 @@ class ChatFormat:
     tool_call_end: str
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody
-    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
+    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
+    `[name(argument=value, ...), ...]`."""
     observation: str
     """Text appended after a turn to show a tool's result, up to the model's next turn. Special tokens are encoded only around `{text}`."""
     tool_role: str = "tool"
     assistant_role: str = "assistant"
     renders_tools: bool = True
     """False: the template ignores tools, so they are described in a system message (`tools_text`)."""
+    renders_results: bool = True
+    """False: the template cannot write a call and its result, so that calls and results of a request become texts."""
+    arguments_as_text: bool = False
+    """True: the template writes the arguments of a call only if they are JSON text, and not an object."""
 
     @property
     def turn_end(self) -> str:
@@ -75,10 +85,11 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
 
     Raise `ConfigError` if no token ends a turn, or if the template does not write the configured token there.
     """
+    as_text = _takes_text_only(render)
     tail = _tail(render)
     turn_end = _turn_end(config, tail, special, eos)
-    call = _written_call(render, turn_end) or ("<tool_call>", "</tool_call>", "json")
-    observation = config.observation or _observation(render, turn_end)
+    call = _written_call(render, turn_end, as_text) or ("<tool_call>", "</tool_call>", "json")
+    observation = config.observation or _observation(render, turn_end, as_text)
     return ChatFormat(
         turn_ends=tuple(dict.fromkeys((turn_end, *eos))),
         tool_call_start=call[0] if config.tool_call_start is None else config.tool_call_start,
@@ -88,13 +99,15 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
         tool_role=config.tool_role,
         assistant_role=config.assistant_role,
         renders_tools=_renders_tools(render),
+        renders_results=_renders_results(render, as_text),
+        arguments_as_text=as_text,
     )
 
 
 def tools_text(tools: Sequence[ToolSchema], words: ChatFormat) -> str:
     """Describe the tools as text, for templates that ignore them."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    body = '{"name": NAME, "arguments": {...}}' if words.tool_call_body == "json" else "TEXT"
+    body = _CALL_SHAPES[words.tool_call_body]
     how = f"{words.tool_call_start}{body}{words.tool_call_end}"
     return f"You can call these tools, one per turn:\n{described}\nTo call one, end your turn with {how}"
 
@@ -146,12 +159,11 @@ def _first_of(tokens: Sequence[str], text: str) -> str:
 # Tools ----------------------------------------------------------------------------------------------------------------
 
 
-def _observation(render: Render, turn_end: str) -> str:
+def _observation(render: Render, turn_end: str, as_text: bool) -> str:
     """Return a tool's result as the template writes it, or as a user turn if the template ignores tools."""
-    tool_result = {"role": "tool", "name": _TOOL, "tool_call_id": _CALL_ID, "content": _RESULT}
     for said, result, tools in (
-        (_called(), tool_result, [_EXAMPLE]),
-        (_said(_ANSWER), tool_result, None),
+        (_called(as_text), _tool_result(), [_EXAMPLE]),
+        (_said(_ANSWER), _tool_result(), None),
         (_said(_ANSWER), {"role": "user", "content": _RESULT}, None),
     ):
         try:
@@ -168,11 +180,11 @@ def _observation(render: Render, turn_end: str) -> str:
     )
 
 
-def _written_call(render: Render, turn_end: str) -> tuple[str, str, ToolCallBody] | None:
+def _written_call(render: Render, turn_end: str, as_text: bool) -> tuple[str, str, ToolCallBody] | None:
     """Return start, end and body of a tool call as the template writes it, or None if it does not write tool calls."""
     try:
         plain = render([_user(), _said(_ANSWER)], [_EXAMPLE], False)
-        text = render([_user(), _called()], [_EXAMPLE], False)
+        text = render([_user(), _called(as_text)], [_EXAMPLE], False)
     except InvalidInput:
         return None
     turn = text[len(commonprefix([plain, text])) :]
@@ -181,8 +193,13 @@ def _written_call(render: Render, turn_end: str) -> tuple[str, str, ToolCallBody
     at = turn.index(_ANSWER)
     end = turn.find(turn_end, at)
     turn = turn[: end if end != -1 else None].strip()
+    if f"[{_TOOL}(" in turn:
+        start, _, rest = turn.partition("[")
+        return start.strip(), rest.rpartition("]")[2].strip(), "pythonic"
     if _TOOL in turn and "{" in turn:
         start, _, _ = turn.partition("{")
+        if _TOOL in start:  # the name is not in the JSON, so this is another format
+            return None
         return start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json"
     start, _, rest = turn.partition(_ANSWER)
     # A bare call without a marker cannot be distinguished from an answer.
@@ -196,6 +213,28 @@ def _renders_tools(render: Render) -> bool:
         return False
 
 
+def _takes_text_only(render: Render) -> bool:
+    """Return whether the template writes a call with its arguments as text, and none with an object."""
+    for as_text in (False, True):
+        try:
+            render([_user(), _called(as_text)], [_EXAMPLE], False)
+        except InvalidInput:
+            continue
+        return as_text
+    return False
+
+
+def _renders_results(render: Render, as_text: bool) -> bool:
+    try:
+        return _RESULT in render([_user(), _called(as_text), _tool_result()], [_EXAMPLE], True)
+    except InvalidInput:
+        return False
+
+
+def _tool_result() -> dict[str, Any]:
+    return {"role": "tool", "name": _TOOL, "tool_call_id": _CALL_ID, "content": _RESULT}
+
+
 def _user() -> dict[str, Any]:
     return {"role": "user", "content": _QUESTION}
 
@@ -204,8 +243,9 @@ def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _called() -> dict[str, Any]:
-    function = {"name": _TOOL, "arguments": {"text": _ANSWER}}
+def _called(as_text: bool) -> dict[str, Any]:
+    arguments = {"text": _ANSWER}
+    function = {"name": _TOOL, "arguments": json.dumps(arguments) if as_text else arguments}
     return {
         "role": "assistant",
         "content": "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,9 +13,18 @@ from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.outputs import NUM_TOP, NUM_TOP_MAX
 from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import LIVE, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
+from rollmesh.shared.settings import (
+    LIVE,
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+)
 
-ToolCallBody = Literal["bare", "json"]
+ToolCallBody = Literal["bare", "json", "pythonic"]
 
 
 class FormatConfig(Settings):
@@ -27,7 +37,8 @@ class FormatConfig(Settings):
     tool_call_end: str | None = None
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody | None = None
-    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
+    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
+    `[name(argument=value, ...), ...]`."""
     observation: str | None = None
     """Text appended after a turn to show a tool's result, up to the start of the model's next turn. `{text}` itself is encoded
     without special tokens, so a tool's output cannot open a turn."""
@@ -143,6 +154,28 @@ class ToolLatencyConfig(Settings):
             raise ValueError(f"`shape` must be > 1 for pareto and > 0 for lognormal, got {self.shape}")
 
 
+class OpenAiServerConfig(Settings):
+    """The server of the OpenAI protocol in each worker, for agents that are programs or services. It starts when an agent needs it."""
+
+    address: NonEmptyStr = "127.0.0.1:0"
+    """host:port on which it listens. Port 0 takes a free port, which several workers on one host need."""
+    advertise: str = ""
+    """Host by which services on other machines reach it. Empty: the host of `address`. The connection is not encrypted."""
+    request_mb_max: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Maximum size of the body of a request, MiB."""
+    tool_calls: Extension | None = None
+    """Parser of the model's tool calls: `hermes`, `llama3_json`, `llama_pythonic`, `bare` or a custom one. Absent: the parser for the calls
+    that the model's chat template writes."""
+
+    def check_fields(self) -> None:
+        if not re.fullmatch(r"\S+:\d{1,5}", self.address) or port_of(self.address) > 65535:
+            raise ValueError(f"`address` must be host:port, such as 127.0.0.1:0, got {self.address!r}")
+        if is_wildcard(self.advertise or host_of(self.address)):
+            raise ValueError(
+                f"`advertise` must be a host that programs can call, because `address` is {self.address!r}"
+            )
+
+
 class WorkerConfig(Settings):
     """Limits and retries of a worker at the coordinator and the sample stream."""
 
@@ -178,7 +211,7 @@ class RolloutConfig(Settings):
     """Settings of a rollout node."""
 
     agent: Extension = Extension("tool_calling")
-    """The agent: `tool_calling`, `single_turn` or a custom one."""
+    """The agent: `tool_calling`, `single_turn`, `program`, `url` or a custom one."""
     model_dir: str = ""
     """Folder with the tokenizer.json and tokenizer_config.json of the model that the engines serve."""
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=_default_tools)
@@ -219,5 +252,7 @@ class RolloutConfig(Settings):
     """Routing of sessions to sandbox nodes."""
     reward: Annotated[RewardClientConfig, LIVE] = msgspec.field(default_factory=RewardClientConfig)
     """Batching of scoring requests."""
+    openai: OpenAiServerConfig = msgspec.field(default_factory=OpenAiServerConfig)
+    """The server for agents that are programs or services."""
     tool_latency: Annotated[ToolLatencyConfig, LIVE] = msgspec.field(default_factory=ToolLatencyConfig)
     """Extra latency of tools, for experiments."""

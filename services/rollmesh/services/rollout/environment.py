@@ -11,15 +11,17 @@ holds for limits. Prefixes are concatenated from recorded ids and never encoded 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Literal, Protocol
 
 import numpy as np
 from opentelemetry.trace import Span
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
-from rollmesh.services.rollout.chat_format import ChatFormat
+from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed
@@ -32,13 +34,18 @@ from rollmesh.services.rollout.tools import ToolBox, shorten
 from rollmesh.shared.clients.generated import ScoredTokens, Target, merged
 from rollmesh.shared.clients.given_tokens import Prompt, exactly, prompt_ids, sequence
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import EngineFailed, StaleWeights
+from rollmesh.shared.endpoints.answer import EndpointAnswer, Messages
+from rollmesh.shared.endpoints.client import Endpoints
+from rollmesh.shared.endpoints.config import EndpointKind
+from rollmesh.shared.endpoints.metering import EndpointMeter
+from rollmesh.shared.errors import EngineFailed, FailedPrecondition, StaleWeights
 from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
+    ClientChains,
     EpisodeKey,
     FinishReason,
     IntArray,
@@ -55,6 +62,46 @@ from rollmesh.shared.versions import PolicyVersion
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
+class ServedEpisode(Protocol):
+    """An episode whose model is served over HTTP in the OpenAI protocol, until the context ends."""
+
+    @property
+    def base_url(self) -> str:
+        """The base URL of a client, such as http://127.0.0.1:8123/v1."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The API key of the episode. It opens nothing else, and expires with the context."""
+        ...
+
+    @property
+    def num_turns(self) -> int:
+        """Number of turns that clients got."""
+        ...
+
+    @property
+    def client_chains(self) -> ClientChains:
+        """The conversations of the clients so far."""
+        ...
+
+    async def wait_ended(self) -> None:
+        """Wait until a limit or an infra failure has ended the episode."""
+        ...
+
+    def check(self) -> None:
+        """Raise the failure or the limit that ended the episode, or the limit that rejected its last request."""
+        ...
+
+
+class ModelServer(Protocol):
+    """The server of a worker that serves the models of its episodes."""
+
+    def open(self, env: Environment) -> AbstractAsyncContextManager[ServedEpisode]:
+        """Serve the model of an episode to the clients that have its key."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class EnvironmentState:
     """State that the branches of one episode share."""
@@ -69,6 +116,9 @@ class EnvironmentState:
     sampling: SamplingConfig
     limits: LimitsConfig
     recorder: Recorder
+    endpoints: Endpoints = field(default_factory=lambda: Endpoints({}))
+    server: ModelServer | None = None
+    """Serves the model over HTTP. None: `Environment.serve` is rejected."""
     index: int = 0
     """Number of the episode in its group, from 0."""
     purpose: Purpose = Purpose.TRAIN
@@ -82,6 +132,13 @@ class EnvironmentState:
     """The first infra failure."""
     marked: list[Sample] = field(default_factory=list)
     stage_s: dict[str, float] = field(default_factory=dict)
+    meter: EndpointMeter = field(init=False)
+    """What the agent asked of endpoints."""
+    chains: ClientChains | None = None
+    """The conversations of clients to which the model was served; None if it was not."""
+
+    def __post_init__(self) -> None:
+        self.meter = EndpointMeter(self.key.episode, caller="agent")
 
     @property
     def format(self) -> ChatFormat:
@@ -144,17 +201,20 @@ class Environment:
         stop: Sequence[str] | None = None,
         max_tokens: int | None = None,
         temperature: float | None = None,
+        top_p: float | None = None,
         train: bool = True,
+        on_piece: Callable[[Segment], None] | None = None,
     ) -> Turn:
         """Generate from here until one of `stop` (by default the end of its turn), which is kept.
 
-        Omitted parameters come from the config. `train=False` keeps the tokens out of the loss. Raises `LimitReached`.
+        Omitted parameters come from the config. `train=False` keeps the tokens out of the loss. `on_piece` is called with new tokens as
+        they arrive; it must not raise. Raises `LimitReached`.
         """
         state = self._state
         state.check()
-        params = self._params(stop, max_tokens, temperature)
+        params = self._params(stop, max_tokens, temperature, top_p)
         with _Crossing(state, "generate", "inference", "generate") as traced:
-            spans = await self._generate(params, train=train)
+            spans = await self._generate(params, train=train, on_piece=on_piece)
             if traced is not None:
                 traced.set_attributes(_generation_attributes(spans, state.num_turns, self._num_tokens))
         return self._record(spans, params, train=train)
@@ -206,6 +266,44 @@ class Environment:
         count(TOOL_CALLS, "ok" if result.ok else "error")
         return result
 
+    async def ask(
+        self,
+        endpoint: str,
+        messages: Messages,
+        *,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        json: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        tool_choice: Literal["auto", "none"] = "auto",
+    ) -> EndpointAnswer:
+        """Ask a model of the table `endpoints`. The answer does not become part of the branch; `observe` appends a text of it.
+
+        Omitted parameters come from the table. With `json` the answer must be a JSON value, which is `EndpointAnswer.value`. `tools`, in
+        the form of the OpenAI protocol, are only for the kind `openai`. Tokens, price and latency are stored with the episode. A failure of
+        the endpoint is an infra failure of the episode.
+        """
+        state = self._state
+        state.check()
+        with _Crossing(state, "ask", "ask", "ask") as traced:
+            answer = await state.endpoints.ask(
+                endpoint,
+                messages,
+                temperature=temperature,
+                max_tokens=max_tokens,
+                top_p=top_p,
+                stop=stop,
+                json=json,
+                tools=tools,
+                tool_choice=tool_choice,
+                meter=state.meter,
+            )
+            if traced is not None:
+                traced.set_attributes({"endpoint": endpoint, "tokens": answer.completion_tokens})
+        return answer
+
     def observe(self, text: str, *, source: Source = Source.TOOL) -> None:
         """Append `text` in the format's observation frame, up to the start of the model's next turn."""
         state = self._state
@@ -218,8 +316,10 @@ class Environment:
 
     def context(self, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
         """Start a new context with other messages. The previous context remains a separate sample."""
-        state = self._state
-        token_ids = state.tokenizer.encode_prompt(messages, self._tools.schemas)
+        self.begin(self._state.tokenizer.encode_prompt(messages, self._tools.schemas), messages, source=source)
+
+    def begin(self, token_ids: IntArray, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
+        """Start a new context with given tokens [n]. `messages` are their text view."""
         self._head, self._tokens, self._num_tokens = ROOT, [], 0
         self._give(Role.CONTEXT, source, token_ids, messages)
 
@@ -229,13 +329,14 @@ class Environment:
         *,
         role: Role = Role.CONTEXT,
         source: Source = Source.HINT,
+        messages: Sequence[Message] | None = None,
         train: bool = False,
     ) -> None:
         """Append tokens [n] unchanged: a hint, or with `Role.ACTION` the beginning of an answer, which scorers read as part of it.
 
         The tokens were not sampled, so they do not count as tokens of the policy, and `source` is not POLICY or PEER. With `train`, loss
         terms that do not read behavior log-probs train on them, such as on a solution from a data set. An action whose last token ends the
-        turn is a finished turn.
+        turn is a finished turn. `messages` are the text view of the tokens, by default one message with their text.
         """
         state = self._state
         if source in SAMPLED_SOURCES:
@@ -244,10 +345,11 @@ class Environment:
             )
         given = np.asarray(token_ids, dtype=np.int32)
         speaker = {Role.ACTION: state.format.assistant_role, Role.OBSERVATION: state.format.tool_role}.get(role, "user")
-        message = Message(role=speaker, content=state.format.without_end(state.tokenizer.decode(given)))
+        if messages is None:
+            messages = [Message(role=speaker, content=state.format.without_end(state.tokenizer.decode(given)))]
         ends = [state.tokenizer.token_id(word) for word in state.format.turn_ends] if role is Role.ACTION else []
         finish = FinishReason.STOP if given.size and int(given[-1]) in ends else FinishReason.UNFINISHED
-        self._give(role, source, given, [message], train=train, finish=finish)
+        self._give(role, source, given, messages, train=train, finish=finish)
 
     async def fork(self) -> Environment:
         """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists lost values.
@@ -257,9 +359,38 @@ class Environment:
         state = self._state
         state.check()
         with _Crossing(state, "tool", "sandbox", "fork"):
-            twin = Environment(state, await self._tools.fork())
+            return self._branch(await self._tools.fork())
+
+    def branch(self) -> Environment:
+        """Return a second branch with the same history that shares the tool sessions with this one."""
+        return self._branch(self._tools)
+
+    def _branch(self, tools: ToolBox) -> Environment:
+        twin = Environment(self._state, tools)
         twin._head, twin._tokens, twin._num_tokens = self._head, list(self._tokens), self._num_tokens
         return twin
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[ServedEpisode]:
+        """Serve the model of this episode over HTTP in the OpenAI protocol, until the context ends.
+
+            async with env.serve() as api:
+                client = AsyncOpenAI(base_url=api.base_url, api_key=api.key)
+
+        Each conversation of the clients is a branch. Raises ConfigError if the server cannot start.
+        """
+        state = self._state
+        if state.server is None:
+            raise FailedPrecondition("this worker has no server for the OpenAI protocol; run the agent in a mesh")
+        async with state.server.open(self) as served:
+            try:
+                yield served
+            finally:
+                state.chains = (state.chains or ClientChains()).plus(served.client_chains)
+
+    def check(self) -> None:
+        """Raise the infra failure or the limit that has ended the episode."""
+        self._state.check()
 
     def sample(self, *, role: str = "", weight: float = 1.0, trainable: bool = True) -> None:
         """Make this branch, up to its last action, a sample. If no branch calls this, every branch with an action becomes one.
@@ -279,8 +410,27 @@ class Environment:
     # Looking ----------------------------------------------------------------------------------------------------------
 
     @property
+    def key(self) -> EpisodeKey:
+        return self._state.key
+
+    @property
     def task(self) -> Task:
         return self._state.task
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Names of the models that `ask` knows."""
+        return self._state.endpoints.names
+
+    @property
+    def endpoint_kinds(self) -> Mapping[str, EndpointKind]:
+        """Their kinds, by name."""
+        return self._state.endpoints.kinds
+
+    @property
+    def tool_schemas(self) -> tuple[ToolSchema, ...]:
+        """The tools of the task as described in the prompt, in the form of the OpenAI protocol."""
+        return self._tools.schemas
 
     @property
     def index(self) -> int:
@@ -336,7 +486,9 @@ class Environment:
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _params(self, stop: Sequence[str] | None, max_tokens: int | None, temperature: float | None) -> SamplingParams:
+    def _params(
+        self, stop: Sequence[str] | None, max_tokens: int | None, temperature: float | None, top_p: float | None
+    ) -> SamplingParams:
         """Build the parameters and count the turn, so that of two concurrent generations only one takes the last turn."""
         state, sampling = self._state, self._state.sampling
         if not self.turns_left:
@@ -345,10 +497,12 @@ class Environment:
             raise state.end_at("tokens")
         state.num_turns += 1
         words = state.format.turn_ends if stop is None else tuple(stop)
-        ids = {word: state.tokenizer.token_id(word) for word in words}
+        # Other tokens of the vocabulary are also a part of longer ones, so that their ids do not find a text.
+        tags = {*state.format.turn_ends, *state.tokenizer.tags}
+        ids = {word: state.tokenizer.token_id(word) if word in tags else None for word in words}
         return SamplingParams(
             temperature=sampling.temperature if temperature is None else temperature,
-            top_p=sampling.top_p,
+            top_p=sampling.top_p if top_p is None else top_p,
             top_k=sampling.top_k,
             max_tokens=min(max_tokens or sampling.max_tokens, self.tokens_left),
             stop=tuple(word for word, number in ids.items() if number is None),
@@ -356,7 +510,9 @@ class Environment:
             seed=state.recorder.draw_key(self._head),
         )
 
-    async def _generate(self, params: SamplingParams, *, train: bool) -> tuple[Segment, ...]:
+    async def _generate(
+        self, params: SamplingParams, *, train: bool, on_piece: Callable[[Segment], None] | None
+    ) -> tuple[Segment, ...]:
         """Generate and record. If the episode times out during a generation, record the tokens sampled so far."""
         state = self._state
         pieces: list[Segment] = []
@@ -367,6 +523,8 @@ class Environment:
             ) as generation:
                 async for piece in generation:
                     pieces.append(piece)
+                    if on_piece is not None:
+                        on_piece(piece)
                     if len(pieces) == 1:
                         await state.at(RolloutFaultPoint.GENERATING)
         except asyncio.CancelledError:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
 from rollmesh.services.rollout.agent import Agent, LimitReached
 from rollmesh.services.rollout.config import RolloutConfig
-from rollmesh.services.rollout.environment import Environment, EnvironmentState
+from rollmesh.services.rollout.environment import Environment, EnvironmentState, ModelServer
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
@@ -35,13 +35,17 @@ from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_segment
-from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput
+from rollmesh.shared.endpoints.client import Endpoints
+from rollmesh.shared.endpoints.metering import summed
+from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, EndpointFailed, InvalidInput
 from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
-from rollmesh.shared.trajectory import Episode, Purpose, Sample
+from rollmesh.shared.trajectory import EndpointUse, Episode, Purpose, Sample
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 Report = coordinator_pb2.EpisodeReport
+_RESOLUTION_S = 1e-6
+"""Timers may fire this much before their time."""
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +63,9 @@ class EpisodeParts:
     clock: Clock
     stages: Stages
     progress: WorkerProgress
+    endpoints: Endpoints = field(default_factory=lambda: Endpoints({}))
+    server: ModelServer | None = None
+    """For agents that serve the model over HTTP."""
     at: Hook = noop
 
 
@@ -93,8 +100,9 @@ class EpisodeRunner:
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
             with boundary("rollout"):
                 segments = [encode_segment(segment) for segment in state.recorder.segments]
-            samples = await self._score(lease, state, segments)
-        episode = _episode(lease, state, samples)
+            scorers: list[EndpointUse] = []
+            samples = await self._score(lease, state, segments, scorers)
+        episode = _episode(lease, state, samples, summed((*state.meter.uses, *scorers)))
         return await self._append_payload(lease, episode, segments)
 
     # INIT -------------------------------------------------------------------------------------------------------------
@@ -117,6 +125,8 @@ class EpisodeRunner:
             sampling=sampling,
             limits=config.limits,
             recorder=Recorder(lease.seed),
+            endpoints=parts.endpoints,
+            server=parts.server,
             index=lease.index,
             purpose=lease.purpose,
             at=parts.at,
@@ -159,13 +169,22 @@ class EpisodeRunner:
         except TimeoutError as err:
             if not limit.expired():
                 raise EpisodeFailed("agent", err) from err
+            late_s = (limit.when() or 0.0) - _RESOLUTION_S
+            if (endpoint := state.meter.cut) and state.meter.cut_s >= late_s:  # the model did not cause it
+                late = EndpointFailed(
+                    f"endpoint `{endpoint}`: no answer before the end of rollout.limits.run_s_max = {limit_s:g} s; lower its timeout_s and "
+                    "retry_s, or raise the limit",
+                    endpoint=endpoint,
+                )
+                raise EpisodeFailed("ask", late) from err
             state.end_at("seconds")
         if state.failure is not None:
             raise state.failure
         if state.limit and not state.recorder.leaves():
             # A limit without a sampled token is not a model failure.
             cause = DeadlineExceeded(
-                f"no token was sampled before the limit `{state.limit}` ({limit_s} s); check that engines are ready"
+                f"no token was sampled before the limit `{state.limit}` ({limit_s:g} s); check that engines are ready, and that the agent calls the "
+                "model"
             )
             raise EpisodeFailed("inference", cause)
 
@@ -182,7 +201,11 @@ class EpisodeRunner:
     # SCORE ------------------------------------------------------------------------------------------------------------
 
     async def _score(
-        self, lease: Lease, state: EnvironmentState, segments: Sequence[types_pb2.Segment]
+        self,
+        lease: Lease,
+        state: EnvironmentState,
+        segments: Sequence[types_pb2.Segment],
+        uses: list[EndpointUse],
     ) -> tuple[Sample, ...]:
         recorder = state.recorder
         marked = state.marked or [
@@ -200,7 +223,7 @@ class EpisodeRunner:
             return ()
         with boundary("scorer"):
             item = score_item(lease, samples, segments, await self._parts.scorer.columns())
-            rewards = await self._parts.scorer.score(lease.key.run, item)
+            rewards = await self._parts.scorer.score(lease.key.run, item, uses)
         return scored(samples, rewards)
 
     # Append -----------------------------------------------------------------------------------------------------------
@@ -243,7 +266,9 @@ def _unfinished(
     return Report(lease_id=lease.lease_id, key=lease.key, outcome=outcome, failure=failure)
 
 
-def _episode(lease: Lease, state: EnvironmentState, samples: tuple[Sample, ...]) -> Episode:
+def _episode(
+    lease: Lease, state: EnvironmentState, samples: tuple[Sample, ...], endpoints: tuple[EndpointUse, ...]
+) -> Episode:
     return Episode(
         key=lease.key,
         purpose=lease.purpose,
@@ -252,4 +277,6 @@ def _episode(lease: Lease, state: EnvironmentState, samples: tuple[Sample, ...])
         samples=samples,
         stage_s=dict(state.stage_s),
         traceparent=tracing.traceparent(),
+        endpoints=endpoints,
+        chains=state.chains,
     )

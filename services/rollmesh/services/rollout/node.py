@@ -19,6 +19,7 @@ from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
+from rollmesh.services.rollout.openai.server import OpenAiServer
 from rollmesh.services.rollout.ports import SandboxPort
 from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.sample_log import BusSampleLog
@@ -31,6 +32,7 @@ from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.reward import RewardClient
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.endpoints.fleet_endpoints import EndpointsOfRun
 from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
@@ -55,12 +57,14 @@ class RolloutNode(JoinedNode):
         clock: Clock | None = None,
         base_dir: str | Path | None = None,
         tokenizer: Tokenizer | None = None,
+        endpoints: EndpointsOfRun | None = None,
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
         at: Hook = noop,
     ) -> None:
         """Load the agent and the tokenizer. Raise `ConfigError` if one of them cannot be loaded.
 
-        Relative paths of the config are relative to `base_dir`. `tokenizer` replaces the one in `model_dir`. `open_node` opens
+        Relative paths of the config are relative to `base_dir`. `tokenizer` replaces the one in `model_dir`. `endpoints` are those
+        that agents may ask. `open_node` opens
         channels to other nodes, by default with `access`. `at` is awaited at each `RolloutFaultPoint` of each episode.
         """
         super().__init__(
@@ -72,8 +76,12 @@ class RolloutNode(JoinedNode):
         )
         self._config = config
         self._bus = bus
+        self._base_dir = base_dir
         self._open_node = open_node or (lambda address: open_channel(address, access=access))
         self._at = at
+        self._endpoints = (endpoints or EndpointsOfRun()).open(
+            self.fleet, self._open_node, access=access, clock=self.clock, router=config.router
+        )
         self._agent = load_agent(config.agent, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir, config.format)
         _ = self._tokenizer.format  # a template without an end of turn fails now, not in every episode
@@ -98,7 +106,9 @@ class RolloutNode(JoinedNode):
             lambda: self.ready(coordinator_pb2.NODE_KIND_REWARD), self._open_node, clock, config.reward
         )
         channel = open_channel(self.coordinator, access=self.access)
-        for close in (channel.close, self._reward.close, self._sandbox.close, self._router.close):
+        self._model_server = OpenAiServer(config, self._tokenizer, clock, self._base_dir)
+        clients = (self._reward, self._sandbox, self._router, self._endpoints, self._model_server)
+        for close in (channel.close, *(client.close for client in clients)):
             stack.push_async_callback(close)
         link = CoordinatorLink(channel, self.node_id, rpc_s_max=config.worker.rpc_s_max)
         self.worker = RolloutWorker(link, self._runner(), self.progress, config.worker, clock)
@@ -161,6 +171,8 @@ class RolloutNode(JoinedNode):
                 clock=self.clock,
                 stages=self.stages,
                 progress=self.progress,
+                endpoints=self._endpoints,
+                server=self._model_server,
                 at=self._at,
             )
         )

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecResult, RemoteSnapshot
-from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
+from rollmesh.shared.trajectory import EndpointUse, EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 
@@ -101,8 +101,10 @@ class ScoringPort(Protocol):
         """Return the names of the per-token arrays that its scorers read."""
         ...
 
-    async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
-        """Return the rewards per sample, in the item's order."""
+    async def score(
+        self, run: str, item: reward_pb2.ScoreItem, uses: list[EndpointUse] | None = None
+    ) -> list[tuple[Reward, ...]]:
+        """Return the rewards per sample, in the item's order. Append to `uses` what the scorers asked of endpoints."""
         ...
 
 

@@ -10,7 +10,8 @@ The libraries are imported with the first tokenizer, not with this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,6 +25,8 @@ from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.trajectory import IntArray, Message
 
 MARKUP_CACHE_MAX = 256
+_TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of Python that an expression in a template raises, in addition to those of Jinja."""
 
 
 class Tokenizer(Protocol):
@@ -42,12 +45,33 @@ class Tokenizer(Protocol):
         """Encode text whose tags are special tokens."""
         ...
 
+    @property
+    def tags(self) -> Mapping[str, bool]:
+        """The texts that markup encodes as one token. True for special tokens, such as those that open and end turns."""
+        ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, prompt: bool = True) -> str:
+        """Render messages, as chat templates expect them, with `prompt` up to the start of the assistant's turn.
+
+        Raise `InvalidInput` as the template.
+        """
+        ...
+
+    def encode_rendered(self, text: str, guard: str) -> IntArray:
+        """Encode a rendered conversation. The character `guard` is removed; a tag that it breaks is encoded as plain text."""
+        ...
+
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
         """Encode a conversation up to the start of the assistant's turn. Raise `InvalidInput` if the template rejects it."""
         ...
 
     def decode(self, token_ids: IntArray) -> str:
         """Return the text of tokens, with tags."""
+        ...
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids are in [0, num_ids)."""
         ...
 
     def token_id(self, token: str) -> int | None:
@@ -63,11 +87,25 @@ class ChatTokenizer:
     ) -> None:
         """`eos` are the tokens that end a sequence, `words` the overrides of the template's markers."""
         self._core = core
+        added = core.get_added_tokens_decoder().values()
+        self._tags = {token.content: bool(token.special) for token in added}
+        self._strips = {token.content: (token.lstrip, token.rstrip) for token in added}
+        self._tag_tokens_as_special(added)
         self._template = render
         self._eos = tuple(eos)
         self._changes = words or FormatConfig()
         # The markers around observations are few and occur in every turn.
         self._markup = lru_cache(maxsize=MARKUP_CACHE_MAX)(self._encode_shared)
+
+    def _tag_tokens_as_special(self, added: Iterable[Any]) -> None:
+        """Make the library treat every tag as special, because it encodes only special ones as plain text on request.
+
+        Models such as Qwen have tags that are not, for example around tool results. Ids and decoded texts stay the same.
+        """
+        for token in added:
+            if not token.special:
+                token.special = True
+                self._core.add_special_tokens([token])
 
     def encode_text(self, text: str) -> IntArray:
         self._core.encode_special_tokens = True  # in this library: encode special tokens as ordinary text
@@ -85,34 +123,58 @@ class ChatTokenizer:
         return ids
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
-        told = [{"role": m.role, "content": m.content} for m in messages]
-        if not tools:
-            return self._encode(self._render(told, None, True))
-        if self.format.renders_tools:
-            return self._encode(self._render(told, tools, True))
-        return self._encode(self._with_tools_text(told, tools_text(tools, self.format)))
+        return self._encode(self.render([{"role": m.role, "content": m.content} for m in messages], tools))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, prompt: bool = True) -> str:
+        if not tools or self.format.renders_tools:
+            return self._render(messages, tools, prompt)
+        return self._with_tools_text(messages, tools_text(tools, self.format), prompt)
+
+    def encode_rendered(self, text: str, guard: str) -> IntArray:
+        if guard not in text:
+            return self._encode(text)
+        parts = self._tag_pattern.split(text)
+        for at in range(1, len(parts), 2):  # the library does so for a whole text
+            before, after = self._strips[parts[at]]
+            parts[at - 1] = parts[at - 1].rstrip() if before else parts[at - 1]
+            parts[at + 1] = parts[at + 1].lstrip() if after else parts[at + 1]
+        encoded = [self.encode_text(part.replace(guard, "")) for part in parts[::2]]
+        found = [np.asarray([self.token_id(tag)], dtype=np.int32) for tag in parts[1::2]]
+        return np.concatenate([ids for pair in zip(encoded, found, strict=False) for ids in pair] + [encoded[-1]])
+
+    @property
+    def tags(self) -> Mapping[str, bool]:
+        return self._tags
+
+    @cached_property
+    def _tag_pattern(self) -> re.Pattern[str]:
+        return re.compile(f"({'|'.join(map(re.escape, sorted(self.tags, key=len, reverse=True))) or '(?!)'})")
 
     @cached_property
     def format(self) -> ChatFormat:
-        special = [token.content for token in self._core.get_added_tokens_decoder().values()]
-        return derive_format(self._changes, self._render, special=special, eos=self._eos)
+        return derive_format(self._changes, self._render, special=list(self.tags), eos=self._eos)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None, prompt: bool) -> str:
         return self._template(messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt)
 
-    def _with_tools_text(self, messages: list[dict[str, str]], text: str) -> str:
+    def _with_tools_text(self, messages: Sequence[Mapping[str, Any]], text: str, prompt: bool) -> str:
         """Add `text` to the system message, or to the first message if the template has no system role."""
         first = messages[0]
         if first["role"] == "system":
-            return self._render([{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]], None, True)
+            return self._render([{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]], None, prompt)
         try:
-            return self._render([{"role": "system", "content": text}, *messages], None, True)
+            return self._render([{"role": "system", "content": text}, *messages], None, prompt)
         except InvalidInput:
-            return self._render([{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]], None, True)
+            return self._render([{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]], None, prompt)
 
     def decode(self, token_ids: IntArray) -> str:
         text: str = self._core.decode(token_ids.tolist(), skip_special_tokens=False)
         return text
+
+    @cached_property
+    def num_ids(self) -> int:
+        highest: int = max(self._core.get_vocab(with_added_tokens=True).values())
+        return highest + 1
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._core.token_to_id(token)
@@ -172,7 +234,7 @@ def _renderer(folder: Path) -> Callable[..., str]:
         try:
             text: str = template.render(**special, **variables)
             return text
-        except TemplateError as err:
+        except (TemplateError, *_TEMPLATE_ERRORS) as err:
             raise InvalidInput(f"the chat template in {folder} rejects the conversation: {err}") from err
 
     return render

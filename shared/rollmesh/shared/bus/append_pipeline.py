@@ -7,6 +7,8 @@ arrive (the connection broke, the server was killed), every entry still in the q
   is refused, and the record at that position has the same id. Both count as success.
 - never stored: it is stored now.
 - a follower in the queue was refused because its predecessor was lost: its rejection is ignored, because it is sent again too.
+- another server of a cluster leads the stream now: until it has applied what the one before had stored, it refuses the head, and
+  has no record at its position. It is sent again for `_SETTLE_S_MAX`.
 
 So a rejection of the *head* is final, and `WrongLastSequence` means that another writer's record is at that position.
 Bounded by the number and the bytes of entries in the queue; each entry fails with `BusUnavailable` at its own deadline.
@@ -31,6 +33,8 @@ from rollmesh.shared.errors import InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.telemetry.logs import apart
 
 _RESEND_PAUSE_S = 0.05
+_SETTLE_S_MAX = 5.0
+"""Longest time for which the leader of a replicated stream may not have every record that was acknowledged, in seconds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +46,8 @@ class _Entry:
     until_s: float
     result: asyncio.Future[int]
     ack: asyncio.Future[int] | None = None
+    rejected_s: float | None = None
+    """Loop time of the first rejection without a record at its position."""
 
 
 class AppendPipeline:
@@ -57,6 +63,8 @@ class AppendPipeline:
         inflight_bytes_max: int,
     ) -> None:
         self._stream = stream
+        self.subject = stream
+        """Subject to which records are published."""
         self._link = link
         self._read = read
         self._inflight_max = inflight_max
@@ -134,6 +142,7 @@ class AppendPipeline:
                 if not entry.result.done():
                     entry.result.set_exception(err)
             self._queue.clear()
+            self._num_bytes = 0
 
     def _has_room(self, entry: _Entry) -> bool:
         # An empty queue accepts any payload, because a payload over the byte limit would otherwise wait forever.
@@ -142,10 +151,10 @@ class AppendPipeline:
 
     async def _send(self, entry: _Entry) -> None:
         """Publish once. Without a connection the entry stays without ack, and the collector sends it after the reconnect."""
-        if not self._link.client.is_connected:
+        if not self._link.up:
             return
         with contextlib.suppress(OSError, nats.errors.Error):
-            entry.ack = await self._link.publish(self._stream, entry.payload, entry.headers)
+            entry.ack = await self._link.publish(self.subject, entry.payload, entry.headers)
 
     def _connection_lost(self) -> None:
         """Acks of records sent on the lost connection will not arrive."""
@@ -163,6 +172,7 @@ class AppendPipeline:
                 await self._finish(head, err)
             except (TimeoutError, OSError, nats.errors.Error) as err:
                 if is_transient(err):
+                    self._link.unanswered(err)
                     await self._send_all_again(err)
                 else:
                     await self._finish(head, InvalidInput(f"{self._stream} refuses the record: {err}"))
@@ -170,6 +180,7 @@ class AppendPipeline:
                 await self._finish(head, seq)
 
     async def _ack_of(self, entry: _Entry) -> int:
+        self._link.check_allowed(self.subject)
         if entry.ack is None:
             raise nats.errors.ConnectionClosedError
         try:
@@ -188,9 +199,16 @@ class AppendPipeline:
         """Return the sequence of a rejected entry if the record at its position has its id; otherwise the writer is fenced."""
         assert entry.expected_last_seq is not None
         place = entry.expected_last_seq + 1
-        with contextlib.suppress(UnknownRecord):
+        try:
             if (await self._read(place)).msg_id == entry.msg_id:
                 return place
+        except BusUnavailable as err:
+            raise TimeoutError(str(err)) from err
+        except UnknownRecord as err:
+            now_s = asyncio.get_running_loop().time()
+            entry.rejected_s = entry.rejected_s or now_s
+            if self._link.clustered and now_s - entry.rejected_s < _SETTLE_S_MAX:
+                raise TimeoutError(f"the leader of {self._stream} has not all records yet") from err
         raise WrongLastSequence(
             f"{self._stream} has moved past {entry.expected_last_seq}: another writer has taken over; stop this one",
             stream=self._stream,

@@ -14,7 +14,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 from rollmesh.shared.errors import Aborted, InvalidInput, NotFound, ResourceExhausted, Unavailable
 
@@ -76,6 +76,8 @@ class StreamSpec:
     deny_purge: bool = False
     """Whether records can never be removed, except with the whole stream."""
     num_replicas: int = 1
+    subject: str = ""
+    """Subject under which records are appended, beside `name`. Empty: only `name`. Permissions of NATS name subjects."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", self.name):
@@ -105,6 +107,18 @@ class StreamInfo:
     num_bytes: int
 
 
+class AppendOptions(TypedDict, total=False):
+    """The keywords of an append."""
+
+    msg_id: Required[str]
+    """Printable ASCII. The stream stores it once."""
+    expected_last_seq: int | None
+    """The append succeeds only directly after this sequence; 0 means that the stream is still empty. None: anywhere."""
+    headers: Mapping[str, str] | None
+    deadline_s: float | None
+    """Until when it is retried, in seconds from now. None: the deadline of the bus."""
+
+
 class StreamLog(Protocol):
     """One stream. Every call may also raise `BusUnavailable`."""
 
@@ -113,31 +127,14 @@ class StreamLog(Protocol):
         """The stream's name."""
         ...
 
-    async def append(
-        self,
-        payload: bytes,
-        *,
-        msg_id: str,
-        expected_last_seq: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        deadline_s: float | None = None,
-    ) -> int:
+    async def append(self, payload: bytes, **options: Unpack[AppendOptions]) -> int:
         """Store one record and return its sequence, or the earlier sequence if `msg_id` is stored already.
 
-        Retries until `deadline_s` (default: the deadline of the bus) has passed. `expected_last_seq=0` means "the stream is still empty".
         Raises `WrongLastSequence`, `StreamFull`, `PayloadTooLarge`, `InvalidInput`, `BusUnavailable`.
         """
         ...
 
-    async def append_pipelined(
-        self,
-        payload: bytes,
-        *,
-        msg_id: str,
-        expected_last_seq: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        deadline_s: float | None = None,
-    ) -> asyncio.Future[int]:
+    async def append_pipelined(self, payload: bytes, **options: Unpack[AppendOptions]) -> asyncio.Future[int]:
         """As `append`, but return when the record has been sent. The future gives its sequence.
 
         Records of one `StreamLog` are stored in the order of the calls, also across reconnects; their futures resolve in that order.

@@ -21,10 +21,10 @@ from typing import Self
 
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.bus.server_config import ServerSettings, server_config, tls_paths
 from rollmesh.shared.disk import free_bytes
 from rollmesh.shared.errors import DiskFull
 from rollmesh.shared.ports import lasting_ports, owner_of
-from rollmesh.shared.rpc.access import Tls
 from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
 from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
@@ -205,42 +205,24 @@ class EmbeddedServer:
 
     def _write_config(self) -> Path:
         path = self._folder / "nats.conf"
-        sync = "always" if self._config.sync_always else '"2m"'
-        # One key per line: nats-server reads `a: 1, b: 2` inside a block as one value.
-        text = f"""
-host: {json.dumps(self._host)}
-port: {self._port or lasting_ports(1)[0]}
-max_payload: {self._config.payload_bytes_max}
-log_file: {json.dumps(str(self._folder / "nats.log"))}
-logfile_size_limit: 16777216
-logfile_max_num: 2
-authorization {{
-  user: {json.dumps(self._login.user)}
-  password: {json.dumps(self._login.password)}
-}}
-{_tls_block(self._login.tls)}jetstream {{
-  store_dir: {json.dumps(str(self._folder))}
-  max_file_store: {self._config.store_bytes_max}
-  max_memory_store: 67108864
-  sync_interval: {sync}
-}}
-"""
+        tls = self._login.tls
+        text = server_config(
+            ServerSettings(
+                host=self._host,
+                port=self._port or lasting_ports(1)[0],
+                store=str(self._folder),
+                payload_bytes_max=self._config.payload_bytes_max,
+                store_bytes_max=self._config.store_bytes_max,
+                sync_always=self._config.sync_always,
+                log_file=str(self._folder / "nats.log"),
+                login=(self._login.user, self._login.password),
+                tls=None if tls is None else tls_paths(tls.ca, tls.certificate, tls.key),
+            )
+        )
         path.touch(mode=0o600)
         path.chmod(0o600)  # it contains the password
         path.write_text(text)
         return path
-
-
-def _tls_block(tls: Tls | None) -> str:
-    if tls is None:
-        return ""
-    return f"""tls {{
-  cert_file: {json.dumps(str(tls.certificate))}
-  key_file: {json.dumps(str(tls.key))}
-  ca_file: {json.dumps(str(tls.ca))}
-  verify: true
-}}
-"""
 
 
 def find_binary() -> str:

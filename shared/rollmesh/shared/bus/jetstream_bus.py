@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import ssl
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, Unpack
 
 import nats.errors
 import nats.js.errors
@@ -19,6 +21,7 @@ from nats.js import api
 
 from rollmesh.shared.bus.append_pipeline import AppendPipeline
 from rollmesh.shared.bus.bus import (
+    AppendOptions,
     BusUnavailable,
     Discard,
     StreamInfo,
@@ -28,15 +31,55 @@ from rollmesh.shared.bus.bus import (
     UnknownStream,
     check_append,
 )
-from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Link, raise_if_cancelled
+from rollmesh.shared.bus.link import (
+    ENABLE_JETSTREAM,
+    INSUFFICIENT_STORAGE,
+    NO_JETSTREAM,
+    NO_PEERS,
+    NO_REPLICAS,
+    STREAM_NOT_FOUND,
+    Link,
+    NoJetStream,
+    raise_if_cancelled,
+)
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.stream_reader import StreamReader, make_record
-from rollmesh.shared.errors import DiskFull, InvalidInput
+from rollmesh.shared.errors import (
+    AlreadyExists,
+    ConfigError,
+    DiskFull,
+    FailedPrecondition,
+    InvalidInput,
+    MeshError,
+    NotReady,
+)
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_JETSTREAM_S_MAX = 2.0
+"""Time for a server to enable JetStream after its start, in seconds."""
+_PEERS_S_MAX = 15.0
+"""Time for the servers of a cluster to find each other after their start, in seconds."""
+_RETRY_S = 0.1
+_RESTORE = "RESTORE"
+"""Key of the metadata, and last token of the subject, of a stream that is being restored."""
+
+
+class TooFewServers(FailedPrecondition):
+    """The cluster has fewer servers than the stream has replicas."""
+
+    reason = "TOO_FEW_SERVERS"
+
+
+class NotOneCluster(ConfigError):
+    """The servers of `bus.url` are not servers of one cluster, so that they hold different streams."""
+
+    reason = "NOT_ONE_CLUSTER"
+
+
+_ONE_CLUSTER = "list the servers of one cluster, or one server"
 
 
 class JetStreamConfig(Settings):
@@ -45,7 +88,7 @@ class JetStreamConfig(Settings):
     deadline_s: PositiveFloat = 30.0
     """Default deadline of a call, including reconnects, in seconds."""
     connect_s: PositiveFloat = 5.0
-    """Timeout of the first connection, in seconds."""
+    """Timeout of the first connection, in seconds, for each server of the URL."""
     attempt_s: PositiveFloat = 5.0
     """Timeout of one request before it is sent again, in seconds."""
     reconnect_wait_s: PositiveFloat = 0.1
@@ -76,13 +119,16 @@ class JetStreamBus:
         """Connect to a server or cluster (`url` may list several, comma-separated). Raises `BusUnavailable`."""
         config = config or JetStreamConfig()
         client = Client()
-        link = Link(client, config.attempt_s)
+        link = Link(client, config.attempt_s, config.reconnect_wait_s)
         problems: list[Exception] = []
-        limit = asyncio.timeout(config.connect_s)
+        limit_s = config.connect_s * len(url.split(","))
+        limit = asyncio.timeout(limit_s)
 
         async def note(err: Exception) -> None:
             _log.debug("nats: %s: %s", type(err).__name__, err)
-            if not connected:
+            if connected:
+                link.refused(err)
+            else:
                 problems.append(err)
                 raise_if_cancelled()  # a limit that was lost in an attempt failing just then would end no further one
                 if "authorization" in str(err).lower():
@@ -92,19 +138,42 @@ class JetStreamBus:
         try:
             async with limit:
                 await client.connect(**_connect_options(url, login, config, link), error_cb=note)
-                await link.listen_for_acks()
+                await link.begin(several="," in url)
+            if "," in url and not link.clustered:
+                raise NotOneCluster(
+                    f"NATS at {link.server} is not in a cluster, but `bus.url` lists several servers: {_ONE_CLUSTER}"
+                )
+            await _require_jetstream(link)
             connected = True
         except (OSError, TimeoutError, nats.errors.Error) as err:
-            await _close(client)
+            await _close(link)
             why = problems[-1] if problems else err
-            raise BusUnavailable(
-                f"cannot reach NATS at {url} ({why}); is the server running, and the login right?", url=url
+            raise _unreachable(
+                url, login, why if str(why) else TimeoutError(f"no answer within {limit_s:g} s")
             ) from err
+        except BaseException:
+            await _close(link)
+            raise
         return cls(client, link, config, url)
+
+    @property
+    def cluster(self) -> str:
+        """Name of the cluster; empty if the server is a single one."""
+        return self._link.cluster
+
+    @property
+    def server(self) -> str:
+        """host:port of the connected server."""
+        return self._link.server
 
     async def create(self, spec: StreamSpec) -> JetStreamLog:
         config = _stream_config(spec)
+        await self._create(spec, config)
+        log = self._log_of(spec.name)
+        log.use_subjects(config.subjects or [])
+        return log
 
+    async def _create(self, spec: StreamSpec, config: api.StreamConfig) -> None:
         async def create_or_update() -> None:
             try:
                 await self._link.js.add_stream(config)
@@ -117,19 +186,23 @@ class JetStreamBus:
                 except nats.js.errors.NotFoundError:
                     raise err from None
 
-        try:
-            await self._link.call(create_or_update, self._config.deadline_s, f"create {spec.name}")
-        except nats.js.errors.APIError as err:
-            if err.err_code == INSUFFICIENT_STORAGE:
-                raise DiskFull(
-                    f"NATS has no room to reserve {spec.bytes_max} bytes for {spec.name}; lower bytes_max or raise its store limit"
-                ) from err
-            raise InvalidInput(f"NATS refuses stream {spec.name}: {err.description}", stream=spec.name) from err
-        return self._log_of(spec.name)
+        until_s = asyncio.get_running_loop().time() + min(_PEERS_S_MAX, self._config.deadline_s)
+        waits = False
+        while True:
+            try:
+                await self._link.call(create_or_update, self._config.deadline_s, f"create {spec.name}")
+                return
+            except nats.js.errors.APIError as err:
+                if err.err_code != NO_PEERS or asyncio.get_running_loop().time() + _RETRY_S >= until_s:
+                    raise _refusal(spec, err) from err
+                if not waits:
+                    waits = True
+                    _log.warning("NATS waits for servers to keep %d copies of %s", spec.num_replicas, spec.name)
+            await asyncio.sleep(_RETRY_S)
 
     async def open(self, name: str) -> JetStreamLog:
         log = self._log_of(name)
-        await log.info()
+        await log.load_subjects()
         return log
 
     async def names(self) -> list[str]:
@@ -142,6 +215,50 @@ class JetStreamBus:
             found += names
         return sorted(found)
 
+    async def begin_restore(self, spec: StreamSpec, *, first_seq: int, backup: str) -> tuple[JetStreamLog, bool]:
+        """Create a stream whose first record gets the sequence `first_seq`, or find what an interrupted restore of the same `backup` left.
+
+        Return its log, and whether it is complete. Until `end_restore` only this log can append to it. Raises `AlreadyExists` for any other
+        stream of that name, and as `create`.
+        """
+        log = self._log_of(spec.name)
+        config = replace(
+            _stream_config(spec),
+            subjects=[f"{spec.subject or spec.name}.{_RESTORE}"],
+            first_seq=first_seq,
+            metadata={_RESTORE: backup},
+        )
+        try:
+            found = (await log.server_info()).config
+        except UnknownStream:
+            await self._create(spec, config)
+            found = config
+        if (found.metadata or {}).get(_RESTORE) != backup:
+            raise AlreadyExists(
+                f"{spec.name} exists; a restore never overwrites a stream. Delete that run first (`rollmesh delete`), or use another NATS",
+                stream=spec.name,
+            )
+        log.use_subjects(found.subjects or [])
+        return log, spec.name in (found.subjects or [])
+
+    async def end_restore(self, spec: StreamSpec) -> None:
+        """Make a restored stream usable. Idempotent."""
+        log = self._log_of(spec.name)
+        found = (await log.server_info()).config
+        config = replace(_stream_config(spec), first_seq=found.first_seq, metadata=found.metadata)
+        await self._link.call(
+            lambda: self._link.js.update_stream(config), self._config.deadline_s, f"finish {spec.name}"
+        )
+        log.use_subjects(config.subjects or [])
+
+    async def copies(self, name: str) -> dict[str, bool]:
+        """Return whether the copy of a stream is complete, by the server that holds it. Empty while the stream has no leader, and without
+        a cluster. Raises `UnknownStream`."""
+        cluster = (await self._log_of(name).server_info()).cluster
+        if cluster is None or not cluster.leader:
+            return {}
+        return {cluster.leader: True} | {one.name or "": bool(one.current) for one in cluster.replicas or []}
+
     async def delete(self, name: str) -> None:
         if (log := self._streams.pop(name, None)) is not None:
             await log.close()
@@ -153,7 +270,7 @@ class JetStreamBus:
     async def close(self) -> None:
         for log in self._streams.values():
             await log.close()
-        await _close(self._client)
+        await _close(self._link)
 
     def _log_of(self, name: str) -> JetStreamLog:
         if name not in self._streams:
@@ -168,6 +285,7 @@ class JetStreamLog:
         self._name = name
         self._link = link
         self._config = config
+        self._subjects: tuple[str, ...] = (name,)
         self._pipeline = AppendPipeline(
             name,
             link,
@@ -180,19 +298,8 @@ class JetStreamLog:
     def name(self) -> str:
         return self._name
 
-    async def append(
-        self,
-        payload: bytes,
-        *,
-        msg_id: str,
-        expected_last_seq: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        deadline_s: float | None = None,
-    ) -> int:
-        future = await self.append_pipelined(
-            payload, msg_id=msg_id, expected_last_seq=expected_last_seq, headers=headers, deadline_s=deadline_s
-        )
-        return await future
+    async def append(self, payload: bytes, **options: Unpack[AppendOptions]) -> int:
+        return await (await self.append_pipelined(payload, **options))
 
     async def append_pipelined(
         self,
@@ -257,13 +364,21 @@ class JetStreamLog:
         return self._reader().follow(from_seq)
 
     async def last(self) -> StreamRecord | None:
+        last_seq = (await self.server_info()).state.last_seq
+        if last_seq:
+            with suppress(UnknownRecord):
+                return await self.read(last_seq)
+        # It was removed: NATS finds the newest one of a subject.
+        found = [raw for subject in self._subjects if (raw := await self._last_of(subject)) is not None]
+        return max((_record_of_raw(raw) for raw in found), key=lambda record: record.seq, default=None)
+
+    async def _last_of(self, subject: str) -> api.RawStreamMsg | None:
         try:
-            raw = await self._call(lambda: self._link.js.get_last_msg(self._name, self._name), "read the last record")
+            return await self._call(lambda: self._link.js.get_last_msg(self._name, subject), "read the last record")
         except nats.js.errors.NotFoundError as err:
             if err.err_code == STREAM_NOT_FOUND:
                 raise self._unknown() from err
             return None
-        return _record_of_raw(raw)
 
     async def purge_below(self, seq: int) -> None:
         try:
@@ -273,11 +388,29 @@ class JetStreamLog:
         except nats.js.errors.APIError as err:
             raise InvalidInput(f"{self._name} cannot be purged: {err.description}", stream=self._name) from err
 
-    async def info(self) -> StreamInfo:
+    def use_subjects(self, subjects: Sequence[str]) -> None:
+        """Append to the first of these subjects of the stream."""
+        self._subjects = tuple(subjects)
+        self._pipeline.subject = subjects[0]
+
+    async def load_subjects(self) -> None:
+        """Append to the subject that the stream has. Raises `UnknownStream`, `NotReady`."""
+        subjects = (await self.server_info()).config.subjects or []
+        if self._name not in subjects:
+            raise NotReady(
+                f"{self._name} is being restored from a backup; wait for `rollmesh restore`, or run it again"
+            )
+        self.use_subjects(subjects)
+
+    async def server_info(self) -> api.StreamInfo:
+        """Return what NATS reports about the stream. Raises `UnknownStream`."""
         try:
-            state = (await self._call(lambda: self._link.js.stream_info(self._name), "ask for its state")).state
+            return await self._call(lambda: self._link.js.stream_info(self._name), "ask for its state")
         except nats.js.errors.NotFoundError as err:
             raise self._unknown() from err
+
+    async def info(self) -> StreamInfo:
+        state = (await self.server_info()).state
         first_seq = state.first_seq if state.messages else state.last_seq + 1
         return StreamInfo(
             first_seq=first_seq, last_seq=state.last_seq, num_records=state.messages, num_bytes=state.bytes
@@ -297,10 +430,79 @@ class JetStreamLog:
         return UnknownStream(f"there is no stream {self._name}", stream=self._name)
 
 
-async def _close(client: Client) -> None:
+def _refusal(spec: StreamSpec, err: nats.js.errors.APIError) -> MeshError:
+    if spec.num_replicas > 1 and err.err_code in (NO_PEERS, NO_REPLICAS):
+        return TooFewServers(
+            f"NATS cannot keep {spec.num_replicas} copies of {spec.name} ({err.description}): it needs a cluster of at least as many servers "
+            "that run, each with JetStream and room; start them, or lower `coordinator.streams.num_replicas`",
+            stream=spec.name,
+        )
+    if err.err_code == INSUFFICIENT_STORAGE:
+        return DiskFull(
+            f"NATS has no room to reserve {spec.bytes_max} bytes for {spec.name}; lower bytes_max or raise its store limit"
+        )
+    return InvalidInput(f"NATS refuses stream {spec.name}: {err.description}", stream=spec.name)
+
+
+async def check_servers(url: str, login: BusLogin) -> None:
+    """Connect to each server of `url`. Servers that cannot be reached are logged, because a cluster works without some of them.
+
+    Raises `NotOneCluster`; `NoJetStream`; `BusUnavailable` if no server responds.
+    """
+    found: dict[str, str] = {}
+    problems: list[BusUnavailable] = []
+    for one in url.split(","):
+        try:
+            bus = await JetStreamBus.connect(one, login=login)
+        except BusUnavailable as err:
+            problems.append(err)
+            continue
+        found[one] = bus.cluster
+        await bus.close()
+    if not found:
+        raise problems[0]
+    for problem in problems:
+        _log.warning("%s", problem)
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{one} ({cluster or 'not in a cluster'})" for one, cluster in found.items())
+        raise NotOneCluster(f"the servers of `bus.url` are not of one cluster: {listed}; {_ONE_CLUSTER}")
+
+
+async def _close(link: Link) -> None:
     """nats-py flushes while it closes, and a server that has just died makes that fail: then there is nothing left to flush."""
+    await link.end()
     with suppress(OSError):
-        await client.close()
+        await link.client.close()
+
+
+async def _require_jetstream(link: Link) -> None:
+    """Raise `NoJetStream` if no server of the cluster answers requests of JetStream. A cluster without a leader answers later."""
+    cause: Exception | None = None
+    try:
+        async with asyncio.timeout(_JETSTREAM_S_MAX):
+            while True:
+                try:
+                    await link.js.account_info()
+                    return
+                except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError) as err:
+                    if isinstance(err, nats.js.errors.APIError) and err.err_code not in (None, *NO_JETSTREAM):
+                        return
+                    cause = err
+                await asyncio.sleep(_RETRY_S)
+    except (TimeoutError, nats.errors.Error):
+        raise_if_cancelled()
+    if cause is not None:
+        raise NoJetStream(f"NATS at {link.server} has no JetStream ({cause}); {ENABLE_JETSTREAM}")
+
+
+def _unreachable(url: str, login: BusLogin | None, why: Exception) -> BusUnavailable:
+    remedy = "is the server running, and the login right?"
+    if "authorization" in str(why).lower():
+        user = login.user if login is not None else "(none)"
+        remedy = f"the server rejects the password of user {user}; `bus.login_file` names the file with the login of this cluster"
+    elif isinstance(why, ssl.SSLCertVerificationError):
+        remedy = "if a certificate is expired or not yet valid, compare the clock of this host; `rollmesh certs` makes new ones"
+    return BusUnavailable(f"cannot reach NATS at {url} ({why}); {remedy}", url=url)
 
 
 def _connect_options(url: str, login: BusLogin | None, config: JetStreamConfig, link: Link) -> dict[str, Any]:
@@ -310,8 +512,10 @@ def _connect_options(url: str, login: BusLogin | None, config: JetStreamConfig, 
         "password": login.password if login else None,
         "tls": login.tls.ssl_context() if login and login.tls and url.startswith("tls://") else None,
         "reconnect_time_wait": config.reconnect_wait_s,
+        "reconnect_to_server_handler": link.choose_server if "," in url else None,
         "max_reconnect_attempts": -1,
         "ping_interval": 10,
+        "inbox_prefix": login.inbox if login else "_INBOX",
         "disconnected_cb": link.disconnected,
         "reconnected_cb": link.reconnected,
         "closed_cb": link.disconnected,
@@ -321,7 +525,9 @@ def _connect_options(url: str, login: BusLogin | None, config: JetStreamConfig, 
 def _stream_config(spec: StreamSpec) -> api.StreamConfig:
     return api.StreamConfig(
         name=spec.name,
-        subjects=[spec.name],
+        subjects=[spec.subject, spec.name]
+        if spec.subject
+        else [spec.name],  # the name is for writers of earlier versions
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         max_bytes=spec.bytes_max,

@@ -7,11 +7,21 @@ that a run can be resumed with the other kind, and a worker on another host appe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
-from rollmesh.shared.bus.bus import Bus, StreamInfo, StreamLog, StreamRecord, StreamSpec, UnknownRecord, check_append
+from rollmesh.shared.bus.bus import (
+    AppendOptions,
+    Bus,
+    BusUnavailable,
+    StreamInfo,
+    StreamLog,
+    StreamRecord,
+    StreamSpec,
+    UnknownRecord,
+    check_append,
+)
 from rollmesh.shared.bus.payload_writer import PayloadWriter
 from rollmesh.shared.bus.run_streams import run_of_samples
 from rollmesh.shared.errors import FailedPrecondition
@@ -22,6 +32,8 @@ PayloadsIn = Literal["auto", "stream", "files"]
 """Where the payloads of a run are stored."""
 CALL_BYTES = 4 * 1024 * 1024
 """Payload bytes of one call of a writer."""
+APPEND_S = 30.0
+"""Default deadline of an append to a file, in seconds."""
 
 
 class WrongHost(FailedPrecondition):
@@ -57,21 +69,11 @@ class SampleStream:
     def name(self) -> str:
         return self._stream.name
 
-    async def append(
-        self,
-        payload: bytes,
-        *,
-        msg_id: str,
-        expected_last_seq: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        deadline_s: float | None = None,
-    ) -> int:
+    async def append(self, payload: bytes, **options: Unpack[AppendOptions]) -> int:
         """Store one record. In a file a repeated `msg_id` is another record: only the reported one counts."""
         if self._writer is None:
-            return await self._stream.append(
-                payload, msg_id=msg_id, expected_last_seq=expected_last_seq, headers=headers, deadline_s=deadline_s
-            )
-        check_append(msg_id, headers)
+            return await self._stream.append(payload, **options)
+        check_append(options["msg_id"], options.get("headers"))
         batch = self._batch
         if batch is None or batch.num_bytes + len(payload) > CALL_BYTES:
             batch = self._batch = _Batch()
@@ -81,7 +83,15 @@ class SampleStream:
         batch.payloads.append(payload)
         batch.num_bytes += len(payload)
         index = len(batch.payloads) - 1
-        return (await asyncio.shield(batch.task))[index]
+        deadline_s = options.get("deadline_s")
+        deadline_s = APPEND_S if deadline_s is None else deadline_s
+        done, _ = await asyncio.wait([batch.task], timeout=deadline_s)  # does not cancel it, as others wait for it too
+        if not done:
+            raise BusUnavailable(
+                f"the disk did not store a payload of {self.name} within {deadline_s:g} s; see the disk of the run folder",
+                stream=self.name,
+            )
+        return batch.task.result()[index]
 
     async def _write(self, writer: PayloadWriter, batch: _Batch) -> list[int]:
         async with self._writing:
@@ -89,18 +99,8 @@ class SampleStream:
                 self._batch = None
             return await asyncio.to_thread(writer.append, batch.payloads)
 
-    async def append_pipelined(
-        self,
-        payload: bytes,
-        *,
-        msg_id: str,
-        expected_last_seq: int | None = None,
-        headers: Mapping[str, str] | None = None,
-        deadline_s: float | None = None,
-    ) -> asyncio.Future[int]:
-        return await self._stream.append_pipelined(
-            payload, msg_id=msg_id, expected_last_seq=expected_last_seq, headers=headers, deadline_s=deadline_s
-        )
+    async def append_pipelined(self, payload: bytes, **options: Unpack[AppendOptions]) -> asyncio.Future[int]:
+        return await self._stream.append_pipelined(payload, **options)
 
     async def read(self, seq: int) -> StreamRecord:
         """As the stream's. Raises also UnreadableRecord for a position in a file, and WrongHost without the files."""

@@ -25,6 +25,8 @@ _EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
 _BATCH_BYTES_MAX = 64 * 1024 * 1024
 _INACTIVE_S = 60.0
+_PAUSE_S = 0.1
+"""Pause after a consumer that was lost before it gave a record, in seconds, so that a server in trouble does not get new ones at once."""
 _BUS_HEADERS = "nats-"
 
 
@@ -41,6 +43,7 @@ class StreamReader:
         """Records from `from_seq` on, without end. Raises `UnknownStream`; `BusUnavailable` if an outage outlasts the deadline."""
         next_seq = max(1, from_seq)
         while True:
+            begin_seq = next_seq
             async with aclosing(self._through_one_consumer(next_seq)) as records:
                 async for record in records:
                     if record.seq >= next_seq:
@@ -48,6 +51,8 @@ class StreamReader:
                         yield record
             if self._link.closed:
                 raise BusUnavailable(f"{self._stream}: the connection to NATS was closed")
+            if next_seq == begin_seq:
+                await asyncio.sleep(_PAUSE_S)
 
     async def _through_one_consumer(self, from_seq: int) -> AsyncGenerator[StreamRecord, None]:
         consumer = await self._new_consumer(from_seq)

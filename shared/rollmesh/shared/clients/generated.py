@@ -21,6 +21,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     policy: str = "main"
+    endpoint: str = ""
+    """An endpoint with frozen weights instead of a policy. Its only version has this name as policy."""
     step: int = 0
     incarnation: int = 0
     exact: bool = False
@@ -31,11 +33,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         selector = kind.SELECTOR_RESPONSE_PINNED if self.pinned else kind.SELECTOR_AT_LEAST
         if self.exact:
             selector = kind.SELECTOR_EXACT
-        return kind(policy=self.policy, selector=selector, step=self.step, incarnation=self.incarnation)
+        model = {"endpoint": self.endpoint} if self.endpoint else {"policy": self.policy}
+        return kind(**model, selector=selector, step=self.step, incarnation=self.incarnation)
 
     def admits(self, version: PolicyVersion) -> bool:
         """Return whether these weights may serve the request."""
-        if version.policy != self.policy:
+        if version.policy != (self.endpoint or self.policy):
             return False
         if self.exact:
             return (version.step, version.incarnation) == (self.step, self.incarnation)
@@ -46,6 +49,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, step=version.step, incarnation=version.incarnation, exact=True)
 
     def __str__(self) -> str:
+        if self.endpoint:
+            return f"endpoint {self.endpoint}"
         incarnation = f" of incarnation {self.incarnation}" if self.incarnation else ""
         return f"{self.policy} at step {self.step}{incarnation}{'' if self.exact else ' or later'}"
 

@@ -7,11 +7,10 @@
     scored = await router.score([tokens], target=Target(), outputs=["entropy"])             # [ScoredTokens]
 
 A request goes to the last node of its session if that node is usable, else to the node with the lowest cost in prefix tokens to compute
-and load (`inference_choice`). If the node is lost or rejects the
-request, it continues at another node with the received tokens appended to its prefix and `max_tokens` reduced. Sampling is keyed by
-(seed, position), so with the same weights the result equals that of an undisturbed run. A stop string may span the fail-over: the
-submission contains the number of generated tokens in its prefix (`num_resumed`), and the engine searches for stop strings in these and
-the new tokens together.
+and load (`inference_choice`). If the node is lost or rejects the request, it continues at another node with the received tokens appended
+to its prefix and `max_tokens` reduced. Sampling is keyed by (seed, position), so with the same weights the result equals that of an
+undisturbed run. A stop string may span the fail-over: the submission contains the number of generated tokens in its prefix
+(`num_resumed`), and the engine searches for stop strings in these and the new tokens together.
 
 A request to a pinned target asks for exactly the version of its first tokens from then on. If no node holds that version any more, it
 raises StaleWeights.
@@ -49,7 +48,7 @@ from rollmesh.shared.outputs import NUM_TOP, array_names
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
-from rollmesh.v1 import inference_pb2, types_pb2
+from rollmesh.v1 import coordinator_pb2, inference_pb2, types_pb2
 
 
 class InferenceRouter:
@@ -66,16 +65,17 @@ class InferenceRouter:
         outputs: Sequence[str] = (),
         num_top: int = NUM_TOP,
         choice: NodeChoice | None = None,
+        kind: coordinator_pb2.NodeKind.ValueType = coordinator_pb2.NODE_KIND_INFERENCE,
     ) -> None:
         """`open_node` opens a channel to host:port, by default with `access`. Every request includes the engine `outputs`.
 
-        `choice` replaces the policy, e.g. to compare it with others.
+        `choice` replaces the policy, e.g. to compare it with others. `kind` is that of the nodes: INFERENCE or ENDPOINT.
         """
         self._outputs, self._num_top = tuple(outputs), num_top
         self._config = config or RouterConfig()
         open_node = open_node or (lambda address: open_channel(address, access=access))
         choice = choice or PrefixAffinity(self._config)
-        self._pool = NodePool(fleet, clock or SystemClock(), self._config, open_node, choice)
+        self._pool = NodePool(fleet, clock or SystemClock(), self._config, open_node, choice, kind)
 
     @property
     def waiting_for(self) -> str:

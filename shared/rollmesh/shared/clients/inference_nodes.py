@@ -258,8 +258,10 @@ class NodePool:
         config: RouterConfig,
         open_node: Callable[[str], grpc.aio.Channel],
         choice: NodeChoice,
+        kind: coordinator_pb2.NodeKind.ValueType = coordinator_pb2.NODE_KIND_INFERENCE,
     ) -> None:
         self._fleet = fleet
+        self._kind = kind
         self._clock = clock
         self._config = config
         self._open_node = open_node
@@ -329,7 +331,7 @@ class NodePool:
             self._digests_revision = self._fleet.revision
             self._digests = {
                 (node.node_id, held.policy, held.step, held.incarnation): held.weights_digest
-                for node in self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+                for node in self._fleet.nodes(self._kind)
                 for held in (*node.held, *([node.active] if node.HasField("active") else []))
             }
         listed = self._digests.get((node_id, version.policy, version.step, version.incarnation), "")
@@ -370,7 +372,7 @@ class NodePool:
         self._waited.clear()
         self._ready = {}
         seen = set()
-        for node in self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE):
+        for node in self._fleet.nodes(self._kind):
             seen.add(place := (node.node_id, node.address))
             if node.state != coordinator_pb2.NODE_STATE_READY or not node.HasField("active"):
                 continue
@@ -438,9 +440,7 @@ class NodePool:
     def _raise_if_unable(self, request: RoutedRequest) -> None:
         """Raise if there are inference nodes, and the engine of none of them can do what the request needs."""
         engines = {
-            (can.engine or node.node_id): can
-            for node in self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
-            for can in [_capabilities(node)]
+            (can.engine or node.node_id): can for node in self._fleet.nodes(self._kind) for can in [_capabilities(node)]
         }
         lacking = [request.lacking(can) for can in engines.values()]
         if not engines or not all(lacking):
@@ -454,7 +454,7 @@ class NodePool:
 
     def _raise_if_hopeless(self, target: Target) -> None:
         """Raise if every node has passed the requested exact step and none holds it, because it will not be served again."""
-        nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+        nodes = self._fleet.nodes(self._kind)
         active = [decode_version(node.active) for node in nodes if node.HasField("active")]
         own = [version for version in active if version.policy == target.policy]
         wanted = (target.incarnation, target.step)
@@ -465,7 +465,7 @@ class NodePool:
     def _describe(self, penalised: bool) -> str:
         if penalised:
             return "all nodes that do have just failed"
-        nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+        nodes = self._fleet.nodes(self._kind)
         states = [f"{n.node_id} {_state_name(n)}" for n in nodes[:8]]
         return "no node does" + (f" ({', '.join(states)})" if states else "")
 

@@ -10,21 +10,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 import grpc
 from msgspec import Meta
 
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.codec.trajectory import decode_rewards
+from rollmesh.shared.codec.trajectory import decode_rewards, decode_use
 from rollmesh.shared.errors import InvalidInput, MeshError, NotFound, NotReady, PayloadTooLarge, ScorerFailed
 from rollmesh.shared.retry import pause_after
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.tracing import traceparent
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.trajectory import EndpointUse, Reward
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc
 
 ITEMS_MAX = 256
@@ -59,6 +59,7 @@ class _PendingItem:
     answer: asyncio.Future[Rewards]
     company: Sequence[_PendingItem] = ()
     sending: asyncio.Task[None] | None = None
+    uses: list[EndpointUse] = field(default_factory=list)
 
     def leave(self) -> None:
         """Cancel the request if all its callers have been cancelled."""
@@ -112,8 +113,11 @@ class RewardClient:
         self._columns[address] = frozenset(column for scorer in response.scorers for column in scorer.columns)
         return self._columns[address]
 
-    async def score(self, run: str, item: reward_pb2.ScoreItem) -> Rewards:
-        """Return the rewards of the item's samples, in order. Raise `MeshError`; the rewards contain failures of scorers."""
+    async def score(self, run: str, item: reward_pb2.ScoreItem, uses: list[EndpointUse] | None = None) -> Rewards:
+        """Return the rewards of the item's samples, in order. Raise `MeshError`; the rewards contain failures of scorers.
+
+        What the scorers asked of endpoints is appended to `uses`.
+        """
         item.traceparent = traceparent()
         waiting = _PendingItem(run, item, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
@@ -122,12 +126,15 @@ class RewardClient:
         elif self._window is None:
             self._window = asyncio.create_task(self._flush_later(), context=apart())
         try:
-            return await waiting.answer
+            rewards = await waiting.answer
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             waiting.leave()
             raise
+        if uses is not None:
+            uses += waiting.uses
+        return rewards
 
     async def close(self) -> None:
         """Cancel the requests in progress; waiting callers get CancelledError."""
@@ -238,4 +245,7 @@ def _by_item(response: reward_pb2.RewardServiceScoreResponse, batch: Sequence[_P
     if [sample.sample_id for sample in response.samples] != asked:
         raise ScorerFailed("the reward service returned other samples than requested; retry")
     scored = iter(decode_rewards(sample.rewards) for sample in response.samples)
+    uses = {one.sample_id: [decode_use(use) for use in one.uses] for one in response.endpoints}
+    for entry in batch:
+        entry.uses = [use for sample in entry.item.samples for use in uses.get(sample.sample_id, ())]
     return [[next(scored) for _ in entry.item.samples] for entry in batch]

@@ -50,6 +50,14 @@ def check_episode(episode: Episode, field: str = "episode") -> None:
     _check_samples(episode, field)
     for stage, seconds in episode.stage_s.items():
         _finite_at_least_0(seconds, f"{field}.stage_s[{stage}]")
+    for number, use in enumerate(episode.endpoints):
+        for name in use.__struct_fields__[2:]:
+            _finite_at_least_0(getattr(use, name), f"{field}.endpoints[{number}].{name}")
+    if (chains := episode.chains) is not None:
+        for cause, num in chains.begun.items():
+            _finite_at_least_0(num, f"{field}.chains.begun[{cause[:80]}]")
+        for name in chains.__struct_fields__[1:]:
+            _finite_at_least_0(getattr(chains, name), f"{field}.chains.{name}")
 
 
 def check_segment(segment: Segment, field: str, *, index: int, num_params: int) -> None:

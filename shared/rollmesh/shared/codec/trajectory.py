@@ -13,6 +13,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
+import msgspec
 from google.protobuf.message import DecodeError
 
 from rollmesh.shared.codec import checks
@@ -30,6 +31,8 @@ from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.codec.summaries import sample_summary, why_invalid_summary
 from rollmesh.shared.trajectory import (
     SAMPLED_SOURCES,
+    ClientChains,
+    EndpointUse,
     Episode,
     EpisodeKey,
     FinishReason,
@@ -87,6 +90,8 @@ def encode_episode(episode: Episode, segments: Sequence[types_pb2.Segment] | Non
         sampling_params=[encode_sampling_params(p) for p in episode.sampling_params],
         samples=[encode_sample(s) for s in episode.samples],
         traceparent=episode.traceparent,
+        endpoints=map(encode_use, episode.endpoints),
+        chains=None if episode.chains is None else types_pb2.ClientChains(**msgspec.structs.asdict(episode.chains)),
     )
     for stage, seconds in episode.stage_s.items():
         message.stage_s[stage] = seconds  # a map in the constructor costs several times as much
@@ -105,9 +110,28 @@ def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episod
         samples=tuple(decode_sample(s, f"{field}.samples[{i}]") for i, s in enumerate(message.samples)),
         stage_s=dict(message.stage_s),
         traceparent=message.traceparent,
+        endpoints=tuple(map(decode_use, message.endpoints)),
+        chains=_decode_chains(message.chains) if message.HasField("chains") else None,
     )
     checks.check_episode(episode, field)
     return episode
+
+
+def encode_use(use: EndpointUse) -> types_pb2.EndpointUse:
+    return types_pb2.EndpointUse(**msgspec.structs.asdict(use))
+
+
+def decode_use(message: types_pb2.EndpointUse) -> EndpointUse:
+    return EndpointUse(**{name: getattr(message, name) for name in EndpointUse.__struct_fields__})
+
+
+def _decode_chains(message: types_pb2.ClientChains) -> ClientChains:
+    return ClientChains(
+        begun=dict(message.begun),
+        continued=message.continued,
+        forks=message.forks,
+        reencoded_tokens=message.reencoded_tokens,
+    )
 
 
 def encode_key(key: EpisodeKey) -> types_pb2.EpisodeKey:

@@ -7,8 +7,10 @@ with a certificate of the same CA. Neither the token nor the content of a file i
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -50,6 +52,29 @@ class Tls:
             ) from err
         return context
 
+    def check(self) -> float:
+        """Let the certificate authenticate itself as server and as client. Return the Unix time at which it or its CA expires.
+
+        ConfigError if it cannot: it is expired, not valid yet, of another CA, or not for both uses.
+        """
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        client = self.ssl_context()
+        client.check_hostname = False
+        server.load_cert_chain(self.certificate, self.key)
+        server.load_verify_locations(self.ca)
+        server.verify_mode = ssl.CERT_REQUIRED
+        try:
+            used = _handshake(client, server)
+        except ssl.SSLError as err:
+            why = getattr(err, "verify_message", "") or err.reason
+            raise ConfigError(
+                f"{self.certificate}: this certificate cannot be used with the CA in {self.ca}: {why}; replace it (`rollmesh certs --ca` signs "
+                "one for servers and clients) and check the clock of this host",
+                path=str(self.certificate),
+            ) from err
+        signers = [one for one in client.get_ca_certs() if one["subject"] == used["issuer"]]
+        return min(ssl.cert_time_to_seconds(str(one["notAfter"])) for one in (used, *signers))
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -69,6 +94,17 @@ class Access:
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """None without TLS."""
         return None if self.tls is None else self.tls.channel_credentials()
+
+
+def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:
+    """Connect two contexts in memory and return the server's certificate. Raises SSLError as a connection between two hosts would."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    for side in (*sides, *sides):  # the last message of TLS 1.3 is the second one of the client
+        with suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    found: dict[str, Any] = sides[0].getpeercert() or {}
+    return found
 
 
 def _read(path: Path) -> bytes:

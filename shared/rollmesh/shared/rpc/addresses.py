@@ -19,6 +19,30 @@ def port_of(address: str) -> int:
     return int(text) if text.isdecimal() and not address.startswith("unix:") else 0
 
 
+def split_addresses(text: str) -> list[str]:
+    """Return the addresses of one server that is found at the first of them that responds. Raises `ConfigError` for a list with a name.
+
+    A name that resolves to the current address of the server needs no list.
+    """
+    found = text.split(",")
+    for one in found if len(found) > 1 else ():
+        if not is_ip_address(host_of(one)):
+            raise ConfigError(
+                f"a list of addresses must contain only IP:PORT, got {one!r} in {text}; use one name without a list, or IP addresses",
+                address=text,
+            )
+    return found
+
+
+def is_ip_address(host: str) -> bool:
+    """Return whether `host` is an IPv4 or IPv6 address, without brackets."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_address(text: str) -> bool:
     """Return whether a client can call `text`: host:port with a port above 0, or unix:PATH."""
     if text.startswith("unix:"):

@@ -21,6 +21,7 @@ import grpc
 from msgspec import Meta
 
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.addresses import host_of, split_addresses
 from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.direct.channel import DirectChannel
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
@@ -55,17 +56,25 @@ def open_channel(
     """Return a channel to `address`. It connects on the first call, and again when the connection breaks. Calls to a server of this event
     loop that accepts direct calls need no connection (`rollmesh.shared.rpc.direct`), unless the channel has TLS, a unix socket or `idempotent`.
 
+    `address` may list several, IP:PORT,IP:PORT: the channel uses the first one that responds, and tries all of them again when the connection
+    breaks. With TLS the certificate of each server must contain the first address.
+
     `idempotent` lists services and methods that may be sent again after UNAVAILABLE, such as
     "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
-    ConfigError if a TLS file of `access` cannot be read.
+    ConfigError if a TLS file of `access` cannot be read, or if a list contains a name.
     """
     config = config or ChannelConfig()
     options = _options(config, idempotent)
     credentials = None if address.startswith("unix:") else access.channel_credentials()
+    several = len(addresses := split_addresses(address)) > 1
+    if several:
+        name = host_of(addresses[0])
+        options += [("grpc.default_authority", addresses[0]), ("grpc.ssl_target_name_override", name)]
+        address = f"{'ipv6' if ':' in name else 'ipv4'}:{address}"
     channel: grpc.aio.Channel
     if credentials is not None:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    elif idempotent:  # gRPC repeats the calls
+    elif idempotent or several:  # gRPC repeats the calls, and chooses the server
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         connect = partial(grpc.aio.insecure_channel, address, options=options)

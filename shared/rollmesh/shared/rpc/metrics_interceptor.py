@@ -17,7 +17,14 @@ from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.handlers import AroundInterceptor, Context, Handler
 from rollmesh.shared.telemetry.metrics import count, counter, histogram, observe
 
-CALLS = counter("rollmesh_rpc_calls_total", "Calls served, by method and gRPC code.", "service", "method", "code")
+CALLS = counter(
+    "rollmesh_rpc_calls_total",
+    "Calls served, by method and gRPC code.",
+    "service",
+    "method",
+    "code",
+    code=[code.name for code in grpc.StatusCode],
+)
 CALL_SECONDS = histogram(
     "rollmesh_rpc_call_seconds",
     "Time to serve a call with one response, in seconds. It includes the wait of long polls.",

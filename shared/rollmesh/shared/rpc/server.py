@@ -29,7 +29,7 @@ from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.decode_interceptor import DecodeInterceptor
 from rollmesh.shared.rpc.direct.server import DirectServer
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
-from rollmesh.shared.rpc.heap import HeapTrimmer
+from rollmesh.shared.rpc.heap import HeapTrimmer, reuse_freed_memory
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX, RequestLimits
 from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
@@ -78,6 +78,7 @@ class RpcServer:
         local_socket = self._config.address.startswith("unix:")
         self._credentials = None if local_socket else access.server_credentials()
         self._limits: dict[str, RequestLimits] = {}
+        reuse_freed_memory()
         self._heap = HeapTrimmer()
         interceptors = [
             TraceInterceptor(),

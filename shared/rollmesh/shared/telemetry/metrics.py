@@ -8,7 +8,7 @@ Names follow Prometheus' rules: base units, `_total` for counters; docs/observab
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rollmesh.shared.telemetry.logs import context_id
@@ -27,16 +27,23 @@ class Metric:
     labels: tuple[str, ...]
     """Labels in addition to `node`, which every series has."""
     buckets: tuple[float, ...] = ()
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    """All values of a label that has a fixed set of them. Dashboards and alerts may select only these."""
 
 
-def counter(name: str, help_: str, *labels: str) -> Metric:
-    """A counter. It decreases only at a restart. Its name ends in _total."""
-    return Metric(name, "counter", help_, labels)
+def counter(name: str, help_: str, *labels: str, **values: Iterable[str]) -> Metric:
+    """A counter. It decreases only at a restart. Its name ends in _total. `values` are the fixed values of labels."""
+    return Metric(name, "counter", help_, labels, values=_fixed(labels, values))
 
 
-def gauge(name: str, help_: str, *labels: str) -> Metric:
-    """A current value."""
-    return Metric(name, "gauge", help_, labels)
+def gauge(name: str, help_: str, *labels: str, **values: Iterable[str]) -> Metric:
+    """A current value. `values` are the fixed values of labels."""
+    return Metric(name, "gauge", help_, labels, values=_fixed(labels, values))
+
+
+def _fixed(labels: tuple[str, ...], values: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
+    assert values.keys() <= set(labels), (labels, values)
+    return {label: tuple(of_label) for label, of_label in values.items()}
 
 
 def histogram(name: str, help_: str, *labels: str, buckets: tuple[float, ...] = LATENCY_S) -> Metric:

@@ -1,11 +1,11 @@
 """Content-addressed blobs in a directory: `<directory>/<sha256>`, visible only when their bytes hash to their name.
 
 A blob is written to a partial file and renamed. Readers may follow one that is being written, except its last piece, which they get when
-the bytes are verified; so no reader gets all bytes of a wrong blob. Each blob has owners; a blob without an owner is deleted. Files that another process of this
-host put into the directory (a same-host upload) are added by `claim`, which hashes them first. Blobs from before
-a restart are hashed at their first use, because a crash of the host may have truncated them.
+the bytes are verified; so no reader gets all bytes of a wrong blob. Each blob has owners; a blob without an owner is deleted. Files that
+another process of this host put into the directory (a same-host upload) are added by `claim`, which hashes them first. Blobs from before a
+restart are hashed at their first use, because a crash of the host may have truncated them.
 
-Used on one event loop; hashing and writing of more than a few bytes happen in threads. One process owns a directory.
+Used on one event loop; hashing, reading and writing of more than `SMALL_BYTES` happen in threads. One process owns a directory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import fcntl
 import hashlib
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, TypeVar
 
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.disk import disk_told
@@ -30,6 +30,12 @@ from rollmesh.shared.weights.owners import OwnerJournal
 PARTIAL_SUFFIX = ".partial"
 UPLOAD_MARK = ".upload-"
 """Part of the name of a partial file that another process of this host writes."""
+SMALL_BYTES = 64 * 1024
+"""Bytes that are hashed, read or written on the event loop. They take 0.1 ms, and a thread takes longer to begin on a busy machine."""
+LINKED_BYTES = 2 * 1024 * 1024
+"""Bytes of a file of this host that are hashed on the event loop before it is claimed or adopted. They take 1 to 5 ms, and are one file per
+version of a small model. The pieces of a large one would block the loop one after the other."""
+T = TypeVar("T")
 
 
 class BlobStore:
@@ -126,12 +132,19 @@ class BlobStore:
                     offset += len(piece)
                     yield piece
         path = await self.open(digest)
-        if not 0 <= offset <= self._sizes[digest]:
-            raise InvalidInput(f"offset: {offset}, but blob {digest} has {self._sizes[digest]} bytes", digest=digest)
+        size = self._sizes[digest]
+        if not 0 <= offset <= size:
+            raise InvalidInput(f"offset: {offset}, but blob {digest} has {size} bytes", digest=digest)
         with path.open("rb") as file:  # an open file remains readable after its deletion
             file.seek(offset)
-            while piece := await asyncio.to_thread(file.read, piece_bytes):
+            while offset < size and (piece := await run_sized(size - offset, lambda: file.read(piece_bytes))):
+                offset += len(piece)
                 yield piece
+
+    async def read_bytes(self, digest: str) -> bytes:
+        """Return a whole blob, such as a manifest. Raises like `open`."""
+        path = await self.open(digest)
+        return await run_sized(self._sizes[digest], path.read_bytes)
 
     # Storing ----------------------------------------------------------------------------------------------------------
 
@@ -188,8 +201,9 @@ class BlobStore:
             os.link(file, link)
         except OSError:  # removed, not readable or not linkable; the network remains
             return False
-        self._check_quota(os.stat(link).st_size, after_deleting=link)
-        if await asyncio.to_thread(sha256_of_file, link) != digest:
+        size = os.stat(link).st_size
+        self._check_quota(size, after_deleting=link)
+        if await run_sized(size, lambda: sha256_of_file(link), inline_max=LINKED_BYTES) != digest:
             link.unlink()
             return False
         self._publish(link, digest, owner)
@@ -232,7 +246,7 @@ class BlobStore:
         if digest in self._verified:
             return
         try:
-            found = await asyncio.to_thread(sha256_of_file, path)
+            found = await run_sized(self._sizes[digest], lambda: sha256_of_file(path), inline_max=LINKED_BYTES)
         except FileNotFoundError:
             self._sizes.pop(digest, None)
             raise UnknownBlob(
@@ -331,21 +345,21 @@ class PartialBlob:
         return 0 < self.written_bytes < self.size_bytes
 
     def too_long_with(self, num_bytes: int) -> bool:
-        """Whether so many bytes more would be over the announced size."""
+        """Return whether so many more bytes exceed the announced size."""
         return self.written_bytes + num_bytes > self.size_bytes
 
     async def write(self, piece: bytes) -> None:
-        """Raises `InvalidInput` when more arrives than was announced."""
+        """Append `piece`. Raises `InvalidInput` for more bytes than were announced, `DiskFull`."""
         if self.too_long_with(len(piece)):
             raise InvalidInput(f"blob {self._digest}: more than the announced {self.size_bytes} bytes arrived")
-        await asyncio.to_thread(self._write, piece)
+        await run_sized(len(piece), lambda: self._write(piece))
         self.written_bytes += len(piece)
         if self.can_be_followed:
             self._store._arrived(self._digest)
         self._notify()
 
     def reset(self) -> None:
-        """Begins again: what was written was wrong."""
+        """Begin again, because what was written is wrong."""
         self._file.seek(0)
         self._file.truncate()
         self._hash = hashlib.sha256()
@@ -358,7 +372,7 @@ class PartialBlob:
         self._changed = asyncio.Event()
 
     async def commit(self, *, owner: str) -> None:
-        """Makes the blob visible. Raises `HashMismatch` if it is short or hashes to something else."""
+        """Make the blob visible. Raises `HashMismatch` if it is short or has another hash, `DiskFull`."""
         found = self._hash.hexdigest()
         if found != self._digest:
             raise HashMismatch(
@@ -366,7 +380,9 @@ class PartialBlob:
                 "nothing was stored; send it again",
                 digest=self._digest,
             )
-        await asyncio.to_thread(self._flush)
+        if self._store.durable:
+            with disk_told(self._path.parent):
+                await asyncio.to_thread(os.fsync, self._file.fileno())
         self._store._publish(self._path, self._digest, owner)
 
     def _write(self, piece: bytes) -> None:
@@ -375,8 +391,7 @@ class PartialBlob:
             self._file.write(piece)
             self._file.flush()  # for readers that follow
 
-    def _flush(self) -> None:
-        with disk_told(self._path.parent):
-            self._file.flush()
-            if self._store.durable:
-                os.fsync(self._file.fileno())
+
+async def run_sized(num_bytes: int, work: Callable[[], T], *, inline_max: int = SMALL_BYTES) -> T:
+    """Return `work()`, which reads or writes `num_bytes` of a file: in a thread, or here if they are at most `inline_max`."""
+    return work() if num_bytes <= inline_max else await asyncio.to_thread(work)

@@ -30,6 +30,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """The files of a low-rank adapter, as peft names them."""
 PROBE_TOLERANCE = 0.01
 """Nats. Reordered float32 sums differ by 1e-5; a stale layer of a small model showed 1e-1 and more."""
+ROUNDED_PROBE_TOLERANCE = 1.0
+"""Nats, where the trainer, the published weights or the engine are in bfloat16. Between such a pair and float32, the model of the demo
+showed differences of up to 0.56 on 16,128 tokens that it drew (99 % are below 0.09), and a random model of 12 layers of width 512 with
+logits of up to 21 one of 0.24 on 1,008. A layer that stayed behind by 70 updates showed 2.0 and more on every four probes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +75,24 @@ def build_manifest(
     probes: Sequence[weights_pb2.WeightProbe] = (),
     probe_tolerance: float = PROBE_TOLERANCE,
     chunk_bytes: int = CHUNK_BYTES,
+    known: Mapping[str, weights_pb2.WeightFile] = MappingProxyType({}),
 ) -> BuiltManifest:
     """Reads and hashes the safetensors files (about 1.8 GB/s): call it in a thread. Together they are one whole state dict.
 
     With an `adapter`, the two files of peft by their names, the version is that state dict with the adapter. Its chunks are those of the
-    versions with the same base, so only the adapter travels. Raises `InvalidInput` for a file that is not safetensors, OSError for one that cannot be read. The same files, probes
-    and settings give the same digest.
+    versions with the same base, so only the adapter travels. `known` has the chunks of files that were hashed before and have not changed
+    since; they are not read again. Raises `InvalidInput` for a file that is not safetensors, OSError for one that cannot be read. The same
+    files, probes and settings give the same digest.
     """
     if not 0 < chunk_bytes <= CHUNK_BYTES_MAX:
         invalid("chunk_bytes", f"{chunk_bytes}, expected 1 to {CHUNK_BYTES_MAX}")
     chunks: dict[str, ChunkSource] = {}
     manifest = weights_pb2.WeightManifest(
         kind=weights_pb2.WeightManifest.KIND_LORA if adapter else weights_pb2.WeightManifest.KIND_FULL,
-        files=[_file(name, path, chunk_bytes, chunks) for name, path in sorted({**files, **adapter}.items())],
+        files=[
+            _place(known[name], path, chunks) if name in known else _file(name, path, chunk_bytes, chunks)
+            for name, path in sorted({**files, **adapter}.items())
+        ],
         tied=sorted(tied),
         probes=probes,
         probe_tolerance=probe_tolerance,
@@ -146,6 +155,15 @@ def _file(name: str, path: Path, chunk_bytes: int, chunks: dict[str, ChunkSource
         chunks[digest] = ChunkSource(path=path, offset=offset, size_bytes=len(data))
         message.chunks.add(digest=digest, size_bytes=len(data))
         message.size_bytes += len(data)
+    return message
+
+
+def _place(message: weights_pb2.WeightFile, path: Path, chunks: dict[str, ChunkSource]) -> weights_pb2.WeightFile:
+    """Add the chunks of a known file, and return it."""
+    offset = 0
+    for chunk in message.chunks:
+        chunks[chunk.digest] = ChunkSource(path=path, offset=offset, size_bytes=chunk.size_bytes)
+        offset += chunk.size_bytes
     return message
 
 

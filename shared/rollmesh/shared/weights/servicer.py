@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 
 from rollmesh.shared.codec.refusal import invalid
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.errors import FieldViolation, HashMismatch, InvalidInput, UnknownBlob
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import ByteRate
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.host import host_id
-from rollmesh.shared.weights.manifest import is_version_of, parse_manifest
+from rollmesh.shared.weights.manifest import chunk_sizes, is_version_of, parse_manifest
 from rollmesh.shared.weights.transfer import DIGESTS_MAX, PIECE_BYTES, PIECE_BYTES_MAX, WAIT_S_MAX
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
@@ -38,9 +37,23 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
     async def Has(self, request: weights_pb2.HasRequest, context: Context) -> weights_pb2.HasResponse:
         if len(request.digests) > DIGESTS_MAX:
             raise InvalidInput(f"digests: {len(request.digests)}, at most {DIGESTS_MAX} at once; ask in parts")
+        missing = self._store.missing(request.digests)
+        if request.weights_digest:
+            missing += await self._missing_of(request.weights_digest)
         return weights_pb2.HasResponse(
-            missing=self._store.missing(request.digests), directory=str(self._store.directory), host_id=host_id()
+            missing=missing,
+            directory=str(self._store.directory),
+            host_id=host_id(),
+            version_checked=bool(request.weights_digest),
         )
+
+    async def _missing_of(self, weights_digest: str) -> list[str]:
+        """Return the digests that are not stored of a version: its manifest, or chunks of it. Raises `InvalidInput`."""
+        try:
+            manifest = parse_manifest(await self._store.read_bytes(weights_digest))
+        except (UnknownBlob, HashMismatch):
+            return [weights_digest]
+        return self._store.missing(chunk_sizes(manifest))
 
     async def Put(
         self, request_iterator: AsyncIterator[weights_pb2.PutRequest], context: Context
@@ -112,6 +125,5 @@ class ManifestServicer(weights_pb2_grpc.WeightServiceServicer):
     async def GetManifest(
         self, request: weights_pb2.GetManifestRequest, context: Context
     ) -> weights_pb2.GetManifestResponse:
-        path = await self._store.open(request.weights_digest)
-        manifest = parse_manifest(await asyncio.to_thread(path.read_bytes))
+        manifest = parse_manifest(await self._store.read_bytes(request.weights_digest))
         return weights_pb2.GetManifestResponse(manifest=manifest)

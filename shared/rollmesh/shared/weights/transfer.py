@@ -44,12 +44,19 @@ class TransferConfig(Settings):
     """Limit of one blob's transfer from one source."""
     stall_s: PositiveFloat = 5.0
     """Time without a byte after which another source is asked, in seconds."""
+    rate_min_bytes_per_s: NonNegativeFloat = 65536.0
+    """Rate below which a source counts as stalled, in bytes per second and blob, so that one that sends a byte now and then does not hold a
+    version up for `blob_deadline_s`. Lower it for links that are shared by many nodes; 0 means no minimum."""
     peer_wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 2.0
     """Time to wait for a blob that is on its way to a source, in seconds. The last source is not waited for."""
     ingress_bytes_per_s: NonNegativeFloat = 0.0
     """Limit of what this process receives, in bytes per second; 0 means unlimited."""
     same_host: bool = True
     """Whether a peer's directory on this host is used instead of the network."""
+
+    def seconds_of(self, num_bytes: int) -> float:
+        """Return how long `num_bytes` take at the minimum rate."""
+        return num_bytes / self.rate_min_bytes_per_s if self.rate_min_bytes_per_s else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +118,17 @@ class _Uploader:
                     await self._put(digest, b"", source.size_bytes)
                     self.num_existed += 1
                     return
-            await self.store(digest, await asyncio.to_thread(_read, source))
+            await self.store(digest, source)
 
-    async def store(self, digest: str, data: bytes) -> None:
+    async def store(self, digest: str, source: ChunkSource) -> None:
         """By the directory where possible, else (or when that fails) by the network."""
         if self._directory is not None:
             with contextlib.suppress(OSError, HashMismatch):
-                await asyncio.to_thread(_write_blob, self._directory, digest, data)
-                await self._put(digest, b"", len(data))
-                self.written_bytes += len(data)
+                await asyncio.to_thread(_write_blob, self._directory, digest, source)
+                await self._put(digest, b"", source.size_bytes)
+                self.written_bytes += source.size_bytes
                 return
-        await self.send(digest, data)
+        await self.send(digest, await asyncio.to_thread(_read, source))
 
     async def send(self, digest: str, data: bytes) -> None:
         await self._put(digest, data, len(data))
@@ -146,10 +153,10 @@ def _read(source: ChunkSource) -> bytes:
         return file.read(source.size_bytes)
 
 
-def _write_blob(directory: Path, digest: str, data: bytes) -> None:
+def _write_blob(directory: Path, digest: str, source: ChunkSource) -> None:
     partial = directory / f"{digest}{UPLOAD_MARK}{os.getpid()}{PARTIAL_SUFFIX}"
     try:
-        partial.write_bytes(data)
+        partial.write_bytes(_read(source))
         partial.replace(directory / digest)
     finally:
         partial.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ its last turn. Turns of an optimizer step enter the buffer after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -92,6 +92,10 @@ class Archer:
         loss = td_loss(self.module, drawn, self.options.discount)
         size = len(inputs.logprobs)
         return loss * (size / self._tokens), {"td_loss": loss.detach().expand(size)}
+
+    def exchange(self, in_order: Callable[[list[Transitions]], list[Transitions]]) -> None:
+        """Take the turns of the micro-batches of all ranks."""
+        self._seen = in_order(self._seen)
 
     def state(self) -> dict[str, Any]:
         self._store()

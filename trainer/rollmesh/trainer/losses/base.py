@@ -38,6 +38,7 @@ LOSSES = Registry(
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
         "archer": "rollmesh.trainer.losses.archer:Archer",
         "imitation": "rollmesh.trainer.losses.imitation:Imitation",
+        "router": "rollmesh.trainer.losses.router:RouterBalance",
         "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
     },
 )
@@ -89,7 +90,8 @@ class PolicyLoss(Protocol):
     Optional attributes: `features`, requests of further columns (see `features.py`); `whole_groups = True`, if the samples of a group must
     be in one optimizer step; `state()` with `load_state(state)`, for memory that the checkpoint holds; `make_module(hidden_size)`, which
     returns a torch module that the optimizer trains with the policy and the checkpoint holds, but that is never published; `where`
-    (`policy`, `external` or `all`), its token set unless the configuration names one. `needs_behavior = False` states that it does not
+    (`policy`, `external` or `all`), its token set unless the configuration names one; `exchange(in_order)`, for a term that keeps something
+    of every micro-batch: after a step, `in_order(own)` returns what the term has kept on all ranks. `needs_behavior = False` states that it does not
     read behavior log-probs. Only then it gets tokens that were not sampled, such as those of a given solution, whose log-prob in the column
     `behavior` is NaN.
     """

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from rollmesh.services.coordinator.core import (
     batches,
     changes,
@@ -50,9 +52,13 @@ def _create(ctx: DecisionContext, request: i.CreateRun) -> None:
     elif ctx.state.spec == request.spec:
         ctx.reply(request.ticket, False)
     else:
+        old, new = msgspec.structs.asdict(ctx.state.spec), msgspec.structs.asdict(request.spec)
+        different = ", ".join(
+            f"{name} is {old[name]}, got {value}" for name, value in new.items() if old[name] != value
+        )
         refuse(
             "RUN_EXISTS",
-            f"run {request.spec.run} exists with another spec; change it by ChangeRun, or choose another name",
+            f"run {request.spec.run} exists with another spec: {different}; change it by ChangeRun, or choose another name",
         )
 
 

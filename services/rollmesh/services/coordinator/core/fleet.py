@@ -1,7 +1,7 @@
 """Nodes and the weight rollout plan. Pure and ephemeral: nodes report all of it again when they join again.
 
-A version rolls out in two phases. Every node prepares it while serving. One node (the canary) activates it and
-scores its probes; if they match, the other nodes activate it. If a single node fails, only that node is excluded. If
+A version rolls out in two phases. Every node prepares it while serving. One node (the canary) activates it as soon as it has
+prepared it, and scores its probes; if they match, the other nodes activate it. If a single node fails, only that node is excluded. If
 the canary fails, or no node can prepare the version, the version is rejected and the fleet keeps its weights. An
 evaluation pins its step: nodes activate pinned versions in order. While episodes of a pinned version are open, a node
 passes it only if its engine can hold that version beside the next one.
@@ -15,8 +15,9 @@ from enum import IntEnum
 
 from rollmesh.shared.engine_capabilities import EngineCapabilities
 from rollmesh.shared.process_info import ProcessInfo
+from rollmesh.shared.protocol import UNREPORTED, ProtocolVersion
 from rollmesh.shared.retry import pause_after
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, Settings
 from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
@@ -40,6 +41,7 @@ class NodeKind(IntEnum):
     DEPOT = 6
     GATEWAY = 7
     LEARNER = 8
+    ENDPOINT = 9
 
 
 class NodeState(IntEnum):
@@ -78,6 +80,10 @@ class FleetConfig(Settings):
     prepare_s_max: PositiveFloat = 120.0
     """Time that a node has for one weight command before the command is sent again, seconds."""
 
+    keep_steps: tuple[NonNegativeInt, ...] = ()
+    """Steps of the policy that nodes keep serving beside newer ones, if their engine has room (`versions_max`). Versions of open evaluations
+    come first. The steps of endpoints of kind `policy_step` are added."""
+
     def check_fields(self) -> None:
         if not self.heartbeat_s < self.suspect_after_s <= self.dead_after_s:
             raise ValueError(
@@ -97,6 +103,9 @@ class Node:
     runs: tuple[str, ...]
     last_seen: float
     process: ProcessInfo
+    protocol: ProtocolVersion = UNREPORTED
+    clock_ahead_s: float = 0.0
+    """Seconds by which the clock of its host was ahead of the coordinator's when it joined."""
     capabilities: EngineCapabilities | None = None
     """Set for inference nodes."""
     state: NodeState = NodeState.JOINING
@@ -118,6 +127,8 @@ class Node:
     ordered: tuple[WeightVerb, PolicyVersion] | None = None
     """The command that it has not answered yet."""
     ordered_until: float = 0.0
+    activates: bool = False
+    """That command makes the version active: ACTIVATE, or PREPARE with `SendWeights.activate`."""
     failures: int = 0
     """Number of consecutive failed preparations of `failed`."""
     failed: PolicyVersion | None = None
@@ -143,6 +154,8 @@ class WeightGoal:
     """Announced versions that were rejected."""
     pins: Sequence[tuple[int, int]] = ()
     """(step, incarnation) of open evaluations, oldest first."""
+    kept_steps: Sequence[int] = ()
+    """Further steps that nodes keep serving if they have room."""
     step_min: int = 0
     """Oldest step that is admissible. Nodes below it are STALE, unless their version is pinned."""
     incarnation: int = 0
@@ -158,7 +171,9 @@ class SendWeights:
     verb: WeightVerb
     version: PolicyVersion
     retain: tuple[PolicyVersion, ...] = ()
-    """Older versions that it keeps serving, for ACTIVATE."""
+    """Older versions that it keeps serving when it activates the version."""
+    activate: bool = False
+    """PREPARE: the node activates the version as soon as it is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +197,7 @@ class StateChanged:
     """A node changed, so the fleet view is sent again."""
 
     node_id: str
+    kind: NodeKind
     state: NodeState
     cause: str
 
@@ -220,6 +236,8 @@ class Fleet:
         active: PolicyVersion | None,
         now: float,
         process: ProcessInfo | None = None,
+        protocol: ProtocolVersion = UNREPORTED,
+        clock_ahead_s: float = 0.0,
         capabilities: EngineCapabilities | None = None,
         held: tuple[PolicyVersion, ...] = (),
     ) -> None:
@@ -235,11 +253,34 @@ class Fleet:
             active=active,
             last_seen=now,
             process=process or ProcessInfo(),
+            protocol=protocol,
+            clock_ahead_s=clock_ahead_s,
             capabilities=capabilities,
             held=held,
             commanded=before.commanded if before is not None else [],
             contradicted=same is not None and same.contradicted,
             cause=same.cause if same is not None and same.contradicted else "",
+        )
+
+    def rejected_node(
+        self, node_id: str, *, kind: NodeKind, process: ProcessInfo, protocol: ProtocolVersion, cause: str, now: float
+    ) -> None:
+        """List a node that may not join, as DEAD. A node of that id which is in the mesh, or whose work is not released yet, stays."""
+        if (before := self.nodes.get(node_id)) is not None and before.state is not NodeState.DEAD:
+            before.cause = before.cause if before.connected else cause
+            return
+        self.nodes[node_id] = Node(
+            node_id=node_id,
+            kind=kind,
+            address="",
+            capacity=0,
+            runs=(),
+            last_seen=now,
+            process=process,
+            protocol=protocol,
+            state=NodeState.DEAD,
+            connected=False,
+            cause=cause,
         )
 
     def reported(
@@ -362,7 +403,10 @@ class Fleet:
         """Update every node and return what follows: state changes, removed nodes, weight commands, rejected
         versions."""
         goals = {
-            run: replace(g, versions=[v for v in g.versions if v not in self.rejected]) for run, g in goals.items()
+            run: replace(
+                g, versions=[v for v in g.versions if v not in self.rejected], kept_steps=self.config.keep_steps
+            )
+            for run, g in goals.items()
         }
         events: list[FleetEvent] = []
         for node in sorted(self.nodes.values(), key=lambda n: n.node_id):
@@ -370,7 +414,7 @@ class Fleet:
             state = self._judge(node, goal, now)
             if state is not node.state:
                 node.state = state
-                events.append(StateChanged(node.node_id, state, node.cause))
+                events.append(StateChanged(node.node_id, node.kind, state, node.cause))
                 if state is NodeState.DEAD:
                     events.append(NodeDied(node.node_id))
             if goal is not None and node.kind is NodeKind.INFERENCE:
@@ -414,10 +458,15 @@ class Fleet:
         if node.prepared is not None and node.prepared != wanted:
             yield SendWeights(node.node_id, WeightVerb.DISCARD, node.prepared)
             node.prepared = None
+        # Known before the node has prepared it: evaluations pin a version when it is the newest published one, so no evaluation of
+        # the weights that the node serves now can begin until then.
+        may_activate = wanted in self.verified or node.node_id == self._canary(wanted, goals, now)
         if node.prepared != wanted:
-            yield self._command(node, WeightVerb.PREPARE, wanted, now)
-        elif wanted in self.verified or node.node_id == self._canary(wanted, goals, now):
-            yield self._command(node, WeightVerb.ACTIVATE, wanted, now, retain)
+            yield self._command(
+                node, WeightVerb.PREPARE, wanted, now, retain if may_activate else (), activate=may_activate
+            )
+        elif may_activate:
+            yield self._command(node, WeightVerb.ACTIVATE, wanted, now, retain, activate=True)
 
     def _command(
         self,
@@ -426,18 +475,24 @@ class Fleet:
         version: PolicyVersion,
         now: float,
         retain: tuple[PolicyVersion, ...] = (),
+        *,
+        activate: bool,
     ) -> SendWeights:
-        node.ordered = (verb, version)
+        node.ordered, node.activates = (verb, version), activate
         if version not in node.commanded:
             node.commanded = [*node.commanded, version][-COMMANDED_MAX:]
         node.ordered_until = now + self.config.prepare_s_max
-        return SendWeights(node.node_id, verb, version, retain)
+        return SendWeights(node.node_id, verb, version, retain, activate and verb is WeightVerb.PREPARE)
 
     def _canary(self, version: PolicyVersion, goals: Mapping[str, WeightGoal], now: float) -> str:
-        """Return the id of the canary: the node that activates `version` already, else the first one by id of those that can take it
+        """Return the id of the canary: the node with a command to activate `version`, else the first one by id of those that can take it
         now. A node that an evaluation delays cannot."""
         taking = [n for n in self._healthy() if (g := goals.get(run_of(n, goals))) and choose(n, g)[0] == version]
-        begun = [n for n in taking if n.ordered == (WeightVerb.ACTIVATE, version) and now < n.ordered_until]
+        begun = [
+            n
+            for n in taking
+            if n.activates and n.ordered is not None and n.ordered[1] == version and now < n.ordered_until
+        ]
         return min((n.node_id for n in begun or taking), default="")
 
     def _healthy(self) -> list[Node]:
@@ -481,7 +536,8 @@ def choose(node: Node, goal: WeightGoal) -> tuple[PolicyVersion | None, tuple[Po
     """Return the version that a node should activate next, and the versions that it must keep beside it.
 
     The next version is the oldest pinned one that it neither serves nor has passed, else the newest. It keeps the pinned
-    versions that it serves. If its engine cannot hold them beside the next version, it stays at its active version.
+    versions that it serves. If its engine cannot hold them beside the next version, it stays at its active version. Of the kept
+    steps it keeps those for which there is room, oldest first.
     """
     at = age(node.active) if node.active is not None and node.active in goal.versions else (-1, -1)
     pinned = [v for v in goal.versions if (v.step, v.incarnation) in goal.pins]
@@ -490,4 +546,7 @@ def choose(node: Node, goal: WeightGoal) -> tuple[PolicyVersion | None, tuple[Po
     current = [v for v in goal.versions if v.incarnation == goal.incarnation]
     wanted = next(iter(ahead or current[-1:]), None)
     retain = tuple(v for v in served if v != wanted)
-    return (wanted, retain) if len(retain) < node.versions_max else (node.active, ())
+    if len(retain) >= node.versions_max:
+        return node.active, ()
+    kept = [v for v in goal.versions if v.step in goal.kept_steps and v not in (wanted, *retain)]
+    return wanted, (*retain, *(v for v in kept if v == node.active or v in node.held))[: node.versions_max - 1]

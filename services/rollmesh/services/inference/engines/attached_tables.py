@@ -20,6 +20,22 @@ _COMPARED = (
 )  # fmt: skip
 
 
+_DTYPES = {"half": "float16", "float": "float32"}
+"""Further names of element types that servers accept."""
+
+
+def computed_in(stated: str, model: Mapping[str, Any]) -> str:
+    """Return the element type in which a server computes that states `stated`, empty if it is unknown.
+
+    `auto` is that of the `config.json` of a model in 16 bits. For another model it depends on the server and its version.
+    """
+    if stated == "auto":
+        stated = str(model.get("dtype") or model.get("torch_dtype") or "")
+        return stated if stated in ("bfloat16", "float16") else ""
+    stated = stated.removeprefix("torch.")
+    return _DTYPES.get(stated, stated)
+
+
 def floats(values: Sequence[float | None], num: int, what: str) -> FloatArray:
     """Return `num` finite values as float32. Raises Internal if the server sent others."""
     if len(values) != num:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.model_spec import UnknownToDecoder, model_spec, read_config
@@ -27,6 +26,7 @@ from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_runner import TorchRunner
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.model_folder import check_positions
+from rollmesh.trainer.model_config import auto_class
 
 FORWARDS = BUILT_IN, CACHED, RECOMPUTE = "built_in", "cached", "recompute"
 _CONTEXT_KEY = "inference.engine.options.context_max"
@@ -60,10 +60,10 @@ def open_runner(config: TorchEngineConfig) -> tuple[Runner, Execution]:
 
 def chooses_experts(folder: Path) -> bool:
     """Return whether the model of a folder has layers with a router. False if its configuration cannot be read, which `_find` reports."""
-    make: Any = AutoModelForCausalLM.from_config
     try:
+        config = read_config(folder)
         with torch.device("meta"):
-            return bool(expert_layers(make(read_config(folder))))
+            return bool(expert_layers(auto_class(config).from_config(config)))
     except MODEL_ERRORS:
         return False
 

@@ -125,7 +125,7 @@ class PlainRunner:
 def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
     """A model in evaluation mode with the weights of a state dict, under the names of its modules or of its files.
 
-    Raises WeightsRejected if the state dict lacks a tensor of the model, or has one that the model does not use as it is.
+    Raises WeightsMismatch if the state dict lacks a tensor of the model, or has one that the model does not use as it is.
     """
     progress: Any = logging
     shown = progress.is_progress_bar_enabled()
@@ -150,7 +150,7 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
                 f"{problem.split('_')[0]} tensors {', '.join(names[:8])}: send the whole state dict of the configured model"
             )
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = model.config.get_text_config().tie_word_embeddings and model._tied_weights_keys
+    tied = model.config.tie_word_embeddings and model._tied_weights_keys
     if tied and outputs is not None and outputs.weight is not inputs.weight:
         raise WeightsMismatch(
             "the output layer differs from the embedding, but config.json ties them: send them equal or untie the config"

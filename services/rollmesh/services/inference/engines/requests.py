@@ -43,15 +43,20 @@ def check_score(
     num_top: int,
 ) -> None:
     """Check the arguments of `score`. Raises ValueError."""
-    for index, sequence in enumerate(sequences):
-        check_tokens(sequence, where=f"sequence {index}", vocab_size=vocab_size)
-        if len(sequence) > engine.context_max:
-            raise ValueError(f"sequence {index} has {len(sequence)} tokens, more than context_max {engine.context_max}")
+    check_sequences(sequences, engine, vocab_size=vocab_size)
     _check_outputs(outputs, num_top, engine.capabilities.score_outputs, where="score")
     if engine.active is None:
         raise ValueError("no weights are active: prepare and activate a version first")
     if version is not None and version not in engine.held:
         raise ValueError(f"{version} is not held, held are [{', '.join(map(str, engine.held))}]")
+
+
+def check_sequences(sequences: Sequence[IntArray], engine: Engine, *, vocab_size: int) -> None:
+    """Check token rows that `engine` should score. Raises ValueError."""
+    for index, sequence in enumerate(sequences):
+        check_tokens(sequence, where=f"sequence {index}", vocab_size=vocab_size)
+        if len(sequence) > engine.context_max:
+            raise ValueError(f"sequence {index} has {len(sequence)} tokens, more than context_max {engine.context_max}")
 
 
 def check_retain(retain: Collection[PolicyVersion], engine: Engine, version: PolicyVersion) -> None:

@@ -64,7 +64,7 @@ class Runner(Protocol):
     reuse: PrefixReuse
 
     def lay_out(self, state: dict[str, Tensor]) -> LoadedWeights:
-        """Return the weights in a state dict. Raises WeightsRejected naming the first tensor that does not fit."""
+        """Return the weights in a state dict. Raises WeightsMismatch naming the first tensor that does not fit."""
         ...
 
     def copy_prefix(self, source: int, targets: list[int], num_tokens: int) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from rollmesh.services.inference.engines.runner import Drawn, LoadedWeights, RowRules, Runner, Span
 from rollmesh.services.inference.engines.slots import PrefixReuse
 from rollmesh.shared.model_folder import positions_max
-from rollmesh.trainer.model_config import use_whole_attention
+from rollmesh.trainer.model_config import auto_class, use_whole_attention
 
 TOLERANCE = 1e-3
 """Largest allowed difference of a log-prob in float32, in nats. Correct runners differ by less than 1e-4, wrong ones by more than
@@ -38,7 +37,7 @@ _LAYERS = 2
 def reference_model(config: Any) -> Any:
     """Return a small float32 model of the configuration with random weights, in evaluation mode."""
     config = _with_short_windows(config)
-    make: Any = AutoModelForCausalLM.from_config
+    make = auto_class(config).from_config
     with torch.device("meta"):
         whole = make(copy.deepcopy(config))
     if sum(parameter.numel() for parameter in whole.parameters()) > _WHOLE_PARAMETERS:
@@ -63,9 +62,12 @@ def _with_short_windows(config: Any) -> Any:
 
 
 def _cut(config: Any) -> Any:
-    """Return the configuration with few layers of every type and a small vocabulary."""
+    """Return the configuration with few layers of every type and a small vocabulary. Towers of other inputs get one layer."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    for other in [part for name in config.sub_configs if (part := getattr(config, name, None)) not in (None, text)]:
+        for name in {"depth", "num_hidden_layers"} & set(other.to_dict()):
+            setattr(other, name, 1)
     num = int(text.num_hidden_layers)
     per_layer = {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == num}
     kept = min(num, _LAYERS)

@@ -32,16 +32,17 @@ from rollmesh.services.inference.engines.attached_engine import AttachedEngine
 from rollmesh.services.inference.engines.attached_server import ServerChunk, ServerPart, ServerScore, ServerStatus
 from rollmesh.services.inference.engines.attached_tables import (
     check_served_model,
+    computed_in,
     floats,
     heard,
     joined,
     routed_rows,
     top_table,
 )
-from rollmesh.services.inference.engines.http_link import HttpLink, decoded
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.engine_capabilities import EngineCapabilities
 from rollmesh.shared.errors import ConfigError, Internal, InvalidInput
+from rollmesh.shared.http_link import HttpLink, decoded
 from rollmesh.shared.settings import Settings
 from rollmesh.shared.trajectory import Columns, IntArray, SamplingParams
 
@@ -109,6 +110,7 @@ class ServerInfo(msgspec.Struct):
     incremental_streaming_output: bool = False
     enable_return_routed_experts: bool = False
     sampling_mask_max_tokens: int = 0
+    dtype: str = "auto"
 
 
 class LoadOfRank(msgspec.Struct):
@@ -171,6 +173,7 @@ class SglangServer:
                 key="context_max",
             )
         self._mask_max, self._vocab_size = server.sampling_mask_max_tokens, vocab_size
+        self.capabilities = dataclasses.replace(self.capabilities, dtype=computed_in(server.dtype, model))
         await self._http.tell("/continue_generation", {})  # a node that crashed during an update leaves it paused
         await check_served_model(
             self._accepts_token,

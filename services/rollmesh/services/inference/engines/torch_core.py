@@ -1,7 +1,7 @@
 """The step loop of the torch engine, without its thread: take commands, run one `step` at a time, return deltas.
 
-A step runs one unit of control work (a weight swap, a micro-batch of scoring), admits waiting requests, computes prefixes, and
-decodes one token for every ready sequence, with one batch per version in use. Invariants: a request gets at most one delta per step,
+Before each step, `control` runs one unit of control work: a weight swap with the first micro-batch of its probes, or a micro-batch of
+scoring. A step admits waiting requests, computes prefixes, and decodes one token for every ready sequence, with one batch per version in use. Invariants: a request gets at most one delta per step,
 except that a swap first emits the tokens that the old weights sampled; a delta never spans versions; a request ends exactly once.
 The prefix of a sequence is computed in the step that admits it, and its first token in that step or the next.
 
@@ -37,7 +37,7 @@ from rollmesh.services.inference.engines.scheduler import Copy, Scheduler, Seque
 from rollmesh.services.inference.engines.slots import PrefixReuse, Slots
 from rollmesh.services.inference.engines.stop import STOP_ID, StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.shared.outputs import array_names
+from rollmesh.shared.outputs import NUM_TOP, array_names
 from rollmesh.shared.trajectory import FinishReason, IntArray
 from rollmesh.shared.versions import PolicyVersion
 
@@ -119,9 +119,15 @@ class TorchCore:
         kv: KvPolicy,
         done: Callable[[], None],
         retain: Collection[PolicyVersion] = (),
+        probes: list[IntArray] | None = None,
+        scored: ScoreDone | None = None,
     ) -> None:
-        """Swap at the next step, after the control work queued before. Without `weights`, `version` is a held one."""
-        self._control.append(self._swap(version, weights, kv, done, retain))
+        """Swap after the control work queued before. Without `weights`, `version` is a held one.
+
+        The `probes` are scored under the new weights at once, and `scored` gets the result. If they fit into one micro-batch, the new
+        weights sample nothing before.
+        """
+        self._control.append(self._swap(version, weights, kv, done, retain, probes or [], scored))
 
     def discard(self, version: PolicyVersion) -> None:
         """Drop a held version that is not active. Its requests end with CANCELLED."""
@@ -139,20 +145,29 @@ class TorchCore:
         """Score after the control work queued before, under `version` or the weights active then, without a swap in between."""
         self._control.append(self._score(sequences, outputs, num_top, done, version))
 
+    def control(self) -> bool:
+        """Run one unit of control work, if any waits. Return whether callers wait for a result: take the deltas, then call `answer`."""
+        if self._control and next(self._control[0], _DONE) is _DONE:
+            self._control.popleft()
+        return bool(self._answers)
+
     def step(self) -> list[GenerateDelta]:
         """Run one step. Return the deltas due since the last one, in order."""
-        self._step_control()
         if self._held and self._sequences:
             start_s = time.perf_counter()
             self._step_model()
             self._num_steps += 1
             self._step_s += time.perf_counter() - start_s
+        return self.take_deltas()
+
+    def take_deltas(self) -> list[GenerateDelta]:
+        """Return the deltas due since the last call, in order."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def answer(self) -> None:
-        """Call the callbacks of finished control work. Call this after the step's deltas were sent, so that callers see the tokens of
-        the old weights before the swap."""
+        """Call the callbacks of finished control work. Call this after the deltas were sent, so that callers see the tokens of the old
+        weights before the swap."""
         answers, self._answers = self._answers, []
         for done in answers:
             done()
@@ -171,10 +186,6 @@ class TorchCore:
             steps=self._num_steps,
             step_s=self._step_s,
         )
-
-    def _step_control(self) -> None:
-        if self._control and next(self._control[0], _DONE) is _DONE:
-            self._control.popleft()
 
     def _step_model(self) -> None:
         for sequence in self._scheduler.admit(self.version):
@@ -334,6 +345,8 @@ class TorchCore:
         kv: KvPolicy,
         done: Callable[[], None],
         retain: Collection[PolicyVersion],
+        probes: list[IntArray],
+        scored: ScoreDone | None,
     ) -> Iterator[None]:
         new = self._held[version] if weights is None else _WeightSet(version, weights, next(self._numbers))
         for slot, sequence in self._scheduler.running.items():
@@ -342,7 +355,8 @@ class TorchCore:
         self.version, self._held = version, {version: new, **self._held}
         self._keep({version, *retain})
         self._answers.append(done)
-        yield
+        if scored is not None:
+            yield from self._score(probes, (), NUM_TOP, scored, version)
 
     def _move(self, slot: int, sequence: Sequence, new: _WeightSet, kv: KvPolicy) -> None:
         """Let other weights continue a sequence, after the tokens that the old ones sampled."""
@@ -377,11 +391,12 @@ class TorchCore:
             self._answers.append(lambda: done(error))
             return
         scores: list[ScoreResult] = []
-        for part in micro_batches(sequences, self._config.prefill_tokens_max):
+        for number, part in enumerate(micro_batches(sequences, self._config.prefill_tokens_max)):
+            if number:
+                yield
             for columns in self._runner.score(held.weights, part, outputs, num_top):
                 arrays = {name: rows for name, rows in columns.items() if name != "logprobs"}
                 scores.append(ScoreResult(logprobs=columns["logprobs"], version=held.version, arrays=arrays))
-            yield
         self._answers.append(lambda: done(scores))
 
 

@@ -36,7 +36,7 @@ from rollmesh.services.inference.engine import (
 )
 from rollmesh.services.inference.engines.command_queue import CommandQueue
 from rollmesh.services.inference.engines.execution import chooses_experts, find_execution, open_runner
-from rollmesh.services.inference.engines.requests import check_request, check_retain, check_score
+from rollmesh.services.inference.engines.requests import check_request, check_retain, check_score, check_sequences
 from rollmesh.services.inference.engines.runner import LoadedWeights
 from rollmesh.services.inference.engines.step_pace import StepPace
 from rollmesh.services.inference.engines.stop import StopRules, load_decode
@@ -170,19 +170,38 @@ class TorchEngine:
         self._buffer.put(version, weights)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy, retain: Collection[PolicyVersion] = ()) -> None:
+        await self.activate_scored(version, kv, (), retain)
+
+    async def activate_scored(
+        self,
+        version: PolicyVersion,
+        kv: KvPolicy,
+        probes: Sequence[IntArray],
+        retain: Collection[PolicyVersion] = (),
+    ) -> list[ScoreResult]:
+        """Do what `activate` does, and return the scores of the token rows `probes` under the new weights, computed before these sample
+        (or, if they do not fit into one micro-batch, between their steps)."""
         self._check_alive()
         if version == self.active:
-            return
+            return await self.score(probes) if probes else []
         check_retain(retain, self, version)
+        check_sequences(probes, self, vocab_size=self._runner.vocab_size)
+        rows = [np.ascontiguousarray(probe, dtype=np.int32) for probe in probes]
         weights = None if version in self._held else self._buffer.take(version)
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[list[ScoreResult]] = self._loop.create_future()
 
         def activated() -> None:
             self._held = (version, *(old for old in self._held if old in retain and old != version))
-            _resolve(future, None)
 
-        self._commands.put(lambda core: core.activate(version, weights, kv, lambda: self._post(activated), retain))
-        await self._call(future)
+        def scored(scores: list[ScoreResult] | ValueError) -> None:
+            self._post(_resolve, future, scores)
+
+        self._commands.put(
+            lambda core: core.activate(
+                version, weights, kv, lambda: self._post(activated), retain, probes=rows, scored=scored
+            )
+        )
+        return await self._call(future)
 
     def discard(self, version: PolicyVersion) -> None:
         self._buffer.discard(version)
@@ -210,6 +229,8 @@ class TorchEngine:
         try:
             while self._take_commands(core):
                 begin_cpu_s = time.thread_time()
+                if core.control():  # callers get results before the model runs
+                    self._publish(core, core.take_deltas())
                 self._publish(core, core.step())
                 self._pace.finished(time.perf_counter(), time.thread_time() - begin_cpu_s)
             core.cancel_all()

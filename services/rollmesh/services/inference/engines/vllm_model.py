@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.adapters import merge_adapter
@@ -28,6 +27,7 @@ from rollmesh.shared.disk import is_disk_full
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.model_folder import check_positions, positions_max
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.trainer.model_config import auto_class
 
 
 class ModelFolder:
@@ -39,7 +39,7 @@ class ModelFolder:
         try:
             model_config = read_config(folder)
             with torch.device("meta"):
-                model: Any = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+                model: Any = auto_class(model_config).from_config(model_config)
         except (ValueError, RuntimeError, AttributeError, KeyError) as err:
             raise ConfigError(f"`model`: transformers cannot make the model in {folder}: {err}", key="model") from err
         if chooses_experts(folder):

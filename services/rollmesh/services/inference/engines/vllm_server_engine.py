@@ -35,16 +35,17 @@ from rollmesh.services.inference.engines.attached_engine import AttachedEngine
 from rollmesh.services.inference.engines.attached_server import ServerChunk, ServerPart, ServerScore, ServerStatus
 from rollmesh.services.inference.engines.attached_tables import (
     check_served_model,
+    computed_in,
     floats,
     heard,
     joined,
     routed_rows,
     top_table,
 )
-from rollmesh.services.inference.engines.http_link import HttpLink, decoded
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.engine_capabilities import EngineCapabilities
 from rollmesh.shared.errors import ConfigError, Internal, InvalidInput, Unimplemented
+from rollmesh.shared.http_link import HttpLink, decoded
 from rollmesh.shared.settings import Settings
 from rollmesh.shared.trajectory import Columns, IntArray
 
@@ -118,6 +119,7 @@ class ServedModels(msgspec.Struct):
 class ModelConfigInfo(msgspec.Struct):
     logprobs_mode: str
     max_logprobs: int
+    dtype: str = ""
 
 
 class CacheConfigInfo(msgspec.Struct):
@@ -206,6 +208,7 @@ class VllmServer:
                 "update; use a model with tie_word_embeddings false, a server with a GPU, or the engine `vllm`"
             )
         self._top_max = server.model_config.max_logprobs
+        self.capabilities = dataclasses.replace(self.capabilities, dtype=computed_in(server.model_config.dtype, model))
         self._kv_tokens_max = server.cache_config.kv_cache_size_tokens or 0
 
     async def _accepts_token(self, token: int) -> bool:

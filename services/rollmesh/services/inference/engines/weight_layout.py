@@ -21,7 +21,7 @@ _EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up",
 
 
 def lay_out(spec: ModelSpec, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Weights:
-    """Return the weights of a whole state dict. Raises WeightsRejected naming the first tensor that does not fit."""
+    """Return the weights of a whole state dict. Raises WeightsMismatch naming the first tensor that does not fit."""
     state = with_stacked_experts(state) if spec.experts else dict(state)
     _check(spec, state)
     return fuse(spec, {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.weights_buffer import check_values
+from rollmesh.trainer.model_config import has_tied_head
 
 
 class ExpectedTensors:
@@ -20,7 +21,7 @@ class ExpectedTensors:
     def __init__(self, model: Any) -> None:
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = bool(model.config.get_text_config().tie_word_embeddings) and head is not None
+        tied = has_tied_head(model)
         names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         self._head = f"{names[id(head)]}.weight" if tied else ""
         self._embedding = f"{names[id(embedding)]}.weight" if tied else ""

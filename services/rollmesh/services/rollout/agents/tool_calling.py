@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rollmesh.services.rollout.agent import LimitReached, Task
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.environment import Environment
+from rollmesh.services.rollout.tool_calls.choice import tool_call_parser
+from rollmesh.services.rollout.tool_calls.parsing import ParsedCall
 from rollmesh.shared.trajectory import FinishReason
 
 
@@ -43,33 +46,21 @@ class ToolCallingAgent:
 
 
 def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall | None:
-    """Return the tool call at the end of a turn, or None if the turn does not end with one."""
-    body = words.without_end(text).rstrip()
-    if not body.endswith(words.tool_call_end):
-        return None
-    body = body.removesuffix(words.tool_call_end)
-    if words.tool_call_start:
-        _, opened, body = body.rpartition(words.tool_call_start)
-        if not opened:
-            return None
-    if words.tool_call_body == "json":
-        call = _json_call(body)
-        # Without a marker around calls, any turn that does not parse as a call is an answer.
-        return None if call.error and not words.tool_call_start else call
-    return ToolCall(tools[0] if tools else "", body)
+    """Return the tool call at the end of a turn, or None if the turn does not end with one. `tools` are the names of the task's tools.
 
-
-def _json_call(body: str) -> ToolCall:
-    """Parse {"name": ..., "arguments": ...}, or a list of one such object. Some models write "parameters" for the arguments.
-
-    The arguments are text, an object whose only value is the text, or JSON for the tool.
+    The tool gets the only argument as text, or several arguments as JSON.
     """
-    try:
-        call = json.loads(body)
-        call = call[0] if isinstance(call, list) else call
-        name, arguments = str(call["name"]), call.get("arguments", call.get("parameters", ""))
-    except (ValueError, TypeError, LookupError, AttributeError) as err:
-        return ToolCall("", "", f"error: a tool call is a JSON object with name and arguments ({type(err).__name__})")
-    if isinstance(arguments, dict) and len(arguments) == 1:
-        (arguments,) = arguments.values()
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    body = words.without_end(text).rstrip()
+    stream = _parser(words).stream([{"type": "function", "function": {"name": name}} for name in tools or ("",)])
+    pieces = [*stream.feed(body), *stream.finish()]
+    last = pieces[-1] if pieces else ""
+    if isinstance(last, ParsedCall):
+        values = list(json.loads(last.arguments).values())
+        (value,) = values if len(values) == 1 else (last.arguments,)
+        return ToolCall(last.name, value if isinstance(value, str) else json.dumps(value))
+    if stream.error and body.endswith(words.tool_call_end):
+        return ToolCall("", "", f"error: {stream.error}")
+    return None
+
+
+_parser = lru_cache(maxsize=16)(tool_call_parser)

@@ -99,8 +99,7 @@ class Forks:
         key = str(next(self._keys))
         try:
             if slot.group is not None:
-                slot.group.limit(limits)
-                entry_fds = slot.group.entry_fds()
+                entry_fds = slot.group.enter(limits)
             reaped = zygote.open(key, slot, limits, (theirs.fileno(), *entry_fds), egress_fds)
         except OSError as error:
             ours.close()

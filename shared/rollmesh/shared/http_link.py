@@ -1,6 +1,6 @@
 """HTTP to one server: JSON calls with deadlines, a bounded pool of connections, and streams of server-sent events.
 
-Every failure becomes one of the typed errors, so that `shared.retry` and the engines treat them alike:
+Every failure becomes one of the typed errors, so that `shared.retry` and the callers treat them alike:
 
     not reachable, connection lost, 429, 502, 503    Unavailable
     no response within the deadline                  DeadlineExceeded
@@ -48,9 +48,12 @@ _DONE = b"[DONE]"
 class HttpLink:
     """The connections to one server. Used on one event loop."""
 
-    def __init__(self, url: str, *, api_key_file: str = "", connections_max: int, call_s: float) -> None:
-        """`call_s` is the deadline of a call that names none."""
+    def __init__(
+        self, url: str, *, api_key: str = "", api_key_file: str = "", connections_max: int, call_s: float
+    ) -> None:
+        """`call_s` is the deadline of a call that names none. The key is `api_key`, or read from `api_key_file` when the link opens."""
         self.url = url.rstrip("/")
+        self._api_key = api_key
         self._api_key_file = api_key_file
         self._connections_max = connections_max
         self._call_s = call_s
@@ -59,13 +62,11 @@ class HttpLink:
 
     async def open(self) -> None:
         """Raises ConfigError if the file of the key is not readable, or if the library is not installed."""
-        with libraries_needed("an attached server"):
+        with libraries_needed("an HTTP server outside the mesh"):
             import aiohttp
         self._failures = (aiohttp.ClientError, OSError)
-        headers = {}
-        if self._api_key_file:
-            key = await asyncio.to_thread(_read_key, self._api_key_file)
-            headers["Authorization"] = f"Bearer {key}"
+        key = await asyncio.to_thread(read_key, self._api_key_file) if self._api_key_file else self._api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=self._connections_max),
@@ -147,7 +148,8 @@ class HttpLink:
         return f"{method} {self.url}{path}"
 
 
-def _read_key(path: str) -> str:
+def read_key(path: str) -> str:
+    """Return the key in a file. Raises ConfigError, which does not contain the key."""
     try:
         key = Path(path).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as err:

@@ -1,0 +1,8 @@
+"""One turn: the model answers the question."""
+
+from rollmesh.services.rollout.agent import Environment, Task
+
+
+class Agent:
+    async def run(self, task: Task, env: Environment) -> None:
+        await env.generate()

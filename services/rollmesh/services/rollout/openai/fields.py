@@ -1,0 +1,79 @@
+"""Read the fields of a request's JSON, with errors that name the field as the client wrote it. Pure.
+
+A field that is null counts as absent. A field that the server does not support is rejected unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from rollmesh.shared.errors import FieldViolation, InvalidInput
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+
+
+def reject(field: str, message: str) -> NoReturn:
+    """Raise `InvalidInput` for a field of the request."""
+    raise InvalidInput(f"`{field}` {message}", violations=[FieldViolation(field, message)])
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a request. Raise `InvalidInput`."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+        raise InvalidInput(f"the body must be a JSON object, got an error: {err}") from err
+    if not isinstance(value, dict):
+        raise InvalidInput(f"the body must be a JSON object, got {_kind(value)}")
+    return value
+
+
+def read_fields(
+    type_: type[S],
+    value: Mapping[str, Any],
+    *,
+    neutral: Mapping[str, tuple[Any, ...]],
+    remedies: Mapping[str, str],
+    at: str = "",
+) -> S:
+    """Return an object's fields as a struct. `at` is the path of the object.
+
+    `neutral` has the values that other fields may have because they ask for nothing; an empty tuple allows all. `remedies` explain
+    how to replace a field.
+    """
+    given = {name: field for name, field in value.items() if field is not None}
+    prefix = f"{at}." if at else ""
+    known = {field.encode_name for field in msgspec.structs.fields(type_)}
+    for name in given.keys() - known:
+        allowed = neutral.get(name)
+        if allowed is None:
+            reject(f"{prefix}{name}", f"is not supported; {remedies.get(name, 'remove it')}")
+        if allowed and not any(given[name] == one and type(given[name]) is type(one) for one in allowed):
+            values = " or ".join(msgspec.json.encode(one).decode() for one in allowed)
+            reject(f"{prefix}{name}", f"must be {values}, because other values are not supported; remove it")
+    try:
+        return msgspec.convert({name: given[name] for name in given.keys() & known}, type_, strict=True)
+    except msgspec.ValidationError as err:
+        raise _located(err, prefix) from err
+
+
+def _located(error: msgspec.ValidationError, prefix: str) -> InvalidInput:
+    text = str(error)
+    found = _AT.search(text)
+    what = text[: found.start()] if found else text
+    field = prefix + (found.group(1) if found else "")
+    missing = re.search(r"missing required field `(.+)`", what)
+    if missing:
+        field, what = f"{field}.{missing.group(1)}".replace("..", ".").lstrip("."), "is required"
+    message = what if missing else f"is invalid: {what[0].lower()}{what[1:]}"
+    return InvalidInput(f"`{field}` {message}", violations=[FieldViolation(field, message)])
+
+
+def _kind(value: object) -> str:
+    return {list: "an array", str: "a string", type(None): "null"}.get(type(value), type(value).__name__)

@@ -1,0 +1,108 @@
+"""One served episode: its key, its conversations, and the requests that run for it.
+
+Requests run in tasks of the episode, so that they end with it. When it is closed, its key is unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rollmesh.services.rollout.agent_types import LimitReached
+from rollmesh.services.rollout.environment import Environment
+from rollmesh.services.rollout.failures import EpisodeFailed
+from rollmesh.services.rollout.metrics import OPENAI_ABANDONED
+from rollmesh.services.rollout.openai.chains import Chains
+from rollmesh.shared.errors import ContextLengthExceeded, Unauthenticated
+from rollmesh.shared.telemetry.metrics import count
+from rollmesh.shared.trajectory import ClientChains
+
+T = TypeVar("T")
+
+
+class Served:
+    """An episode that clients can call. It implements `environment.ServedEpisode`."""
+
+    def __init__(self, env: Environment, chains: Chains, *, base_url: str, key: str) -> None:
+        self.env = env
+        self.chains = chains
+        self.base_url = base_url
+        self.key = key
+        self.num_requests = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended = asyncio.Event()
+        self._closed = False
+        self._abandoned = False
+        self._too_long = False
+        """Whether the last request had more tokens than the context."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.chains.points)
+
+    @property
+    def client_chains(self) -> ClientChains:
+        counts = self.chains.counts
+        return ClientChains(
+            begun=dict(counts.chains),
+            continued=counts.continued,
+            forks=counts.forks,
+            reencoded_tokens=counts.reencoded_tokens,
+        )
+
+    async def wait_ended(self) -> None:
+        await self._ended.wait()
+
+    def check(self) -> None:
+        self.env.check()
+        if self._too_long:
+            raise LimitReached("tokens")
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a part of a request as a task of the episode. `close` and `abandon` cancel it. Raise Unauthenticated after `close`."""
+        if self._closed:  # while the body of the request arrived
+            work.close()
+            raise expired_key()
+        task = asyncio.ensure_future(self._watched(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            result = await work
+        except (LimitReached, EpisodeFailed):
+            self._ended.set()
+            raise
+        except ContextLengthExceeded:
+            self._too_long = True
+            raise
+        except asyncio.CancelledError:
+            if self._closed:
+                raise expired_key() from None
+            raise
+        self._too_long = False
+        return result
+
+    def abandon(self, task: asyncio.Task[Any]) -> None:
+        """Cancel the work of a request, or of one of its choices, that no client gets. Its unfinished turn does not become a sample."""
+        if not task.done():
+            self._abandoned = True
+            count(OPENAI_ABANDONED)
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel the requests that run."""
+        self._closed = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._abandoned:
+            self.chains.mark_samples()
+
+
+def expired_key() -> Unauthenticated:
+    """Return the error for a key that is not the key of a running episode. It does not contain the key."""
+    return Unauthenticated("the API key must be the one of a running episode; it is unknown, or its episode has ended")

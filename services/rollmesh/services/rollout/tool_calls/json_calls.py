@@ -1,0 +1,79 @@
+"""Read tool calls from JSON: {"name": ..., "arguments": {...} or text}, or a list of them. Pure.
+
+Some models write "parameters" for the arguments. The text comes from a model: depth, numbers and characters that JSON clients cannot read
+make a call malformed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from rollmesh.services.rollout.chat_format import ToolSchema
+from rollmesh.services.rollout.tool_calls.parsing import MalformedCall, ParsedCall, find_tool, text_argument
+
+_EXPECTED = "a tool call must be a JSON object with name and arguments"
+
+
+class UnterminatedCall(MalformedCall):
+    """The JSON ends inside a string, so a marker in it may be a part of that string."""
+
+
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text. Raise `MalformedCall`."""
+    try:
+        return json.loads(text, parse_constant=_reject_constant)
+    except json.JSONDecodeError as err:
+        kind = UnterminatedCall if err.msg.startswith("Unterminated string") else MalformedCall
+        raise kind(f"{_EXPECTED}, got JSON with an error at character {err.pos}: {err.msg}") from err
+    except (ValueError, RecursionError) as err:  # a number with too many digits, or too many brackets
+        raise MalformedCall(f"{_EXPECTED}, got JSON that cannot be read: {err}") from err
+
+
+def calls_of(value: Any, tools: Sequence[ToolSchema]) -> list[ParsedCall]:
+    """Return the calls of a JSON value: one call, or a list of at least one. Raise `MalformedCall`."""
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        raise MalformedCall(f"{_EXPECTED}, got an empty list")
+    return [_call(entry, tools) for entry in values]
+
+
+def made_call(name: str, arguments: dict[str, Any]) -> ParsedCall:
+    """Return a call whose arguments are written as JSON. Raise `MalformedCall` for values that JSON does not have."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        name.encode()
+    except (ValueError, RecursionError) as err:
+        raise MalformedCall(f"a tool call must have a name and arguments that JSON can write: {err}") from err
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+            text = json.dumps(arguments)
+    return ParsedCall(name, text)
+
+
+def _call(value: Any, tools: Sequence[ToolSchema]) -> ParsedCall:
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        raise MalformedCall(f"{_EXPECTED}, got no name")
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _written_arguments(arguments) or text_argument(arguments, find_tool(name, tools))
+    if arguments is not None and not isinstance(arguments, dict):
+        raise MalformedCall(f"the arguments of a tool call must be an object or a text, got {type(arguments).__name__}")
+    return made_call(name, arguments or {})
+
+
+def _written_arguments(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call that has them as the text of a JSON object, or None."""
+    try:
+        value = read_json(text) if text.lstrip().startswith("{") else None
+    except MalformedCall:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,101 @@
+"""Parse tool calls between markers: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen) and `[TOOL_CALLS][...]`
+(Mistral).
+
+The markers come from the model's chat format. A turn may have text around calls, and several calls. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
+from rollmesh.services.rollout.tool_calls.json_calls import UnterminatedCall, calls_of, read_json
+from rollmesh.services.rollout.tool_calls.parsing import (
+    MalformedCall,
+    ParsedCall,
+    TurnContent,
+    TurnStream,
+    held_suffix,
+)
+
+HERMES_MARKERS = ("<tool_call>", "</tool_call>")
+
+
+class HermesParser:
+    """JSON calls between markers. If the chat format has none for JSON, they are those of Hermes."""
+
+    def __init__(self, *, format: ChatFormat) -> None:
+        own = format.tool_call_body == "json" and format.tool_call_start
+        self._markers = (format.tool_call_start, format.tool_call_end) if own else HERMES_MARKERS
+
+    def stream(self, tools: Sequence[ToolSchema]) -> TurnStream:
+        return MarkedStream(*self._markers, lambda body: calls_of(read_json(body.strip()), tools))
+
+
+class MarkedStream:
+    """Find the calls between markers. Without an end marker, a call ends with the turn."""
+
+    def __init__(self, start: str, end: str, read: Callable[[str], list[ParsedCall]], *, closed: bool = False) -> None:
+        """`read` returns the calls of a text between the markers, or raises MalformedCall. `closed` requires the end marker."""
+        self.error = ""
+        self._start, self._end, self._read, self._closed = start, end, read, closed
+        self._content = TurnContent()
+        self._text = ""
+        """Text that is neither content nor a call yet. Inside a call it begins after the start marker."""
+        self._inside = False
+        self._searched = 0
+        """Number of characters of `_text` that have no end marker, or one that is a part of the call."""
+
+    def feed(self, text: str) -> list[str | ParsedCall]:
+        self._text += text
+        pieces: list[str | ParsedCall] = []
+        while self._inside or self._start in self._text:
+            if not self._inside:
+                before, _, self._text = self._text.partition(self._start)
+                pieces += self._content.say(before)
+                self._inside, self._searched = True, 0
+            found = self._call()
+            if found is None:
+                return pieces
+            pieces += found
+        cut = len(self._text) - held_suffix(self._text, self._start)
+        pieces += self._content.say(self._text[:cut])
+        self._text = self._text[cut:]
+        return pieces
+
+    def finish(self) -> list[str | ParsedCall]:
+        if self._inside:
+            try:
+                if self._closed and self._end:
+                    raise MalformedCall(f"a tool call must end with {self._end}")
+                pieces = self._content.call(self._read(self._text))
+            except MalformedCall as err:
+                self.error = str(err)
+                pieces = self._content.say(self._start + self._text)
+        else:
+            pieces = self._content.say(self._text)
+        return pieces + self._content.finish()
+
+    def _call(self) -> list[str | ParsedCall] | None:
+        """Return the call at the beginning of the text, or it as content if it is malformed, or None if its end is missing."""
+        while self._end and (at := self._text.find(self._end, self._searched)) != -1:
+            body, rest = self._text[:at], self._text[at + len(self._end) :]
+            try:
+                calls = self._read(body)
+            except UnterminatedCall:
+                self._searched = at + len(self._end)
+                continue
+            except MalformedCall as err:
+                self.error = str(err)
+                wrong, again, _ = body.rpartition(self._start)
+                if not again:
+                    self._inside, self._text = False, rest
+                    return self._content.say(self._start + body + self._end)
+                # The call that this end closes begins at the last start marker.
+                self._text, self._searched = self._text[len(wrong) + len(again) :], 0
+                return self._content.say(self._start + wrong)
+            self._inside, self._text = False, rest
+            return self._content.call(calls)
+        if self._end:
+            self._searched = max(self._searched, len(self._text) - len(self._end) + 1)
+        return None

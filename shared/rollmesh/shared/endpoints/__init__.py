@@ -1,0 +1,1 @@
+"""Endpoints: models without a learner that agents, scorers and task sources may ask."""

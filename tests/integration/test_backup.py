@@ -1,0 +1,217 @@
+"""A run is backed up while it runs, restored elsewhere, and resumed; damaged files and existing streams are rejected."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.cli.backup import back_up_folder, back_up_mesh
+from rollmesh.cli.backup_file import BackedUpRecord, BackupSummary, read_backup, verify_backup
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.folder_audit import audit_folder
+from rollmesh.cli.mesh_client import find_mesh
+from rollmesh.cli.open_run import open_resumed
+from rollmesh.cli.restore import restore_backup
+from rollmesh.cli.run_folder import RESTORING, new_folder, open_folder, origin_now
+from rollmesh.mesh import Mesh
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamSpec
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss, NotReady
+
+from ..chaos.world import as_train_config, mesh_config, save_model_folder
+from .test_mesh import Operator, policy
+
+UPDATES = 16
+
+
+def config(model: Path, payloads: str) -> TrainConfig:
+    made = mesh_config(model, batch_groups=4, group_size=4, updates_max=UPDATES)
+    return as_train_config(msgspec.structs.replace(made, bus=msgspec.structs.replace(made.bus, payloads=payloads)))
+
+
+async def back_up(root: Path, file: Path) -> BackupSummary:
+    return await asyncio.to_thread(back_up_folder, root, file)
+
+
+@asynccontextmanager
+async def bus_of(mesh: Mesh) -> AsyncIterator[Bus]:
+    assert mesh.nats is not None
+    bus = mesh.layout.with_payloads(await JetStreamBus.connect(mesh.nats.url, login=BusLogin.of(mesh.access)))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("payloads", ["stream", "files"])
+async def test_a_run_that_lost_its_folder_is_resumed_from_a_backup_and_its_checkpoints(
+    tmp_path: Path, payloads: str
+) -> None:
+    made = config(save_model_folder(tmp_path / "tokenizer"), payloads)
+    old = new_folder(made, origin_now(["test"], tmp_path), tmp_path / "old")
+    async with Mesh(made, run_dir=old.root, base_dir=tmp_path) as mesh:
+        await Operator(mesh).until(lambda state: policy(state).applied_step >= 5)
+        with suppress(shutil.Error):  # an older checkpoint is removed meanwhile
+            shutil.copytree(old.checkpoints, tmp_path / "checkpoints", ignore=shutil.ignore_patterns(".*"))
+        summary = await back_up(
+            old.root, tmp_path / "backup"
+        )  # after the copy, so that the ledger has all updates of the checkpoint
+    assert summary.num_records["ledger"] == summary.position > 10
+    shutil.rmtree(old.root)
+
+    assert await asyncio.to_thread(restore_backup, tmp_path / "backup", tmp_path / "new") == summary
+    assert not (tmp_path / "new" / RESTORING).exists()
+    assert list((tmp_path / "new/publishing").glob("*.manifest")), "the newest version can be published again"
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "new/checkpoints")
+    again = (await asyncio.to_thread(open_resumed, tmp_path / "new", [f"run.updates_max={UPDATES + 1}"])).config
+    async with Mesh(again, run_dir=tmp_path / "new", base_dir=tmp_path) as mesh:
+        operator = Operator(mesh)
+        await operator.finished()
+        state = await operator.until(lambda state: bool(state.ended) and state.samples.live == 0)
+        async with bus_of(mesh) as bus:
+            audit = await audit_run(bus, made.run.name, checkpoint=tmp_path / "new/checkpoints")
+    assert audit.holds, audit.to_text()
+    assert state.ended == "UPDATES_MAX"
+    assert audit.updates == UPDATES + 1, "a setting was changed at the resume"
+    assert not state.samples.failed, "every payload that the ledger names is in the backup"
+
+
+@pytest.mark.timeout(120)
+async def test_a_mesh_is_backed_up_over_the_network_unless_its_payloads_are_files_of_its_host(tmp_path: Path) -> None:
+    for payloads in ("stream", "files"):
+        made = config(save_model_folder(tmp_path / payloads / "tokenizer"), payloads)
+        made = msgspec.structs.replace(made, run=msgspec.structs.replace(made.run, updates_max=2))
+        folder = new_folder(made, origin_now(["test"], tmp_path), tmp_path / payloads / "run")
+        file = tmp_path / payloads / "backup"
+        async with Mesh(made, run_dir=folder.root, base_dir=tmp_path) as mesh:
+            address = find_mesh(None, mesh.gateway_address, folder.root / "token", [])
+            if payloads == "files":
+                with pytest.raises(
+                    ConfigError, match=r"payloads in files of its host .* run `rollmesh backup FILE --run FOLDER`"
+                ):
+                    await asyncio.to_thread(back_up_mesh, address, file)
+                assert not file.exists()
+                continue
+            await Operator(mesh).finished()
+            summary = await asyncio.to_thread(back_up_mesh, address, file)
+        assert summary.num_records["ledger"] == summary.position > 5
+        assert summary.num_files == 0
+        assert await asyncio.to_thread(restore_backup, file, tmp_path / payloads / "new") == summary
+        holds, report = await asyncio.to_thread(audit_folder, tmp_path / payloads / "new")
+        assert holds, report
+        resumed = await asyncio.to_thread(open_resumed, tmp_path / payloads / "new", ["run.updates_max=3"])
+        assert resumed.notes == ("changed: run.updates_max 2 -> 3",)
+
+
+# Files and streams ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def finished(tmp_path: Path) -> tuple[Path, BackupSummary]:
+    """The backup of a short run."""
+    made = config(save_model_folder(tmp_path / "tokenizer"), "stream")
+    made = msgspec.structs.replace(made, run=msgspec.structs.replace(made.run, updates_max=2))
+    folder = new_folder(made, origin_now(["test"], tmp_path), tmp_path / "old")
+    async with Mesh(made, run_dir=folder.root, base_dir=tmp_path) as mesh:
+        await Operator(mesh).finished()
+    return tmp_path / "backup", await back_up(folder.root, tmp_path / "backup")
+
+
+@pytest.mark.timeout(120)
+async def test_a_damaged_file_is_rejected_before_anything_is_written(
+    tmp_path: Path, finished: tuple[Path, BackupSummary]
+) -> None:
+    file, summary = finished
+    assert verify_backup(file)[1] == summary
+    whole = file.read_bytes()
+    for at in range(len(whole) // 7, len(whole), len(whole) // 7):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DataLoss):
+            restore_backup(file, tmp_path / "new")
+    for length in (len(whole) - 1, len(whole) // 2):
+        file.write_bytes(whole[:length])
+        with pytest.raises(DataLoss, match="damaged or cut off at byte"):
+            restore_backup(file, tmp_path / "new")
+    file.write_bytes(b"something else")
+    with pytest.raises(ConfigError, match="is not a file of `rollmesh backup`"):
+        restore_backup(file, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(AlreadyExists, match="a backup never overwrites a file"):
+        await back_up(tmp_path / "old", file)
+
+
+@pytest.mark.timeout(120)
+async def test_a_restore_overwrites_no_stream_and_no_folder(
+    tmp_path: Path, finished: tuple[Path, BackupSummary]
+) -> None:
+    file, _ = finished
+    with pytest.raises(AlreadyExists, match="holds a run"):
+        restore_backup(file, tmp_path / "old")
+    async with EmbeddedServer(tmp_path / "nats", login=BusLogin(user="me", password="secret-password")) as server:
+        (tmp_path / "login").write_text("me:secret-password\n")
+        overrides = [f"bus.url={server.url}", f"bus.login_file={tmp_path / 'login'}"]
+        await asyncio.to_thread(restore_backup, file, tmp_path / "first", overrides)
+        with pytest.raises(AlreadyExists, match=r"RM_chaos_LEDGER exists; a restore never overwrites a stream"):
+            await asyncio.to_thread(restore_backup, file, tmp_path / "second", overrides)
+
+
+@pytest.mark.timeout(120)
+async def test_an_interrupted_restore_is_not_a_run_and_is_continued(
+    tmp_path: Path, finished: tuple[Path, BackupSummary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, summary = finished
+    async with EmbeddedServer(tmp_path / "nats", login=BusLogin(user="me", password="secret-password")) as server:
+        (tmp_path / "login").write_text("me:secret-password\n")
+        overrides = [f"bus.url={server.url}", f"bus.login_file={tmp_path / 'login'}"]
+        end = JetStreamBus.end_restore
+
+        async def fail(bus: JetStreamBus, spec: StreamSpec) -> None:
+            if spec.name.endswith("LEDGER"):
+                raise BusUnavailable("the connection was lost")
+            await end(bus, spec)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(JetStreamBus, "end_restore", fail)
+            with pytest.raises(BusUnavailable):
+                await asyncio.to_thread(restore_backup, file, tmp_path / "new", overrides)
+        with pytest.raises(ConfigError, match="a restore into this folder is not complete; repeat"):
+            open_folder(tmp_path / "new", [])
+        bus = await JetStreamBus.connect(server.url, login=BusLogin(user="me", password="secret-password"))
+        ledger = run_streams(summary.run).ledger
+        with pytest.raises(NotReady, match="is being restored from a backup"):
+            await bus.open(ledger.name)
+        unlink = Path.unlink
+
+        def killed(path: Path, missing_ok: bool = False) -> None:
+            if path.name == RESTORING:
+                raise BusUnavailable("the connection was lost")
+            unlink(path, missing_ok=missing_ok)
+
+        with monkeypatch.context() as patch:  # after the last step
+            patch.setattr(Path, "unlink", killed)
+            with pytest.raises(BusUnavailable):
+                await asyncio.to_thread(restore_backup, file, tmp_path / "new", overrides)
+        await asyncio.to_thread(restore_backup, file, tmp_path / "new", overrides)
+        open_folder(tmp_path / "new", [])
+        log = await bus.open(ledger.name)
+        stored = [record async for record in log.read_range()]
+        backed_up = [
+            frame for frame in read_backup(file) if isinstance(frame, BackedUpRecord) and frame.kind == "ledger"
+        ]
+        assert [(r.seq, r.msg_id, r.payload) for r in stored] == [(f.seq, f.msg_id, f.payload) for f in backed_up]
+        assert await log.append(b"next", msg_id="next", expected_last_seq=summary.position) == summary.position + 1
+        await (await bus.create(ledger)).read(1)  # with other limits, as a coordinator opens it
+        samples = await (await bus.open(run_streams(summary.run).samples.name)).info()
+        assert samples.first_seq >= 1
+        await bus.close()

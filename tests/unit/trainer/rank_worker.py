@@ -1,0 +1,149 @@
+"""One rank of a trainer in its own process, for tests: makes the updates of some cases and rank 0 saves the results.
+
+python -m tests.unit.trainer.rank_worker FOLDER RANK SIZE CASE...
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.registry import Extension
+from rollmesh.trainer.config import (
+    ComputeConfig,
+    FeatureChoice,
+    LossTerm,
+    OptimizerConfig,
+    PackingConfig,
+    ReferenceConfig,
+    UpdateConfig,
+)
+from rollmesh.trainer.model_files import published_state
+from rollmesh.trainer.ranks import Ranks
+from rollmesh.trainer.sharding import whole
+from rollmesh.trainer.update import BatchTrainer
+from tests.unit.trainer.builders import random_batch
+from tests.unit.trainer.mixtures import tiny_mixture
+
+SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+TIMEOUT_S = 240.0
+MIXTURE = "mixture of experts"
+SHARED_PREFIX = "shared prefixes"
+OTHER_PROMPT = FeatureChoice(
+    "other_prompt_logprob", {"omit_roles": ["context"], "prefix_ids": [20, 21, 22]}, under="current", grad=True
+)
+OWN: dict[str, dict[str, Any]] = {
+    "value head with gradient": {"loss": (LossTerm("ppo_clip"), LossTerm("progress", {"through": True}))},
+    "average": {
+        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        "reference": ReferenceConfig(kind="average", decay=0.5),
+    },
+    "other prompt": {
+        "loss": (LossTerm("ppo_clip"), LossTerm("tests.unit.trainer.rank_worker:OtherPrompt")),
+        "features": {"other": OTHER_PROMPT},
+    },
+    "parts computed again": {"compute": ComputeConfig(logprob_chunk_tokens=16, gradient_checkpointing=True)},
+    MIXTURE: {"loss": (LossTerm("ppo_clip"), LossTerm("router", weight=0.1))},
+    "bfloat16": {
+        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        "compute": ComputeConfig(precision="bfloat16", logprob_chunk_tokens=16, gradient_checkpointing=True),
+    },
+    SHARED_PREFIX: {
+        "packing": PackingConfig(row_tokens=64, micro_batch_tokens=128, shared_row_tokens=128),
+        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+    },
+    "few micro-batches": {"packing": PackingConfig(row_tokens=64, micro_batch_tokens=4096)},
+}
+"""Cases that no recipe covers, by name: settings of the update."""
+
+
+class OtherPrompt:
+    """A term with the gradient of a feature of other sequences."""
+
+    needs: tuple[str, ...] = ("other",)
+
+    def __call__(self, inputs: Any) -> Any:
+        return -(inputs["token_weight"] * inputs["advantages"] * inputs["other"]).sum(), {}
+
+
+def config_of(case: str) -> UpdateConfig:
+    """Return the settings of a case, or of the recipe of that name."""
+    settings: dict[str, Any] = {
+        "packing": PackingConfig(row_tokens=64, micro_batch_tokens=128),
+        "optimizer": OptimizerConfig(lr=1e-3, warmup_updates=0),
+    }
+    if case in OWN:
+        return UpdateConfig(
+            **(settings | {"update_rule": Extension("minibatches", {"num_minibatches": 2})} | OWN[case])
+        )
+    recipe = config_from_dict(MeshConfig, {"recipe": case}).learner
+    return UpdateConfig(**({name: getattr(recipe, name) for name in UpdateConfig.__struct_fields__} | settings))
+
+
+def make_trainer(case: str, ranks: Ranks) -> BatchTrainer:
+    return BatchTrainer(
+        tiny_mixture() if case == MIXTURE else build_tiny_model(SMALL, seed=1),
+        config_of(case),
+        seed=7,
+        outputs=["entropy"],
+        encode=lambda _: [20],
+        ranks=ranks,
+    )
+
+
+def results_of(case: str, ranks: Ranks, updates: int = 5) -> dict[str, Any]:
+    """Return what the updates of a case have produced: results, weights, moments of the gradients, memory and log-probs."""
+    trainer = make_trainer(case, ranks)
+    shares = case == SHARED_PREFIX
+    made = [
+        trainer.update(k, *random_batch(3, 3, seed=k, step=k - 1, same_prompt=shares)) for k in range(1, updates + 1)
+    ]
+    moments = {
+        name: whole(trainer.optimizer.state[p]["exp_avg"]).clone() for name, p in trainer.model.named_parameters()
+    }
+    memory = trainer.memory()
+    return {
+        "metrics": [result.metrics for result in made],
+        "verdicts": [[(v.sample_id, v.reason) for v in result.verdicts] for result in made],
+        "weights": published_state(trainer.model),
+        "moments": moments,
+        "modules": memory["modules"],
+        "reference": memory["reference"],
+        "plugins": memory["plugins"],
+        "scores": trainer.scores([torch.arange(13, 40).numpy()]),
+    }
+
+
+def join(folder: Path, rank: int, size: int) -> Ranks:
+    """Join the process group of the ranks, which meet at a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meet'}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    return Ranks(rank, size)
+
+
+def main() -> None:
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    ranks = join(folder, rank, size)
+    for case in sys.argv[4:]:
+        found = results_of(case, ranks)
+        if rank == 0:
+            torch.save(found, folder / f"{case}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
