@@ -214,7 +214,8 @@ def any_fact(rng: random.Random, fact: Any, run: RealRun) -> Any:
         if isinstance(value, bool):
             return change(fact, **{name: not value})
         if isinstance(value, int) and type(value) is int:
-            return change(fact, **{name: value + rng.choice([-1, 1, 1000])})
+            # A ledger cannot store a negative number in an unsigned field, so 0 only grows.
+            return change(fact, **{name: value + rng.choice([-1, 1, 1000] if value else [1, 1000])})
         if isinstance(value, str):
             return change(fact, **{name: value + "x"})
         if isinstance(value, tuple) and value:
