@@ -43,7 +43,7 @@ from ..chaos.world import World
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
-BEFORE = "5eef279b317536d46fa71602cb163a928273febf"
+BEFORE = "25f20c124de2cbd5e27c877eb030f47266fd3171"
 """The last commit before nodes reported a protocol."""
 READY_S = 180.0
 END_S = 90.0
