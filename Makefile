@@ -151,6 +151,7 @@ recipes: setup ## train with every recipe for three updates, audit it, and repea
 	ROLLMESH_PROCESSES=$(PROCESSES) $(BIN)/python -m pytest -q -m "slow or not slow" --timeout 300 tests/integration/test_recipe_runs.py
 
 hosts: setup ## run a mesh over hosts (network namespaces, as root) that are cut off, lossy, slow and with wrong clocks; print a table
+	command -v faketime >/dev/null || apt-get install -y --no-install-recommends faketime
 	$(BIN)/python -m pytest -q -s -m slow --timeout 900 tests/hosts
 
 leaks: setup ## run 10,000 sandbox sessions with kills of the service, and check that no resource is left

@@ -15,6 +15,7 @@ test("ticks are round and within the range", () => {
   assert.deepEqual(scales.ticks(0, 3, 6, true), [0, 1, 2, 3]);
   assert.deepEqual(scales.ticks(-0.3, 0.3, 3), [-0.2, 0, 0.2]);
   assert.deepEqual(scales.ticks(5, 5), [5]);
+  assert.ok(scales.ticks(0.1, 0.10000000000000002, 4).length <= 10, "a range below the precision of numbers ends");
 });
 
 test("an extent ignores missing values and is never empty", () => {
@@ -22,6 +23,8 @@ test("an extent ignores missing values and is never empty", () => {
   assert.deepEqual(scales.extent([]), [0, 1]);
   const [low, high] = scales.extent([3]);
   assert.ok(low < 3 && high > 3);
+  const rounded = scales.extent([0.1, 0.10000000000000002]);
+  assert.ok(rounded[1] - rounded[0] > 0.01);
 });
 
 test("a missing value interrupts a line", () => {

@@ -1,11 +1,13 @@
 """Serve an ASGI application with uvicorn on the event loop of the caller, on a listener that is bound before.
 
-It leaves the signals of the process alone. uvicorn is imported when the server starts, not with this module.
+It leaves the signals of the process alone. Clients that send nothing cannot hold connections, and connections cannot use all files of the
+process. uvicorn is imported when the server starts, not with this module.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
@@ -18,7 +20,14 @@ from rollmesh.shared.rpc.addresses import host_of, port_of
 
 _KEEP_ALIVE_S = 75
 """Longer than the pools of clients keep an idle connection, so that they do not use one that is being closed."""
+_REQUEST_S_MAX = 15.0
+"""Limit of the time from the begin of a connection, or the end of the keep-alive, until the headers of a request are there."""
 _STOP_S_MAX = 5.0
+
+
+def connections_max() -> int:
+    """Return the largest number of connections: half of the files that the process may open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def bind_http(address: str, key: str) -> socket.socket:
@@ -49,6 +58,38 @@ class AsgiServer:
         Raise Internal if the server ends while it starts. The listener is then closed.
         """
         import uvicorn
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        most = connections_max()
+
+        class LimitedProtocol(H11Protocol):
+            """Closes a connection on which no whole request arrives in time, and one beyond the largest number."""
+
+            _waits: asyncio.TimerHandle | None = None
+
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+                super().connection_made(transport)
+                self._wait(_REQUEST_S_MAX)
+                if len(self.connections) > most:
+                    transport.abort()
+
+            def on_response_complete(self) -> None:
+                super().on_response_complete()
+                self._wait(_KEEP_ALIVE_S + _REQUEST_S_MAX)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                if self._waits is not None:
+                    self._waits.cancel()
+
+            def _wait(self, limit_s: float) -> None:
+                if self._waits is not None:
+                    self._waits.cancel()
+                self._waits = self.loop.call_later(limit_s, self._close_idle)
+
+            def _close_idle(self) -> None:
+                if self.cycle is None or self.cycle.response_complete:
+                    self.transport.close()
 
         ready = asyncio.Event()
 
@@ -71,7 +112,7 @@ class AsgiServer:
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http="h11",
+                http=LimitedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

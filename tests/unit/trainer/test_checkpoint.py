@@ -15,7 +15,7 @@ from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
 from rollmesh.trainer.checkpoint import Checkpoint, copy_checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
-from rollmesh.trainer.config import LossTerm, OptimizerConfig, UpdateConfig
+from rollmesh.trainer.config import LossTerm, OptimizerConfig, ParameterGroup, UpdateConfig
 from rollmesh.trainer.model_files import load_model, published_state
 from rollmesh.trainer.trained_log import TrainedLog, read_trained
 from rollmesh.trainer.update import BatchTrainer
@@ -118,6 +118,43 @@ def test_a_resumed_trainer_keeps_the_present_settings_of_the_optimizer(tmp_path:
     assert decays == [0.1, 0.0]
     assert sorted(changed) == ["betas (0.9, 0.95) -> (0.5, 0.6)", "eps 1e-08 -> 0.0001", "weight_decay 0.0 -> 0.1"]
     assert len(second.optimizer.state) == len(first.optimizer.state)
+
+
+@pytest.mark.parametrize("names", ["*.o_proj.*", "*.gate_proj.*", None])
+def test_moments_stay_with_their_parameters_if_the_groups_change(tmp_path: Path, names: str | None) -> None:
+    """Groups of other parameters with the same sizes (o_proj), with other sizes (gate_proj), and no groups."""
+
+    def trainer(model: Any, pattern: str | None) -> BatchTrainer:
+        groups = () if pattern is None else (ParameterGroup(names=pattern, lr_factor=0.5),)
+        return BatchTrainer(model, UpdateConfig(optimizer=OptimizerConfig(groups=groups)), seed=5)
+
+    first, log = trainer(build_tiny_model(SMALL, seed=1), "*.q_proj.*"), TrainedLog()
+    advance(first, log, 2)
+    found = save(tmp_path, first, log)
+    second = trainer(load_model(found.path), names)
+    found.restore(second)
+    expected, parameters = first.optimizer.state, dict(first.model.named_parameters())
+    for name, parameter in second.model.named_parameters():
+        assert second.optimizer.state[parameter].keys() == expected[parameters[name]].keys()
+        for key, value in second.optimizer.state[parameter].items():
+            assert torch.equal(value, expected[parameters[name]][key]), f"{name} {key}"
+
+
+def test_moments_of_an_older_checkpoint_are_loaded_in_the_order_of_its_groups(tmp_path: Path) -> None:
+    first, log = fresh()
+    advance(first, log, 2)
+    found = save(tmp_path, first, log)
+    state = torch.load(found.path / module.OPTIMIZER_NAME, weights_only=True)
+    for group in state["param_groups"]:
+        del group["param_names"]
+    torch.save(state, found.path / module.OPTIMIZER_NAME)
+    second = BatchTrainer(load_model(found.path), CONFIG, seed=5)
+    found.restore(second)
+    for one, two in zip(first.optimizer.state.values(), second.optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    grouped = UpdateConfig(optimizer=OptimizerConfig(groups=(ParameterGroup(names="*.q_proj.*"),)))
+    with pytest.raises(CheckpointError, match="groups of other sizes"):
+        found.restore(BatchTrainer(load_model(found.path), grouped, seed=5))
 
 
 def test_position_and_snapshot_come_back(tmp_path: Path) -> None:

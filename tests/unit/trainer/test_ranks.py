@@ -80,6 +80,39 @@ def test_two_ranks_equal_one_rank(two_ranks: Path, case: str) -> None:
     assert all((m["tokens/prefix_saved_share"] > 0) == (case == SHARED_PREFIX) for m in found["metrics"])
 
 
+_ALONE = """
+import sys
+from datetime import timedelta
+from pathlib import Path
+from tests.unit.trainer import rank_worker
+
+rank_worker.TIMEOUT_S = 10.0
+ranks = rank_worker.join(Path(sys.argv[1]), int(sys.argv[2]), 2)
+if ranks.rank == 0:
+    ranks.from_first(lambda: print("made"))
+"""
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_has_ended(tmp_path: Path) -> None:
+    """Reading a model may take hours, and the wait for the other ranks before it may not."""
+    first, other = (
+        subprocess.Popen(
+            bound_to_parent([sys.executable, "-c", _ALONE, str(tmp_path), str(rank)]),
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    assert other.wait(END_S) == 0
+    made, error = first.communicate(timeout=END_S)
+    assert first.returncode == 1
+    assert not made
+    assert "closed by peer" in error or "timed out" in error.lower(), error
+
+
 def test_every_micro_batch_is_run_once_and_ranks_make_equally_many_forwards() -> None:
     samples, _ = random_batch(3, 3)
     config = config_of("grpo").packing

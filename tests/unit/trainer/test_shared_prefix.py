@@ -89,19 +89,30 @@ def test_a_group_is_one_row_with_its_prompt_once() -> None:
     prompt_ids = list(range(10))
     made = [sequence([*prompt_ids, 20 + i, 30, 31], (10, 11, 12)) for i in range(3)]
     other = sequence([50, 51, 52, 53], (3,))
-    (batch,) = pack(
+    batch, alone = pack(
         [made[0], other, made[1], made[2]], PackingConfig(row_tokens=32, micro_batch_tokens=64, shared_row_tokens=32)
     )
-    assert batch.token_ids.tolist() == [
-        [*prompt_ids, 20, 30, 31, 21, 30, 31, 22, 30, 31, 50, 51, 52, 53],
-    ]
-    assert batch.position_ids.tolist() == [[*range(13), 10, 11, 12, 10, 11, 12, 0, 1, 2, 3]]
-    assert batch.sequences == (0, 2, 3, 1)
-    assert batch.target_ids.tolist() == [20, 30, 31, 21, 30, 31, 22, 30, 31, 53]
-    assert batch.target_col.tolist() == [9, 10, 11, 9, 13, 14, 9, 16, 17, 21]
-    assert batch.target_index.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 3]
-    assert batch.num_tokens == 23
-    assert saved_ratio([batch], [*made, other]) == pytest.approx(20 / 43)
+    assert batch.token_ids.tolist() == [[*prompt_ids, 20, 30, 31, 21, 30, 31, 22, 30, 31]]
+    assert batch.position_ids.tolist() == [[*range(13), 10, 11, 12, 10, 11, 12]]
+    assert batch.sequences == (0, 2, 3)
+    assert batch.target_ids.tolist() == [20, 30, 31, 21, 30, 31, 22, 30, 31]
+    assert batch.target_col.tolist() == [9, 10, 11, 9, 13, 14, 9, 16, 17]
+    assert batch.target_index.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert batch.num_tokens == 19
+    assert (alone.token_ids.tolist(), alone.target_index.tolist(), alone.parts) == ([[50, 51, 52, 53]], [3], None)
+    assert saved_ratio([batch, alone], [*made, other]) == pytest.approx(20 / 43)
+
+
+def test_the_length_of_a_row_with_a_mask_is_limited() -> None:
+    """The mask of a row of T tokens has T^2 numbers, so neither a longer sequence nor further groups are placed beside a group."""
+    groups = [sequence([*range(g, g + 100), 900 + i, 30], (100, 101)) for g in range(100, 600, 100) for i in range(4)]
+    longest = sequence([7] * 1000, (999,))
+    for row_tokens in (64, 1024):
+        config = PackingConfig(row_tokens=row_tokens, micro_batch_tokens=2048, shared_row_tokens=256)
+        found = pack([*groups, longest], config)
+        assert sorted(i for batch in found for i in batch.sequences) == list(range(21))
+        assert all(batch.token_ids.shape[1] <= 256 for batch in found if batch.parts is not None)
+        assert sum(batch.parts is not None for batch in found) == 1
 
 
 def test_a_group_that_does_not_fit_is_divided_between_rows() -> None:

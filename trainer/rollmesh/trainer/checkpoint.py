@@ -284,18 +284,38 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
 
 
 def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[str, ...]:
-    """Load an optimizer's state without its settings, which `load_state_dict` would overwrite. Return the settings that differ."""
+    """Load the moments of an optimizer, and keep its settings. Return the settings that differ.
+
+    Raises ValueError if the moments are those of other parameters. A checkpoint of an older version has no names; its groups must have the
+    sizes of the present ones."""
+    present = optimizer.state_dict()["param_groups"]
+    before = state["param_groups"]
+    if all("param_names" in group for group in before):
+        _in_present_order(state, before, present)
+    elif [len(group["params"]) for group in before] != [len(group["params"]) for group in present]:
+        raise ValueError("its optimizer has parameter groups of other sizes")
     if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         _divide(optimizer, state)
-    present = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    changed: dict[str, None] = {}
-    for group, settings in zip(optimizer.param_groups, present, strict=True):
-        for name, value in settings.items():
-            if name != "lr" and name in group and group[name] != value:
-                changed[f"{name} {group[name]} -> {value}"] = None
-        group.update(settings)
-    return tuple(changed)
+    optimizer.load_state_dict({"state": state["state"], "param_groups": present})
+    changed = [
+        f"{name} {old[name]} -> {value}"
+        for old, new in zip(before, present, strict=False)
+        for name, value in new.items()
+        if name not in ("lr", "params", "param_names") and name in old and old[name] != value
+    ]
+    return tuple(dict.fromkeys(changed))
+
+
+def _in_present_order(state: dict[str, Any], before: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
+    """Give the moments the places that their parameters have in the present groups, in place."""
+    stored = [name for group in before for name in group["param_names"]]
+    wanted = [name for group in present for name in group["param_names"]]
+    if others := sorted({*stored} ^ {*wanted}):
+        raise ValueError(f"its optimizer has the moments of other parameters: {others[:4]}")
+    places = {name: place for place, name in enumerate(stored)}
+    state["state"] = {
+        place: state["state"][places[name]] for place, name in enumerate(wanted) if places[name] in state["state"]
+    }
 
 
 def _check_agreement(trainer: BatchTrainer, log: TrainedLog, position: CheckpointPosition, keep_last: int) -> None:
@@ -339,6 +359,7 @@ def _write_files(
 
 def _write_state(folder: Path, trainer: BatchTrainer) -> None:
     """Write the optimizer's state, and the memory of the parts. Every rank must call it; all write the former, rank 0 the latter."""
+    trainer.ranks.gathered(None)  # rank 0 has made the folder
     if trainer.ranks.size == 1:
         torch.save(tree_map_only(DTensor, whole, trainer.optimizer.state_dict()), folder / OPTIMIZER_NAME)
     else:

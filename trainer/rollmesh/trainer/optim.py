@@ -2,6 +2,7 @@
 
 The learning rate is a function of the update number alone, so there is no scheduler state to save.
 A step with a non-finite gradient is not taken, and parameters and moments stay bit for bit the same.
+Each group has the names of its parameters (`param_names`), by which a checkpoint finds the moments if the groups have changed.
 """
 
 from __future__ import annotations
@@ -50,10 +51,8 @@ def make_optimizer(
                 )
             names = {n for n, _ in chosen}
             named = [(n, p) for n, p in named if n not in names]
-            groups += _split(
-                [p for _, p in chosen], config, group.weight_decay, lr_factor=group.lr_factor, modules=False
-            )
-        groups += _split([p for _, p in named], config, None, lr_factor=factor, modules=is_module)
+            groups += _split(chosen, config, group.weight_decay, lr_factor=group.lr_factor, modules=False)
+        groups += _split(named, config, None, lr_factor=factor, modules=is_module)
     if config.kind == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.epsilon, fused=True)
     try:
@@ -67,10 +66,15 @@ def make_optimizer(
 
 
 def _split(
-    parameters: list[nn.Parameter], config: OptimizerConfig, decay: float | None, *, lr_factor: float, modules: bool
+    named: list[tuple[str, nn.Parameter]],
+    config: OptimizerConfig,
+    decay: float | None,
+    *,
+    lr_factor: float,
+    modules: bool,
 ) -> list[dict[str, Any]]:
     """Return a group for the matrices and one for the vectors, each if it has parameters."""
-    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    matrices, vectors = [(n, p) for n, p in named if p.ndim >= 2], [(n, p) for n, p in named if p.ndim < 2]
     decays = (config.weight_decay, 0.0) if decay is None else (decay, decay)
     return [
         {"params": part, "weight_decay": of_part, "lr_factor": lr_factor, "modules": modules}

@@ -12,7 +12,8 @@ of 30-130 tokens, one core, forward + backward, thousand real tokens/s (share of
     padded, in order of arrival, 8 / 32 at a time: 14.0 (66 %) / 11.7 (60 %);   one by one: 13.1
 
 With `shared_row_tokens`, sequences with a common prefix (the samples of a group) are placed together, with the prefix once
-(`shared_prefix`). They are in one row, and count with the tokens that are computed.
+(`shared_prefix`). They are in one row, and count with the tokens that are computed. Their rows are no longer than `shared_row_tokens`, and
+are in separate micro-batches, because every row of a micro-batch with a shared prefix needs a mask.
 
 Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths, and with shared prefixes of the
 sequences.
@@ -71,12 +72,17 @@ def pack(
     device: str | torch.device = "cpu",
     square: int = SQUARE_TOKENS,
 ) -> list[MicroBatch]:
-    """Return micro-batches that contain every sequence once, longest rows first. `square` is that of `shared_prefixes`."""
+    """Return micro-batches that contain every sequence once: first those with shared prefixes, and of each kind the
+    longest rows first. `square` is that of `shared_prefixes`."""
     placed = shared_prefixes(sequences, config, square) if config.shared_row_tokens else alone(sequences)
-    lengths = [one.num_tokens for one in placed]
+    shared, separate = ([one for one in placed if bool(one.prefix_tokens) == shares] for shares in (True, False))
     offsets = np.concatenate([[0], np.cumsum([int(s.target_mask.sum()) for s in sequences])])
-    plan = plan_micro_batches(plan_rows(lengths, config.row_tokens), lengths, config.micro_batch_tokens)
-    return [_build([[placed[i] for i in row] for row in rows], sequences, offsets, device) for rows in plan]
+    found = []
+    for some, row_tokens in ((shared, min(config.row_tokens, config.shared_row_tokens)), (separate, config.row_tokens)):
+        lengths = [one.num_tokens for one in some]
+        plan = plan_micro_batches(plan_rows(lengths, row_tokens), lengths, config.micro_batch_tokens)
+        found += [_build([[some[i] for i in row] for row in rows], sequences, offsets, device) for rows in plan]
+    return found
 
 
 def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

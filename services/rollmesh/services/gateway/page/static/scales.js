@@ -1,6 +1,6 @@
 // Arithmetic of charts: domains, ticks, positions, paths. Pure functions.
 
-// Return [low, high] of finite values. A single value gets some space around it.
+// Return [low, high] of finite values. A single value, or values that differ by rounding, get some space around them.
 export function extent(values) {
   let low = Infinity;
   let high = -Infinity;
@@ -10,7 +10,7 @@ export function extent(values) {
     if (value > high) high = value;
   }
   if (low === Infinity) return [0, 1];
-  if (low === high) {
+  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
     const space = Math.abs(low) * 0.1 || 1;
     return [low - space, high + space];
   }
@@ -24,9 +24,9 @@ export function ticks(low, high, num = 5, whole = false) {
   const power = 10 ** Math.floor(Math.log10(raw));
   let step = [1, 2, 5, 10].map((m) => m * power).find((one) => one >= raw * 0.999) ?? raw;
   if (whole) step = Math.max(1, Math.ceil(step));
-  const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(Number((n * step).toPrecision(12)));
-  return found;
+  const first = Math.ceil(low / step - 1e-9);
+  const count = Math.min(Math.floor(high / step + 1e-9) - first + 1, 2 * num + 2);
+  return Array.from({ length: Math.max(0, count) }, (_, n) => Number(((first + n) * step).toPrecision(12)));
 }
 
 // Return a function from [low, high] to [begin, end].
