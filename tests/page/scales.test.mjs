@@ -27,6 +27,12 @@ test("an extent ignores missing values and is never empty", () => {
   assert.ok(rounded[1] - rounded[0] > 0.01);
 });
 
+test("an evaluation that goes on is not shown", () => {
+  const [first, second, third] = [{ step: 0, num_samples: 4, complete: false }, { step: 5, num_samples: 8, complete: true }, { step: 10, num_samples: 3 }];
+  assert.deepEqual(scales.shownEvaluations([first, second, third]), [first, second]);
+  assert.deepEqual(scales.shownEvaluations([{ step: 0, num_samples: 0, complete: true }]), []);
+});
+
 test("a missing value interrupts a line", () => {
   assert.equal(scales.linePath([[0, 1], [1, null], [2, 3], [3, 4]]), "M0.0 1.0M2.0 3.0L3.0 4.0");
 });

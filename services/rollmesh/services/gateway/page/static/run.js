@@ -5,7 +5,7 @@ import { histogramOverTime, lines, stacked } from "./charts.js";
 import { h, replace, table } from "./dom.js";
 import { duration, number, percent, plural } from "./format.js";
 import { link } from "./route.js";
-import { lagRows } from "./scales.js";
+import { lagRows, shownEvaluations } from "./scales.js";
 
 const ENDS = [["used", "end-used"], ["exported", "end-exported"], ["filtered", "end-filtered"], ["stale", "end-stale"], ["cancelled", "end-cancelled"], ["failed", "end-failed"]];
 const SHOWN_METRICS = ["loss", "kl", "entropy", "grad_norm", "ess", "length/used_mean", "lr"];
@@ -16,7 +16,7 @@ function card(name, value, note) {
 
 function cards(state, history) {
   const policy = state.policies?.[0] ?? {};
-  const evals = (history?.evals ?? []).filter((one) => one.num_samples);
+  const evals = shownEvaluations(history?.evals ?? []);
   const success = evals.length ? evals[evals.length - 1].mean_rewards[history.spec.success_reward] : undefined;
   const first = evals.length ? evals[0].mean_rewards[history.spec.success_reward] : undefined;
   const lags = Object.entries(policy.trained_by_staleness ?? {}).map(([lag, num]) => [Number(lag), num]);
@@ -57,7 +57,7 @@ function samples(state) {
 function curves(history) {
   const updates = history.updates;
   const xs = updates.map((one) => one.update);
-  const evals = history.evals.filter((one) => one.num_samples);
+  const evals = shownEvaluations(history.evals);
   const success = history.spec.success_reward;
   const labels = [...new Set(evals.flatMap((one) => Object.keys(one.success_by_label)))].sort().slice(0, 7);
   const byLabel = labels.map((name) => ({ name, values: evals.map((one) => one.success_by_label[name] ?? null), dots: true }));

@@ -50,6 +50,12 @@ export function linePath(points) {
   return path;
 }
 
+// Return the evaluations to show: those with samples. The newest one counts once all of its episodes are scored, because short episodes end
+// first, and they are often the easy ones.
+export function shownEvaluations(evals) {
+  return evals.filter((one, n) => one.num_samples && (one.complete || n < evals.length - 1));
+}
+
 // Return the index of the value that is nearest to `wanted`; `values` is sorted.
 export function nearest(values, wanted) {
   let best = 0;
