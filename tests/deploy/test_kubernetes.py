@@ -108,6 +108,29 @@ def test_each_pod_requests_measured_resources_and_the_network_reaches_what_is_ca
             assert served == allowed, name
 
 
+CALLERS = {
+    "coordinator": {"coordinator", "gateway", "depot", "data", "reward", "sandbox", "inference", "rollout", "learner"},
+    "gateway": {"learner"},
+    "depot": {"coordinator", "inference", "learner"},
+    "data": {"coordinator", "learner"},
+    "reward": {"coordinator", "rollout"},
+    "sandbox": {"rollout", "reward"},
+    "inference": {"inference", "rollout", "reward"},
+}
+"""The services that call each one. Every node joins the coordinator, and a second coordinator looks for the first one; the coordinator asks
+the depot for the chunks of a version, and the learner asks the data service for its snapshot."""
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_network_lets_through_exactly_the_calls_of_the_mesh(overlay: str) -> None:
+    policies = {t["metadata"]["name"]: t for t in rendered(overlay) if t["kind"] == "NetworkPolicy"}
+    for name, callers in CALLERS.items():
+        (first, *_) = policies[name]["spec"]["ingress"][0]["from"]
+        (allowed,) = first["podSelector"]["matchExpressions"]
+        assert (allowed["key"], allowed["operator"]) == ("app.kubernetes.io/name", "In")
+        assert set(allowed["values"]) == callers, name
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_service_gets_only_the_login_of_its_kind_at_nats(overlay: str) -> None:
     for name, one in workloads(overlay).items():

@@ -13,6 +13,7 @@ import pytest
 from rollmesh.shared.errors import (
     InvalidInput,
     MeshError,
+    NotReady,
     UnknownNode,
 )
 from rollmesh.shared.rpc.status import typed_errors
@@ -56,6 +57,22 @@ async def test_joining_again_replaces_the_older_stream(mesh: MeshParts) -> None:
         while not (message := await second.read()).HasField("drain"):
             assert message, "the live stream must not end"
     second.cancel()
+
+
+async def test_a_node_that_is_not_connected_cannot_be_drained(mesh: MeshParts) -> None:
+    """It would join again without the command, and the operator would wait for it to leave."""
+    call = await join(mesh, pb.NodeHello(node_id="w1", kind=ROLLOUT))
+    assert (await call.read()).HasField("welcome")
+    call.cancel()
+
+    async def rejected() -> bool:
+        try:
+            await mesh.call(mesh.coordinator.Drain, pb.DrainRequest(node_id="w1"))
+        except NotReady as error:
+            return "not connected" in str(error)
+        return False
+
+    await eventually(rejected)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,21 @@ async def test_a_ledger_with_a_record_that_cannot_be_read_is_refused_and_others_
     assert (await mesh.call(mesh.run.GetRun, run_pb2.GetRunRequest(run="s"))).state.run == "s"
 
 
+async def test_a_ledger_remains_if_its_run_lacks_another_stream_and_cannot_be_recovered(mesh: MeshParts) -> None:
+    """CreateRun makes the missing stream again, and must not take the run for a new one that it may remove."""
+    await mesh.begin()
+    await mesh.stop_coordinator()
+    log = await mesh.bus.open(run_streams("r").ledger.name)
+    garbage = sealed(RawRecord(payload=b"\xff\xff\xff", msg_id="x"))
+    last_seq = (await log.info()).last_seq
+    await log.append(garbage.payload, msg_id="x", expected_last_seq=last_seq, headers=garbage.headers)
+    await mesh.bus.delete(run_streams("r").dead.name)
+    await mesh.start_coordinator()
+    with pytest.raises(DataLoss, match="RM_r_LEDGER: record 4 cannot be read"):
+        await mesh.create()
+    assert (await log.info()).last_seq == last_seq + 1
+
+
 async def test_a_run_whose_folder_was_lost_is_found_by_its_name(mesh: MeshParts) -> None:
     await mesh.begin()
     before = await live(mesh)

@@ -35,8 +35,12 @@ from .test_mesh import Operator, policy
 PROCESSES = (
     ("coordinator",), ("depot", "reward"), ("data",), ("inference-0", "sandbox-0"), ("gateway",), ("rollout-0",), ("learner",),
 )  # fmt: skip
-UNUSED = {GATEWAY: {"RM.*.DEAD", "$JS.API.STREAM.MSG.GET.*"}, COORDINATOR: {"RM.*.DEAD"}}
-"""For failed tasks and unreadable payloads, which this run does not have, and for a payload that a lagging server lacks."""
+UNUSED = {
+    GATEWAY: {"RM.*.DEAD", "$JS.API.STREAM.MSG.GET.*"},
+    COORDINATOR: {"RM.*.DEAD", "$JS.API.DIRECT.GET.*", "$JS.API.STREAM.LIST"},
+}
+"""For failed tasks and unreadable payloads, which this run does not have, for a payload that a lagging server lacks, and for commands that
+run in the pod of the coordinator."""
 STREAMS = run_streams("r")
 SHORT = JetStreamConfig(deadline_s=3.0, attempt_s=1.0)
 
@@ -167,6 +171,25 @@ async def test_a_worker_cannot_read_purge_or_delete_and_does_not_hear_the_answer
     async with asyncio.timeout(10.0):
         assert "permissions violation for subscription" in str(await errors.get()).lower()
     await client.close()
+
+
+@pytest.mark.parametrize("subject", ["RM.r.SAMPLES", f"$JS.API.STREAM.INFO.{STREAMS.ledger.name}", "$JS.API.INFO"])
+async def test_a_worker_cannot_have_an_answer_stored_in_a_ledger(nats: NatsCluster, subject: str) -> None:
+    """The server publishes an answer to any subject that a request names, with its own permissions."""
+    operator, login = await nats.connect(), nats.login(ROLLOUT)
+    client = Client()
+    await client.connect(nats.url, user=login.user, password=login.password, inbox_prefix=inbox_of(login.user))
+    try:
+        ledger = await operator.create(STREAMS.ledger)
+        samples = await operator.create(STREAMS.samples)
+        await client.publish(subject, b"", reply="RM.r.LEDGER")
+        answer = await client.request(subject, b"", timeout=10)  # the server has processed the one before
+        assert b'"error":' not in answer.data
+        assert await ledger.last() is None
+        assert (await samples.last() is not None) == (subject == "RM.r.SAMPLES")
+    finally:
+        await client.close()
+        await operator.close()
 
 
 async def test_a_wrong_password_is_reported_with_the_user_and_the_setting(nats: NatsCluster) -> None:

@@ -133,7 +133,8 @@ CASES = {
     ),
     "KindMissing": Case(
         series={
-            'rollmesh_coordinator_nodes{job="rollmesh",kind="depot",state="ready"}': "1x60",
+            # The empty fleet is reported as no learner.
+            'rollmesh_coordinator_nodes{job="rollmesh",kind="learner",state="ready"}': "0x60",
             'rollmesh_coordinator_nodes{job="rollmesh",kind="reward",state="ready"}': "1x20 stale",
             'rollmesh_coordinator_nodes{job="rollmesh",kind="reward",state="dead"}': "_x20 1x2 stale",
         },

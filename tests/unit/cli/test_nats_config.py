@@ -38,9 +38,13 @@ def test_every_server_of_a_cluster_gets_a_configuration_that_nats_server_accepts
     tree = json.loads(Path(files["servers"][1]).read_text())
     assert tree["server_name"] == "nats-1"
     assert tree["lame_duck_duration"] == "30s", "it stops within a grace period of 60 s"
-    assert tree["accounts"].keys() == {"lab", "other", "SYS"}
+    assert tree["accounts"].keys() == {"lab", "lab-rollout", "other", "other-rollout", "SYS"}
     assert tree["tls"]["verify"] is tree["cluster"]["tls"]["verify"] is True
-    users = {user["user"]: user["password"] for user in tree["accounts"]["lab"]["users"]}
+    users = {
+        user["user"]: user["password"]
+        for account in ("lab", "lab-rollout")
+        for user in tree["accounts"][account]["users"]
+    }
     for role in PUBLISH:
         login = BusLogin.read(Path(files["logins"]["lab"]), role=role)
         assert login == BusLogin.read(tmp_path / "nats/logins/lab" / role)
@@ -55,7 +59,7 @@ def test_a_repeated_call_keeps_the_passwords_and_adds_what_is_new(tmp_path: Path
     assert nats_config("--out", tmp_path, "--server", "a=127.0.0.1", "--mesh", "mesh", "--mesh", "lab").exit_code == 0
     assert (tmp_path / "logins/mesh/all").read_text() == before
     tree = json.loads((tmp_path / "servers/a.conf").read_text())
-    assert tree["accounts"].keys() == {"mesh", "lab", "SYS"}
+    assert tree["accounts"].keys() == {"mesh", "mesh-rollout", "lab", "lab-rollout", "SYS"}
     assert "cluster" not in tree
 
 

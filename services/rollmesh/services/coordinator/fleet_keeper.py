@@ -35,6 +35,7 @@ from rollmesh.shared.errors import (
     FieldViolation,
     InvalidInput,
     MeshError,
+    NotReady,
     Overloaded,
     UnknownNode,
     WeightsRejected,
@@ -249,8 +250,14 @@ class FleetKeeper:
             self._fleet.lost(stream.node_id)
 
     def drain(self, node_id: str) -> None:
-        """Drain a node. Raises UnknownNode."""
-        self._node(node_id)
+        """Drain a node. Raises UnknownNode, and NotReady if it is not connected: it would rejoin without the command."""
+        node = self._node(node_id)
+        if node_id not in self._streams:
+            raise NotReady(
+                f"node {node_id} is {node.state.name} and not connected, so the command cannot reach it; retry when `rollmesh status` shows "
+                "it as READY, or stop its process",
+                node_id=node_id,
+            )
         self._fleet.drain(node_id)
         self.send(node_id, pb.JoinResponse(drain=pb.DrainCommand()))
 

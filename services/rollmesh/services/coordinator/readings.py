@@ -123,4 +123,5 @@ def _nodes(nodes: list[pb.FleetNode]) -> list[Reading]:
         )
         for node in nodes
     )
-    return [Reading(NODES, num, labels) for labels, num in counted.items()]
+    # An empty fleet is reported too: a mesh without this metric has no coordinator.
+    return [Reading(NODES, num, labels) for labels, num in counted.items()] or [Reading(NODES, 0, ("learner", "ready"))]

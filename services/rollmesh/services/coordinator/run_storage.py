@@ -55,14 +55,17 @@ class RunStorage:
         self._folder = folder
         self._limits = limits
 
-    async def make(self, run: str) -> None:
+    async def make(self, run: str) -> bool:
         """Create the streams of a run, or reserve their full limits again. If one fails, remove those that this call created.
+
+        Return whether the ledger is new: otherwise the run has facts that must remain.
 
         Raises InvalidInput for a name that no stream can have, and DiskFull.
         """
         created: list[str] = []
+        streams = run_streams(run, self._limits)
         try:
-            for spec in _each(run_streams(run, self._limits)):
+            for spec in _each(streams):
                 if not await self._exists(spec.name):
                     created.append(spec.name)
                 await self._bus.create(spec)
@@ -72,6 +75,7 @@ class RunStorage:
             if isinstance(error, DiskFull):
                 raise _disk_full(run, self._limits, error) from error
             raise
+        return streams.ledger.name in created
 
     async def open(self, run: str) -> OpenStreams:
         """Raise UnknownRun if the run has no streams."""

@@ -229,22 +229,23 @@ class Runs:
                     f"this coordinator leads {len(self.live)} live runs, `coordinator.runs_max` is {self._config.runs_max}; "
                     "end one with `rollmesh stop NAME` (StopRun), or use another mesh"
                 )
-            await self._reserve(run)
+            is_new = await self._reserve(run)
             try:
                 return (await self._open(run)).driver
             except MeshError:
-                await self._storage.delete(run)
+                if is_new:  # a run may exist that only lacks another stream
+                    await self._storage.delete(run)
                 raise
 
-    async def _reserve(self, run: str) -> None:
-        """Reserve room for a run. If the disk is full, first release the room of ended runs."""
+    async def _reserve(self, run: str) -> bool:
+        """Reserve room for a run, and return whether it is new. If the disk is full, first release the room of ended runs."""
         try:
-            await self._storage.make(run)
+            return await self._storage.make(run)
         except DiskFull:
             await self._retire(0.0)
             for ended in self._ended:
                 await self._storage.shrink(ended)
-            await self._storage.make(run)
+            return await self._storage.make(run)
 
     async def _retire(self, idle_s: float) -> None:
         before_s = self._clock.monotonic_s() - idle_s

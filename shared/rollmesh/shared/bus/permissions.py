@@ -11,6 +11,11 @@
 The other kinds of services do not use NATS. A stream has the subject `RM.RUN.KIND`, so that a permission can name all streams of a kind. The
 subjects of the JetStream API end in the name of a stream, which NATS can permit for one stream or for all streams of the account. So a
 user that may read can read every stream of its mesh.
+
+NATS checks the subject of a message, not the subject that it names for the answer, to which the server publishes. A user in the account of
+the streams could thus name the subject of a ledger and have an answer stored there. So rollout workers, which run the code of agents, are in
+a separate account (`OUTSIDE`) without streams, in which answers stay. The data service and gateways need consumers, which can
+publish to any subject of the account, and are trusted with that.
 """
 
 from __future__ import annotations
@@ -33,13 +38,16 @@ _READ = (
 _MANAGE = tuple(f"{_API}.STREAM.{verb}.*" for verb in ("CREATE", "UPDATE", "DELETE", "PURGE"))
 
 PUBLISH: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    COORDINATOR: (*_READ, *_MANAGE, "RM.*.LEDGER", "RM.*.DEAD"),
+    COORDINATOR: (*_READ, *_MANAGE, f"{_API}.DIRECT.GET.*", f"{_API}.STREAM.LIST", "RM.*.LEDGER", "RM.*.DEAD"),
     ROLLOUT: (*_OPEN, "RM.*.SAMPLES"),
     DATA: _READ,
     GATEWAY: (*_READ, f"{_API}.DIRECT.GET.*", "RM.*.DEAD"),
     OPERATOR: (f"{_API}.>", "RM.>"),
 })  # fmt: skip
 """Subjects to which each user may publish. Every user may subscribe only to its own inbox, so that no user reads the answers to another."""
+
+OUTSIDE = (ROLLOUT,)
+"""Users with a separate account, which imports what they may publish to from that of the mesh."""
 
 
 def inbox_of(user: str) -> str:

@@ -1,7 +1,7 @@
 """The configuration of a nats-server: of the embedded one, and of each server of a cluster.
 
 A cluster has one account per mesh, so that a mesh cannot use the streams of another one, and one user per kind of service in it
-(`permissions`). Servers connect to each other with a separate login, and with TLS if it is configured. The embedded server has a single
+(`permissions`). Users that must not choose where answers go have a separate account. Servers connect to each other with a separate login, and with TLS if it is configured. The embedded server has a single
 login in the default account, because every process of its run can read the token from which that login is derived.
 
 nats-server reads JSON, with one key per line.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmesh.shared.bus.permissions import PUBLISH, inbox_of
+from rollmesh.shared.bus.permissions import OUTSIDE, PUBLISH, inbox_of
 from rollmesh.shared.rpc.addresses import join_host_port
 
 CLIENT_PORT, ROUTE_PORT, MONITOR_PORT = 4222, 6222, 8222
@@ -97,7 +97,9 @@ def server_config(settings: ServerSettings) -> str:
     if settings.login is not None:
         tree["authorization"] = dict(zip(("user", "password"), settings.login, strict=True))
     if settings.meshes:
-        tree["accounts"] = {users.mesh: _account(users) for users in settings.meshes} | {SYSTEM_ACCOUNT: {}}
+        tree["accounts"] = {SYSTEM_ACCOUNT: {}}
+        for users in settings.meshes:
+            tree["accounts"] |= _accounts(users)
         tree["system_account"] = SYSTEM_ACCOUNT
     if settings.tls is not None:
         tree["tls"] = _tls(settings.tls)
@@ -111,8 +113,16 @@ def user_of(mesh: str, role: str) -> str:
     return f"{mesh}-{role}"
 
 
-def _account(users: MeshUsers) -> dict[str, Any]:
-    return {"jetstream": "enabled", "users": [_user(users, role) for role in PUBLISH]}
+def _accounts(users: MeshUsers) -> dict[str, Any]:
+    """Return the account with the streams of a mesh, and one for each user that is outside of it."""
+    inside = [_user(users, role) for role in PUBLISH if role not in OUTSIDE]
+    exports, outside = [], {}
+    for role in OUTSIDE:
+        name = user_of(users.mesh, role)
+        exports += [{"service": subject, "accounts": [name]} for subject in PUBLISH[role]]
+        imports = [{"service": {"account": users.mesh, "subject": subject}} for subject in PUBLISH[role]]
+        outside[name] = {"imports": imports, "users": [_user(users, role)]}
+    return {users.mesh: {"jetstream": "enabled", "exports": exports, "users": inside}} | outside
 
 
 def _user(users: MeshUsers, role: str) -> dict[str, Any]:
