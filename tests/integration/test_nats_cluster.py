@@ -27,6 +27,7 @@ from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.rpc.access import Tls
 
 from ..nats_cluster import MESH, NatsCluster
+from .coordinator_mesh import eventually
 
 LEDGER = run_streams("r", StreamLimits(num_replicas=3)).ledger
 IMPATIENT = JetStreamConfig(deadline_s=3.0, attempt_s=1.0)
@@ -140,7 +141,11 @@ async def test_without_a_majority_an_append_waits_and_is_not_acknowledged(
     with pytest.raises(BusUnavailable, match="no ack for m2 within the deadline"):
         await log.append(b"2", msg_id="m2", expected_last_seq=2, deadline_s=5.0)
     assert not waiting.done()
-    assert "less than a majority of the servers stores nothing" in caplog.text
+
+    async def told() -> bool:
+        return "less than a majority of the servers stores nothing" in caplog.text
+
+    await eventually(told)
     for name in ("a", "b"):
         cluster.servers[name].start()
     assert await waiting == 2
