@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,26 @@ async def test_a_damaged_blob_is_replaced_by_a_new_upload(store: BlobStore) -> N
     again = reopened(store)
     await put(again, b"good bytes", "b")
     assert await content(again, digest) == b"good bytes"
+    again.close()
+
+
+@pytest.mark.parametrize("use", [BlobStore.open, BlobStore.read_bytes, content])
+async def test_a_blob_that_is_released_while_it_is_hashed_is_unknown(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch, use: Callable[[BlobStore, str], Awaitable[object]]
+) -> None:
+    digest = await put(store, b"data", "v1")
+    again = reopened(store)
+    async with paused_hash(monkeypatch) as (begun, resume):
+        using = asyncio.ensure_future(use(again, digest))
+        await begun.wait()
+        again.release("v1")
+        (again.directory / digest).write_bytes(b"data")  # what a thread reads that opened the blob before its deletion
+        resume.set()
+        with pytest.raises(UnknownBlob, match="released while it was hashed"):
+            await using
+        (again.directory / digest).write_bytes(b"other")
+        with pytest.raises(HashMismatch):
+            await again.claim(digest, owner="v2")
     again.close()
 
 

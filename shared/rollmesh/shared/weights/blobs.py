@@ -254,6 +254,8 @@ class BlobStore:
             raise UnknownBlob(
                 f"blob {digest} has vanished from {path.parent}; upload it again", digest=digest
             ) from None
+        if digest not in self._sizes:
+            raise UnknownBlob(f"blob {digest} was released while it was hashed; upload it again", digest=digest)
         if found != digest:
             self._delete(digest)
             raise HashMismatch(f"blob {digest} hashed to {found} and was deleted; send it again", digest=digest)
