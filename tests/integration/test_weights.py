@@ -366,6 +366,19 @@ async def test_restarted_node_has_no_weights_until_it_activates_and_fetches_noth
             assert node.state.active == version
 
 
+async def test_node_deletes_the_assembled_files_that_a_killed_one_left(tmp_path: Path) -> None:
+    async with depot(tmp_path) as store:
+        version, _ = await publish(store.address, 2, files(tmp_path, 1))
+        async with inference(tmp_path) as node:
+            await node.keeper.prepare(version, [store.address])
+            left = node.store.directory / f"files-{version.weights_digest}"
+        left.mkdir()
+        (left / "1.safetensors").write_bytes(b"half")
+        async with inference(tmp_path) as node:
+            assert not left.exists()
+            assert await node.keeper.prepare(version, [store.address]) == 0, "the blobs stay"
+
+
 async def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(tmp_path: Path) -> None:
     async with depot(tmp_path) as store, inference(tmp_path, tensors={"w": [1000]}) as node:
         good, _ = await publish(store.address, 1, files(tmp_path, 1))
