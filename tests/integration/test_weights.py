@@ -242,6 +242,45 @@ async def test_node_activates_what_it_has_prepared_if_the_command_permits_it(tmp
         assert node.engine.held == (versions[1], versions[0])
 
 
+async def test_a_slow_preparation_is_not_activated_over_the_version_of_a_later_command(tmp_path: Path) -> None:
+    """The order of the commands decides, so a later command activates an older version."""
+    async with (
+        coordinator() as (boss, address),
+        depot(tmp_path) as store,
+        inference(tmp_path, coordinator=address, engine="PausingEngine") as node,
+    ):
+        await boss.until(boss.has_hello)
+        slow, fast = [(await publish(store.address, step, files(tmp_path, step)))[0] for step in (5, 6)]
+        resume = cast(Any, node.engine).pauses[5] = asyncio.Event()
+        for version in (slow, fast):
+            boss.command("inf-0", Command.VERB_PREPARE, version, [store.address], activate=True)
+        await boss.outcome("inf-0", fast, Report.PHASE_ACTIVE)
+        resume.set()
+        report = await boss.outcome("inf-0", slow, Report.PHASE_PREPARED, Report.PHASE_ACTIVE)
+        assert (report.phase, node.state.active) == (Report.PHASE_PREPARED, fast)
+        boss.command("inf-0", Command.VERB_PREPARE, slow, [store.address], activate=True)
+        await boss.outcome("inf-0", slow, Report.PHASE_ACTIVE)
+        assert node.state.active == slow
+
+
+async def test_a_slow_preparation_is_activated_while_a_later_one_is_not_ready(tmp_path: Path) -> None:
+    """A node that takes longer for a version than the learner would otherwise never serve new weights."""
+    async with (
+        coordinator() as (boss, address),
+        depot(tmp_path) as store,
+        inference(tmp_path, coordinator=address, engine="PausingEngine") as node,
+    ):
+        await boss.until(boss.has_hello)
+        first, second = [(await publish(store.address, step, files(tmp_path, step)))[0] for step in (5, 6)]
+        pauses = cast(Any, node.engine).pauses = {step: asyncio.Event() for step in (5, 6)}
+        for version in (first, second):
+            boss.command("inf-0", Command.VERB_PREPARE, version, [store.address], activate=True)
+        for version in (first, second):
+            pauses[version.step].set()
+            await boss.outcome("inf-0", version, Report.PHASE_ACTIVE)
+        assert node.state.active == second
+
+
 async def test_node_that_may_activate_reports_a_failed_preparation_once(tmp_path: Path) -> None:
     async with (
         coordinator() as (boss, address),
