@@ -151,6 +151,19 @@ class LoadingEngine(FakeEngine):
         await asyncio.Event().wait()
 
 
+class PausingEngine(FakeEngine):
+    """Prepares a version of a step in `pauses` when the event is set."""
+
+    def __init__(self, options: FakeEngineConfig) -> None:
+        super().__init__(options)
+        self.pauses: dict[int, asyncio.Event] = {}
+
+    async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
+        if version.step in self.pauses:
+            await self.pauses[version.step].wait()
+        await super().prepare(version, tensors)
+
+
 class BreakingEngine(FakeEngine):
     """Fails every request after 20 tokens, with one token per step."""
 

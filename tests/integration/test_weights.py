@@ -242,6 +242,45 @@ async def test_node_activates_what_it_has_prepared_if_the_command_permits_it(tmp
         assert node.engine.held == (versions[1], versions[0])
 
 
+async def test_a_slow_preparation_is_not_activated_over_the_version_of_a_later_command(tmp_path: Path) -> None:
+    """The order of the commands decides, so a later command activates an older version."""
+    async with (
+        coordinator() as (boss, address),
+        depot(tmp_path) as store,
+        inference(tmp_path, coordinator=address, engine="PausingEngine") as node,
+    ):
+        await boss.until(boss.has_hello)
+        slow, fast = [(await publish(store.address, step, files(tmp_path, step)))[0] for step in (5, 6)]
+        resume = cast(Any, node.engine).pauses[5] = asyncio.Event()
+        for version in (slow, fast):
+            boss.command("inf-0", Command.VERB_PREPARE, version, [store.address], activate=True)
+        await boss.outcome("inf-0", fast, Report.PHASE_ACTIVE)
+        resume.set()
+        report = await boss.outcome("inf-0", slow, Report.PHASE_PREPARED, Report.PHASE_ACTIVE)
+        assert (report.phase, node.state.active) == (Report.PHASE_PREPARED, fast)
+        boss.command("inf-0", Command.VERB_PREPARE, slow, [store.address], activate=True)
+        await boss.outcome("inf-0", slow, Report.PHASE_ACTIVE)
+        assert node.state.active == slow
+
+
+async def test_a_slow_preparation_is_activated_while_a_later_one_is_not_ready(tmp_path: Path) -> None:
+    """A node that takes longer for a version than the learner would otherwise never serve new weights."""
+    async with (
+        coordinator() as (boss, address),
+        depot(tmp_path) as store,
+        inference(tmp_path, coordinator=address, engine="PausingEngine") as node,
+    ):
+        await boss.until(boss.has_hello)
+        first, second = [(await publish(store.address, step, files(tmp_path, step)))[0] for step in (5, 6)]
+        pauses = cast(Any, node.engine).pauses = {step: asyncio.Event() for step in (5, 6)}
+        for version in (first, second):
+            boss.command("inf-0", Command.VERB_PREPARE, version, [store.address], activate=True)
+        for version in (first, second):
+            pauses[version.step].set()
+            await boss.outcome("inf-0", version, Report.PHASE_ACTIVE)
+        assert node.state.active == second
+
+
 async def test_node_that_may_activate_reports_a_failed_preparation_once(tmp_path: Path) -> None:
     async with (
         coordinator() as (boss, address),
@@ -364,6 +403,19 @@ async def test_restarted_node_has_no_weights_until_it_activates_and_fetches_noth
             assert again.fetched_bytes == 0
             await stub.Activate(weights_pb2.ActivateRequest(version=wire))
             assert node.state.active == version
+
+
+async def test_node_deletes_the_assembled_files_that_a_killed_one_left(tmp_path: Path) -> None:
+    async with depot(tmp_path) as store:
+        version, _ = await publish(store.address, 2, files(tmp_path, 1))
+        async with inference(tmp_path) as node:
+            await node.keeper.prepare(version, [store.address])
+            left = node.store.directory / f"files-{version.weights_digest}"
+        left.mkdir()
+        (left / "1.safetensors").write_bytes(b"half")
+        async with inference(tmp_path) as node:
+            assert not left.exists()
+            assert await node.keeper.prepare(version, [store.address]) == 0, "the blobs stay"
 
 
 async def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(tmp_path: Path) -> None:

@@ -584,7 +584,8 @@ class WeightCommand(_message.Message):
     """The command."""
     activate: _builtins.bool
     """Set with PREPARE for a node that may activate the version: it does so as soon as it has prepared it, and reports only the result of
-    the activation, or the failed preparation. A node of an earlier release reports PREPARED, and gets an ACTIVATE.
+    the activation, or the failed preparation. It reports PREPARED if it has activated the version of a later command meanwhile. A node
+    of an earlier release reports PREPARED, and gets an ACTIVATE.
     """
     @_builtins.property
     def version(self) -> _types_pb2.PolicyVersion:

@@ -5,8 +5,10 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from rollmesh.services.inference.engine import (
     GenerateRequest,
     KvPolicy,
 )
+from rollmesh.services.inference.engines import weight_folders
 from rollmesh.services.inference.engines.sglang_engine import VERSION, SglangConfig, SglangEngine
 from rollmesh.services.inference.engines.weight_folders import version_label
 from rollmesh.shared.errors import ConfigError, Unavailable
@@ -413,6 +416,54 @@ async def test_prepared_versions_are_model_folders_and_are_removed(world: Open, 
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     await one.engine.close()
     assert list(shared.glob("rollmesh-*")) == []
+
+
+async def test_a_cancelled_prepare_leaves_no_folder(
+    world: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await world()
+    loop, begun, resume = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def copy_later(source: Path, target: Path) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert resume.wait(10)
+        shutil.copyfile(source, target)
+
+    monkeypatch.setattr(weight_folders, "_link_or_copy", copy_later)
+    preparing = asyncio.create_task(one.engine.prepare(version(1), {"m.safetensors": tmp_path / "1.safetensors"}))
+    async with asyncio.timeout(10):
+        await begun.wait()
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+        resume.set()
+        await written(one)
+    assert folders(tmp_path) == {version_label(version(0))}
+
+
+async def test_a_prepare_that_fails_leaves_no_folder(
+    world: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.touch()
+        raise OSError("no space left")
+
+    one = await world()
+    monkeypatch.setattr(weight_folders, "_link_or_copy", full)
+    with pytest.raises(EngineBroken, match="cannot write the weights to `weights_dir`.*no space left"):
+        await one.engine.prepare(version(1), {"model.safetensors": tmp_path / "1.safetensors"})
+    await written(one)
+    assert folders(tmp_path) == {version_label(version(0))}
+
+
+async def written(one: World) -> None:
+    """Wait until the thread that writes and removes folders has done what it was given."""
+    async with asyncio.timeout(10):
+        await asyncio.get_running_loop().run_in_executor(one.engine._writer, lambda: None)
+
+
+def folders(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "shared").glob("rollmesh-*")}
 
 
 async def test_weights_are_compared_with_those_of_the_model_folder(world: Open, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
+from rollmesh.shared.weights import blobs
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.digests import sha256_hex
 
@@ -41,6 +44,25 @@ def reopened(store: BlobStore, quota_bytes: int = 1000) -> BlobStore:
     again = BlobStore(store.directory, quota_bytes=quota_bytes)
     again.start()
     return again
+
+
+@contextlib.asynccontextmanager
+async def paused_hash(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[asyncio.Event, threading.Event]]:
+    """Hash all files in threads, which hash when the second event is set. The first event is set when a thread waits for that."""
+    loop, begun, resume = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def hash_later(path: Path) -> str:
+        loop.call_soon_threadsafe(begun.set)
+        assert resume.wait(10)
+        return sha256_hex(path.read_bytes())
+
+    monkeypatch.setattr(blobs, "LINKED_BYTES", 0)
+    monkeypatch.setattr(blobs, "sha256_of_file", hash_later)
+    try:
+        async with asyncio.timeout(20):
+            yield begun, resume
+    finally:
+        resume.set()
 
 
 async def test_a_blob_is_read_back_from_any_offset(store: BlobStore) -> None:
@@ -138,6 +160,26 @@ async def test_a_damaged_blob_is_replaced_by_a_new_upload(store: BlobStore) -> N
     again.close()
 
 
+@pytest.mark.parametrize("use", [BlobStore.open, BlobStore.read_bytes, content])
+async def test_a_blob_that_is_released_while_it_is_hashed_is_unknown(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch, use: Callable[[BlobStore, str], Awaitable[object]]
+) -> None:
+    digest = await put(store, b"data", "v1")
+    again = reopened(store)
+    async with paused_hash(monkeypatch) as (begun, resume):
+        using = asyncio.ensure_future(use(again, digest))
+        await begun.wait()
+        again.release("v1")
+        (again.directory / digest).write_bytes(b"data")  # what a thread reads that opened the blob before its deletion
+        resume.set()
+        with pytest.raises(UnknownBlob, match="released while it was hashed"):
+            await using
+        (again.directory / digest).write_bytes(b"other")
+        with pytest.raises(HashMismatch):
+            await again.claim(digest, owner="v2")
+    again.close()
+
+
 async def test_a_file_written_by_a_peer_is_hashed_before_it_counts(store: BlobStore) -> None:
     good, bad = sha256_hex(b"good"), sha256_hex(b"expected")
     (store.directory / good).write_bytes(b"good")
@@ -156,6 +198,44 @@ async def test_adopting_a_file_links_it_and_checks_it(store: BlobStore, tmp_path
     assert (store.directory / sha256_hex(b"peer")).stat().st_ino == file.stat().st_ino
     assert not await store.adopt(file, sha256_hex(b"other"), owner="a")
     assert not await store.adopt(tmp_path / "gone", sha256_hex(b"gone"), owner="a")
+    assert not list(store.directory.glob("*.partial"))
+
+
+async def test_an_adoption_that_is_cancelled_leaves_no_link(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "peer-blob"
+    file.write_bytes(b"peer")
+    async with paused_hash(monkeypatch) as (begun, _):
+        adopting = asyncio.create_task(store.adopt(file, sha256_hex(b"peer"), owner="a"))
+        await begun.wait()
+        adopting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adopting
+    assert not list(store.directory.glob("*.partial"))
+
+
+async def test_an_adoption_that_fails_leaves_no_link(
+    store: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(path: Path) -> str:
+        raise OSError("input/output error")
+
+    file = tmp_path / "peer-blob"
+    file.write_bytes(b"peer")
+    monkeypatch.setattr(blobs, "sha256_of_file", unreadable)
+    with pytest.raises(OSError, match="input/output error"):
+        await store.adopt(file, sha256_hex(b"peer"), owner="a")
+    assert not list(store.directory.glob("*.partial"))
+
+
+async def test_a_file_that_is_adopted_twice_leaves_no_link(store: BlobStore, tmp_path: Path) -> None:
+    """To rename one link to a file onto another one keeps both."""
+    file = tmp_path / "peer-blob"
+    file.write_bytes(b"peer")
+    for owner in ("a", "b"):
+        assert await store.adopt(file, sha256_hex(b"peer"), owner=owner)
+    assert await content(store, sha256_hex(b"peer")) == b"peer"
     assert not list(store.directory.glob("*.partial"))
 
 

@@ -1,12 +1,14 @@
 """The coordinator's weight commands to an inference node, and the reports of their results.
 
 Each command runs in a separate task, because a node that prepares step 6 must still activate step 5. `WeightKeeper` keeps activations
-in order and joins repeated commands.
+in order and joins repeated commands. A preparation that ends after a later command has activated its version is not activated. The order
+of the commands decides that, not the steps, because a node may move to another run whose steps are lower.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 from rollmesh.services.inference.engine import KvPolicy
@@ -44,12 +46,15 @@ class WeightCommands:
         self._sources = sources
         self._send_report = send_report
         self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._activated = 0
+        """Number of the latest command whose version was activated, or is being activated."""
 
     async def start(self, command: WeightCommand) -> None:
         """Start the command in a task; wait while `TASKS_MAX` run."""
         while len(self._tasks) >= TASKS_MAX:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-        task = asyncio.create_task(self._carry_out(command))
+        task = asyncio.create_task(self._carry_out(command, next(self._numbers)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -59,10 +64,10 @@ class WeightCommands:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _carry_out(self, command: WeightCommand) -> None:
+    async def _carry_out(self, command: WeightCommand, number: int) -> None:
         try:
             version = decode_version(command.version)
-            phase = await self._obey(command, version)
+            phase = await self._obey(command, version, number)
         except MeshError as err:
             bad = isinstance(self._state.gate.failure, ProbeMismatch)
             phase = WeightReport.PHASE_PROBE_MISMATCH if bad else WeightReport.PHASE_FAILED
@@ -71,14 +76,17 @@ class WeightCommands:
             if phase is not None:
                 self._send_report(WeightReport(version=command.version, phase=phase))
 
-    async def _obey(self, command: WeightCommand, version: PolicyVersion) -> WeightReport.Phase.ValueType | None:
+    async def _obey(
+        self, command: WeightCommand, version: PolicyVersion, number: int
+    ) -> WeightReport.Phase.ValueType | None:
         if command.verb == WeightCommand.VERB_PREPARE:
             await self._keeper.prepare(version, list(command.sources) or self._sources())
-            if not command.activate:
+            if not command.activate or number < self._activated:
                 return WeightReport.PHASE_PREPARED
         elif command.verb != WeightCommand.VERB_ACTIVATE:
             if command.verb == WeightCommand.VERB_DISCARD:
                 await self._keeper.discard(version)
             return None  # a newer coordinator may know more verbs
+        self._activated = max(self._activated, number)
         await self._keeper.activate(version, self._kv, [decode_version(old) for old in command.retain])
         return WeightReport.PHASE_ACTIVE

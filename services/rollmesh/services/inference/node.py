@@ -80,6 +80,7 @@ class InferenceNode(JoinedNode):
     async def build(self, stack: AsyncExitStack) -> None:
         stack.callback(self.store.close)
         await asyncio.to_thread(self.store.start)
+        await self.keeper.start()
         stack.push_async_callback(self._deltas.close)
         stack.push_async_callback(self.engine.close)
         await self.engine.start()

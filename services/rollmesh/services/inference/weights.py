@@ -51,6 +51,8 @@ from rollmesh.shared.weights.precision import dtypes_of, misstated, rounded
 from rollmesh.shared.weights.probes import probes_of
 from rollmesh.v1 import weights_pb2
 
+ASSEMBLED_PREFIX = "files-"
+"""Begins the name of a folder beside the blobs, in which the files of a version are assembled from their chunks while it is prepared."""
 T = TypeVar("T")
 
 
@@ -78,6 +80,11 @@ class WeightKeeper:
         self._activating: dict[PolicyVersion, asyncio.Task[float]] = {}
         self._swap = asyncio.Lock()
         self._probe_error = 0.0
+
+    async def start(self) -> None:
+        """Delete the assembled files that a killed node left. Call it when the store has started."""
+        for folder in self._store.directory.glob(f"{ASSEMBLED_PREFIX}*"):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def prepare(self, version: PolicyVersion, sources: Sequence[str]) -> int:
         """Fetch, verify and load a version. Return the bytes that crossed the network. Idempotent.
@@ -146,7 +153,7 @@ class WeightKeeper:
         return fetcher.fetched_bytes
 
     async def _load(self, version: PolicyVersion, manifest: weights_pb2.WeightManifest) -> None:
-        folder = self._store.directory / f"files-{version.weights_digest}"
+        folder = self._store.directory / f"{ASSEMBLED_PREFIX}{version.weights_digest}"
         try:
             files = await self._files(manifest, folder)
             num_bytes = sum(file.size_bytes for file in manifest.files)

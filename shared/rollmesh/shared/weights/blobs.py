@@ -201,13 +201,15 @@ class BlobStore:
             os.link(file, link)
         except OSError:  # removed, not readable or not linkable; the network remains
             return False
-        size = os.stat(link).st_size
-        self._check_quota(size, after_deleting=link)
-        if await run_sized(size, lambda: sha256_of_file(link), inline_max=LINKED_BYTES) != digest:
-            link.unlink()
-            return False
-        self._publish(link, digest, owner)
-        return True
+        try:
+            size = os.stat(link).st_size
+            self._check_quota(size)
+            if await run_sized(size, lambda: sha256_of_file(link), inline_max=LINKED_BYTES) != digest:
+                return False
+            self._publish(link, digest, owner)
+            return True
+        finally:  # also if the caller is cancelled, and after a rename onto another link to the file, which keeps both names
+            link.unlink(missing_ok=True)
 
     def release(self, owner: str) -> int:
         """Remove an owner and delete blobs without an owner. Return the freed bytes."""
@@ -252,6 +254,8 @@ class BlobStore:
             raise UnknownBlob(
                 f"blob {digest} has vanished from {path.parent}; upload it again", digest=digest
             ) from None
+        if digest not in self._sizes:
+            raise UnknownBlob(f"blob {digest} was released while it was hashed; upload it again", digest=digest)
         if found != digest:
             self._delete(digest)
             raise HashMismatch(f"blob {digest} hashed to {found} and was deleted; send it again", digest=digest)

@@ -458,8 +458,12 @@ class AttachedEngine:
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._writer, self._folders.write, version, dict(tensors))
-        except OSError as err:
-            raise EngineBroken(f"cannot write the weights to `weights_dir` {self._config.weights_dir}: {err}") from err
+        except BaseException as err:
+            self._remove_folder(version)  # after the write, which continues if the caller is cancelled
+            if isinstance(err, OSError):
+                what = f"cannot write the weights to `weights_dir` {self._config.weights_dir}: {err}"
+                raise EngineBroken(what) from err
+            raise
         self._prepared[version] = None
         while len(self._prepared) > self._config.prepared_max:
             self.discard(next(iter(self._prepared)))

@@ -59,10 +59,8 @@ class WeightFolders:
         Tensors are compared with those of the model folder or, if it has no weights, with those of the first version.
         """
         self._shapes = check_files(files, self._shapes)
-        target = self._folder(version)
-        draft = target.with_name(target.name + ".draft")
-        for old in (draft, target):
-            shutil.rmtree(old, ignore_errors=True)
+        self.remove(version)
+        target, draft = self._folder(version), self._draft(version)
         draft.mkdir()
         for pattern in _SMALL_FILES:
             for small in self._model.glob(pattern):
@@ -76,7 +74,9 @@ class WeightFolders:
         return f"{self._at_server.rstrip('/')}/{self._folder(version).name}"
 
     def remove(self, version: PolicyVersion) -> None:
-        shutil.rmtree(self._folder(version), ignore_errors=True)
+        """Remove the folder of a version, also one that was not completed."""
+        for folder in (self._draft(version), self._folder(version)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -90,6 +90,9 @@ class WeightFolders:
 
     def _folder(self, version: PolicyVersion) -> Path:
         return self._directory / version_label(version)
+
+    def _draft(self, version: PolicyVersion) -> Path:
+        return self._directory / f"{version_label(version)}.draft"
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
