@@ -212,7 +212,7 @@ class EndpointUse(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     price: float = 0.0
-    """Price of those that were not recorded, in the currency of the table of endpoints."""
+    """Price of the responses of the server, also of those that failed the request, in the currency of the table of endpoints."""
     latency_s: float = 0.0
     """Seconds that the caller waited."""
 

@@ -12,8 +12,10 @@ from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestE
 
 from rollmesh.services.rollout.agent import Environment, Task
 from rollmesh.services.rollout.config import LimitsConfig, OpenAiServerConfig, RolloutConfig
+from rollmesh.services.rollout.conversation import ChatMessage
 from rollmesh.services.rollout.environment import ServedEpisode
 from rollmesh.services.rollout.openai.app import MODEL
+from rollmesh.services.rollout.openai.protocol import SamplingRequest
 from rollmesh.services.rollout.openai.served import Served
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.endpoints.client import Endpoints
@@ -502,6 +504,92 @@ async def test_a_client_that_disconnects_cancels_its_turn_which_is_not_a_sample(
     (episode,) = mesh.samples.episodes
     assert [sample.finish for sample in episode.samples] == [FinishReason.STOP]
     assert FinishReason.CANCELLED in [segment.finish for segment in episode.segments]
+
+
+async def abandoned_turn(api: Served, mesh: LocalMesh, *messages: ChatMessage) -> None:
+    """A request whose client disconnects after the first of two versions has sampled a token."""
+    gate = mesh.generator.gate
+    gate.passes_max = gate.num_entered + 1
+    begun = asyncio.Event()
+    prompt = api.chains.prompt(messages, ())
+    task = api.start(api.chains.generate(prompt, SamplingRequest(), (), lambda piece: begun.set()))
+    async with asyncio.timeout(20):
+        await begun.wait()
+    api.abandon(task)
+
+
+async def turn(api: Served, content: str) -> None:
+    async with AsyncOpenAI(base_url=api.base_url, api_key=api.key, max_retries=0) as client:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+
+
+class SeveralServers:
+    """An agent with a direct turn, and two contexts in which it serves the model; a client disconnects in the second."""
+
+    def __init__(self, mesh: LocalMesh, *, marks: bool = False) -> None:
+        self._mesh = mesh
+        self._marks = marks
+
+    async def run(self, task: Task, env: Environment) -> None:
+        await env.generate()
+        if self._marks:
+            env.sample(role="chosen")
+        async with env.serve() as first:
+            assert isinstance(first, Served)
+            await turn(first, "a")
+        async with env.serve() as second:
+            assert isinstance(second, Served)
+            await turn(second, "b")
+            await abandoned_turn(second, self._mesh, ChatMessage(role="user", content="c"))
+
+
+@pytest.mark.parametrize("marks", [False, True])
+async def test_an_abandoned_turn_takes_no_other_conversation_from_the_samples(marks: bool) -> None:
+    mesh = LocalMesh(script=lambda text: "hm<|end|>", steps=(0, 1))
+    report = await mesh.runner(SeveralServers(mesh, marks=marks)).run(lease())
+    await mesh.server.close()
+    assert report.outcome == COMPLETED, report.failure
+    (episode,) = mesh.samples.episodes
+    assert episode.segments[-1].finish is FinishReason.CANCELLED
+    assert [sample.finish for sample in episode.samples] == [FinishReason.STOP] * (1 if marks else 3)
+    shown = [episode.segments[path[0]].messages[-1].content for path in paths(episode)]
+    assert shown[1:] == ([] if marks else ["a", "b"])
+    assert episode.samples[0].role == ("chosen" if marks else "")
+
+
+@pytest.mark.parametrize("limited", [False, True])
+async def test_an_abandoned_turn_alone_is_a_sample_only_if_a_limit_ended_the_episode(run: Any, limited: bool) -> None:
+    async def work(client: AsyncOpenAI, api: ServedEpisode, task: Task) -> None:
+        assert isinstance(api, Served)
+        await abandoned_turn(api, mesh, ChatMessage(role="user", content="a"))
+        if limited:
+            with pytest.raises(BadRequestError, match="turns"):
+                await turn(api, "b")
+
+    limits = LimitsConfig(turns_max=1)
+    mesh = LocalMesh(script=lambda text: "hm<|end|>", steps=(0, 1), config=RolloutConfig(limits=limits))
+    report, _, _ = await run(work, mesh=mesh)
+    assert report.outcome == COMPLETED, report.failure
+    (episode,) = mesh.samples.episodes
+    assert [sample.finish for sample in episode.samples] == ([FinishReason.LENGTH] if limited else [])
+
+
+async def test_a_turn_is_a_sample_if_its_continuation_was_abandoned(run: Any) -> None:
+    async def work(client: AsyncOpenAI, api: ServedEpisode, task: Task) -> None:
+        assert isinstance(api, Served)
+        await turn(api, "a")
+        said = ChatMessage(role="assistant", content="hm")
+        asked = ChatMessage(role="user", content="a")
+        await abandoned_turn(api, mesh, asked, said, ChatMessage(role="user", content="b"))
+
+    mesh = LocalMesh(script=lambda text: "hm<|end|>", steps=(0, 1))
+    report, _, _ = await run(work, mesh=mesh)
+    assert report.outcome == COMPLETED, report.failure
+    (episode,) = mesh.samples.episodes
+    assert episode.segments[-1].finish is FinishReason.CANCELLED
+    (sample,) = episode.samples
+    assert sample.finish is FinishReason.STOP
+    assert sample.leaf in episode.path(len(episode.segments) - 1)
 
 
 async def test_requests_end_with_the_episode(run: Any) -> None:

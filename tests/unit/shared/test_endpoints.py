@@ -208,6 +208,31 @@ async def test_the_price_limit_holds_for_all_processes_of_a_run_and_over_restart
     assert len(server.requests) == 4
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [],
+        [{"message": {"content": None}, "finish_reason": "length"}],
+        [{"message": {"content": "cut"}, "finish_reason": "content_filter"}],
+        [{"message": {"content": [{"type": "thinking"}]}, "finish_reason": "stop"}],
+        [{"message": {"content": "no JSON"}, "finish_reason": "stop"}],
+    ],
+)
+async def test_the_price_limit_counts_a_response_that_fails_the_request(tmp_path: Path, choices: Any) -> None:
+    reply = {**completion(""), "choices": choices}
+    async with chat_server(lambda body: reply) as server:
+        endpoints, meter = client(server, tmp_path, price_prompt=100_000.0, price_max=1.5), EndpointMeter("e")
+        for _ in range(2):  # each costs 1
+            with pytest.raises(EndpointFailed):
+                await endpoints.ask("judge", "?", json=True, meter=meter)
+        with pytest.raises(PriceLimit, match=r"the run has spent 2 of `price_max` = 1.5"):
+            await endpoints.ask("judge", "?", json=True, meter=meter)
+        await endpoints.close()
+    assert len(server.requests) == 2
+    (use,) = meter.uses
+    assert (use.calls, use.price) == (0, 2.0)
+
+
 async def test_an_unknown_endpoint_is_named_with_the_known_ones() -> None:
     with pytest.raises(UnknownEndpoint, match="endpoint `jugde` is not configured; known: judge"):
         await Endpoints({"judge": openai("http://h/v1")}).ask("jugde", "?")

@@ -131,6 +131,9 @@ class EnvironmentState:
     failure: EpisodeFailed | None = None
     """The first infra failure."""
     marked: list[Sample] = field(default_factory=list)
+    """The samples that the agent has chosen."""
+    abandoned: set[int] = field(default_factory=set)
+    """Segments of turns that no client got. They do not become samples by default."""
     stage_s: dict[str, float] = field(default_factory=dict)
     meter: EndpointMeter = field(init=False)
     """What the agent asked of endpoints."""
@@ -406,6 +409,13 @@ class Environment:
         state.marked.append(
             Sample(sample_id="", leaf=leaf, role=role, policy=policy, weight=weight, trainable=trainable)
         )
+
+    def abandon_cancelled(self, before: Environment) -> None:
+        """Keep the turn between `before` and here from becoming a sample by default, if it was cancelled."""
+        recorder = self._state.recorder
+        turn = recorder.path(self._head)[len(recorder.path(before._head)) :]
+        if turn and recorder.segments[turn[-1]].finish is FinishReason.CANCELLED:
+            self._state.abandoned.update(turn)
 
     # Looking ----------------------------------------------------------------------------------------------------------
 

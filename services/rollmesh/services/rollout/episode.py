@@ -208,9 +208,10 @@ class EpisodeRunner:
         uses: list[EndpointUse],
     ) -> tuple[Sample, ...]:
         recorder = state.recorder
-        marked = state.marked or [
-            Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in recorder.leaves()
-        ]
+        leaves = recorder.leaves(state.abandoned)
+        if state.limit and not leaves:  # such as a program that was ended in its first turn, at the time limit
+            leaves = recorder.leaves()
+        marked = state.marked or [Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in leaves]
         samples = [
             replace(
                 sample,

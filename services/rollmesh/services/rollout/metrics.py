@@ -51,7 +51,8 @@ OPENAI_REENCODED = counter(
 )
 OPENAI_ABANDONED = counter(
     "rollmesh_openai_abandoned_turns_total",
-    "Turns that no client got, because it disconnected or the request failed. They do not become samples.",
+    "Turns that no client got, because it disconnected or the request failed. They do not become samples,"
+    " unless a limit ended the episode and it has no other turn.",
 )
 METRICS = (
     EPISODES,

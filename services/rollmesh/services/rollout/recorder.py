@@ -10,7 +10,7 @@ one prefix draw different ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,10 +107,13 @@ class Recorder:
         """Return the text view of the path to `leaf`."""
         return text_view(self.segments[index] for index in self.path(leaf))
 
-    def leaves(self) -> list[int]:
-        """Return the last action of every path, in order. Later segments have no loss, and earlier ones belong to the path."""
+    def leaves(self, without: Collection[int] = ()) -> list[int]:
+        """Return the last action of every path, in order. Later segments have no loss, and earlier ones belong to the path.
+
+        A path ends before the segments `without`.
+        """
         covered: set[int] = set()
-        actions = [i for i, segment in enumerate(self.segments) if segment.role is Role.ACTION]
+        actions = [i for i, segment in enumerate(self.segments) if segment.role is Role.ACTION and i not in without]
         for index in reversed(actions):
             parent = self.segments[index].parent
             while parent != ROOT and parent not in covered:

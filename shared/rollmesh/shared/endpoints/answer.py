@@ -66,6 +66,8 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int | None
     calls: tuple[EndpointCall, ...] = ()
     """The calls of the tools of the request that it wrote."""
+    problem: str = ""
+    """Why the response is not an answer; empty if it is one. Its price is counted in both cases."""
 
 
 class EndpointAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +97,7 @@ class ModelBackend(Protocol):
     async def ask(self, asked: AskedPrompt, *, seed: int) -> ModelReply:
         """Send one request and wait for its answer at most `timeout_s`. `seed` is that of its sampling, if the model has one.
 
-        Raises MeshError.
+        A response that is not an answer, and has its use of tokens, is a reply with a `problem`. Raises MeshError.
         """
         ...
 

@@ -4,7 +4,7 @@
     answer = await endpoints.ask("judge", "Is 7 prime? Answer yes or no.")        # EndpointAnswer
 
 A request passes these steps: recorded answer, or else a slot of `concurrency`, the limit of requests per second, the price limit, the server;
-then it is priced, recorded, and counted by the meter of its episode. Every failure is an `EndpointFailed` that names the endpoint, except
+then the response is priced, recorded, and counted by the meter of its episode. Every failure is an `EndpointFailed` that names the endpoint, except
 `PriceLimit` and `UnknownEndpoint`. So the episode that asked fails as an infra failure, and is retried.
 """
 
@@ -36,6 +36,7 @@ from rollmesh.shared.endpoints.spending import EndpointSpending
 from rollmesh.shared.errors import (
     ConfigError,
     EndpointFailed,
+    Internal,
     InvalidInput,
     MeshError,
     PriceLimit,
@@ -193,7 +194,7 @@ class _OpenEndpoint:
         number = meter.number(digest)
         try:
             found = self._answers.find(digest, number, meter.scope)
-            reply = found or await self._sent(asked, digest, number, meter.scope)
+            reply = found or await self._sent(asked, digest, number, meter)
             value = _json_value(reply) if asked.json else None
             if (
                 found is None
@@ -220,8 +221,8 @@ class _OpenEndpoint:
         if self._backend is not None:
             await self._backend.close()
 
-    async def _sent(self, asked: AskedPrompt, digest: str, number: int, scope: str) -> ModelReply:
-        """Send the request, repeat it while that may help, and price the answer."""
+    async def _sent(self, asked: AskedPrompt, digest: str, number: int, meter: EndpointMeter) -> ModelReply:
+        """Send the request, repeat it while that may help, and price every response."""
         config, backend = self._config, self._backend
         if backend is None:
             last = asked.messages[-1].content[-200:] if asked.messages else ""
@@ -229,9 +230,9 @@ class _OpenEndpoint:
                 f"no answer is recorded in `replay` = {config.replay!r} for this request, which ends with {last!r}; record it, or set `record` "
                 "to the same folder, so that requests without a recorded answer are sent"
             )
-        seed = int.from_bytes(hashlib.sha256(f"{scope}/{digest}/{number}".encode()).digest()[:8], "big") >> 1
+        seed = int.from_bytes(hashlib.sha256(f"{meter.scope}/{digest}/{number}".encode()).digest()[:8], "big") >> 1
         return await retry(
-            lambda: self._attempt(backend, asked, seed), limit_s=config.retry_s, config=config, clock=self._clock
+            lambda: self._attempt(backend, asked, seed, meter), limit_s=config.retry_s, config=config, clock=self._clock
         )
 
     def _record(self, asked: AskedPrompt, reply: ModelReply, digest: str, number: int, scope: str) -> None:
@@ -247,19 +248,23 @@ class _OpenEndpoint:
             )
         )
 
-    async def _attempt(self, backend: ModelBackend, asked: AskedPrompt, seed: int) -> ModelReply:
+    async def _attempt(self, backend: ModelBackend, asked: AskedPrompt, seed: int, meter: EndpointMeter) -> ModelReply:
         config = self._config
         async with self._slots:
             await self._pace()
             self._spending.check(config.price_max)
             reply = await backend.ask(asked, seed=seed)
+            if price := config.price(reply.prompt_tokens or 0, reply.completion_tokens or 0):
+                meter.add_price(self._name, price)
+                count(PRICE, self._name, amount=price)
+                self._spending.add(price)
+            if reply.problem:
+                raise Internal(reply.problem)
             if config.has_price and reply.prompt_tokens is None:
                 raise InvalidInput(
                     "the response has no `usage`, so its price is unknown; set price_prompt and price_completion to 0, or use a server that "
                     "reports it"
                 )
-            if price := config.price(reply.prompt_tokens or 0, reply.completion_tokens or 0):
-                self._spending.add(price)
             return reply
 
     async def _pace(self) -> None:
@@ -299,7 +304,6 @@ def _count_answer(endpoint: str, answer: EndpointAnswer) -> None:
     count(CALLS, endpoint, "replayed" if answer.replayed else "ok")
     count(TOKENS, endpoint, "prompt", amount=answer.prompt_tokens)
     count(TOKENS, endpoint, "completion", amount=answer.completion_tokens)
-    count(PRICE, endpoint, amount=answer.price)
     observe(SECONDS, answer.latency_s, endpoint)
 
 

@@ -31,7 +31,7 @@ class EndpointMeter:
 
     @property
     def uses(self) -> tuple[EndpointUse, ...]:
-        """The use by endpoint, in the order of the first answers."""
+        """The use by endpoint, in the order of the first responses."""
         return tuple(self._uses.values())
 
     def number(self, digest: str) -> int:
@@ -46,17 +46,24 @@ class EndpointMeter:
         self._asked[digest].discard(number)
 
     def add(self, endpoint: str, answer: EndpointAnswer) -> None:
-        """Count an answer."""
-        use = self._uses.get(endpoint) or EndpointUse(endpoint=endpoint, caller=self._caller)
+        """Count an answer without its price, which `add_price` has counted."""
+        use = self._use(endpoint)
         self._uses[endpoint] = replace(
             use,
             calls=use.calls + 1,
             replayed=use.replayed + answer.replayed,
             prompt_tokens=use.prompt_tokens + answer.prompt_tokens,
             completion_tokens=use.completion_tokens + answer.completion_tokens,
-            price=use.price + answer.price,
             latency_s=use.latency_s + answer.latency_s,
         )
+
+    def add_price(self, endpoint: str, price: float) -> None:
+        """Count the price of a response, also of one that fails the request."""
+        use = self._use(endpoint)
+        self._uses[endpoint] = replace(use, price=use.price + price)
+
+    def _use(self, endpoint: str) -> EndpointUse:
+        return self._uses.get(endpoint) or EndpointUse(endpoint=endpoint, caller=self._caller)
 
 
 _METER: ContextVar[EndpointMeter | None] = ContextVar("endpoint meter", default=None)

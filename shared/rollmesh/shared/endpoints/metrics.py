@@ -15,7 +15,9 @@ TOKENS = counter(
     "rollmesh_endpoint_tokens_total", "Tokens of answered requests.", "endpoint", "kind", kind=("prompt", "completion")
 )
 PRICE = counter(
-    "rollmesh_endpoint_price_total", "Price of answered requests, in the currency of the table.", "endpoint"
+    "rollmesh_endpoint_price_total",
+    "Price of all responses, also of those that failed the request, in the currency of the table.",
+    "endpoint",
 )
 SECONDS = histogram("rollmesh_endpoint_seconds", "Time of an answered request with waits and retries.", "endpoint")
 METRICS = (CALLS, TOKENS, PRICE, SECONDS)

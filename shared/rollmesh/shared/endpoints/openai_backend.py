@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.shared.endpoints.answer import AskedMessage, AskedPrompt, EndpointCall, ModelReply
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import Internal
-from rollmesh.shared.http_link import HttpLink
+from rollmesh.shared.http_link import HttpLink, decoded
 from rollmesh.shared.trajectory import FinishReason
 
 _PATH = "/chat/completions"
@@ -43,7 +44,8 @@ class _ChatUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    choices: list[_ChatChoice]
+    choices: msgspec.Raw
+    """[_ChatChoice], decoded after `usage` is known, because choices of another form are billed too."""
     usage: _ChatUsage | None = None
 
 
@@ -64,11 +66,26 @@ class OpenAiBackend:
         return cls(config, link)
 
     async def ask(self, asked: AskedPrompt, *, seed: int) -> ModelReply:
-        name = f"POST {self._link.url}{_PATH}"
         completion = await self._link.post(_PATH, self._body(asked), _ChatCompletion)
-        if not completion.choices:
+        usage = completion.usage
+        reply = ModelReply(
+            text="",
+            finish=FinishReason.UNFINISHED,
+            prompt_tokens=None if usage is None else usage.prompt_tokens,
+            completion_tokens=None if usage is None else usage.completion_tokens,
+        )
+        try:
+            return self._answer(asked, completion.choices, reply)
+        except Internal as err:
+            return replace(reply, problem=str(err))
+
+    def _answer(self, asked: AskedPrompt, body: msgspec.Raw, reply: ModelReply) -> ModelReply:
+        """Return the reply with the first choice. Raise Internal if that is not an answer."""
+        name = f"POST {self._link.url}{_PATH}"
+        choices = decoded(bytes(body), list[_ChatChoice], name)
+        if not choices:
             raise Internal(f"{name}: the response is not as expected: `choices` is empty")
-        choice = completion.choices[0]
+        choice = choices[0]
         calls = tuple(
             EndpointCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in (choice.message.tool_calls or ())
@@ -79,14 +96,7 @@ class OpenAiBackend:
             raise Internal(
                 f"{name}: the response has no text: its finish_reason is {choice.finish_reason!r}, expected 'stop' or 'length'"
             )
-        usage = completion.usage
-        return ModelReply(
-            text=choice.message.content or "",
-            finish=finish,
-            calls=calls,
-            prompt_tokens=None if usage is None else usage.prompt_tokens,
-            completion_tokens=None if usage is None else usage.completion_tokens,
-        )
+        return replace(reply, text=choice.message.content or "", finish=finish, calls=calls)
 
     async def close(self) -> None:
         await self._link.close()

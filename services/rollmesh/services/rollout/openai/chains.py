@@ -91,6 +91,8 @@ class Chains:
         self._known: set[bytes] = set()
         """Digests of histories that end with a recorded turn, without their tools."""
         self._completed: list[ChainPoint] = []
+        self._turns: list[tuple[Environment, Environment]] = []
+        """The branches before and after each turn, also of one that is not finished."""
         self.points: list[ChainPoint] = []
         self.counts = ChainCounts()
 
@@ -179,6 +181,7 @@ class Chains:
     ) -> tuple[Environment, Turn]:
         """Sample a turn after a prompt; return the branch after it. Raise as `Environment.generate`."""
         env = prompt.env.branch()
+        self._turns.append((prompt.env, env))
         turn = await env.generate(
             stop=stop,
             max_tokens=sampling.max_tokens,
@@ -188,11 +191,10 @@ class Chains:
         )
         return env, turn
 
-    def mark_samples(self) -> None:
-        """Make each finished turn that no other one continues the end of a sample, so that abandoned turns are not."""
-        for point in self.points:
-            if not point.continued:
-                point.env.sample()
+    def abandon_cancelled(self) -> None:
+        """Keep the turns that were cancelled so far from becoming samples."""
+        for before, after in self._turns:
+            after.abandon_cancelled(before)
 
     def _add(self, prompt: ChainPrompt, point: ChainPoint) -> ChainPoint:
         after = prompt.after

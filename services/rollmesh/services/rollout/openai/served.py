@@ -33,7 +33,8 @@ class Served:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended = asyncio.Event()
         self._closed = False
-        self._abandoned = False
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        """Abandoned tasks that still run."""
         self._too_long = False
         """Whether the last request had more tokens than the context."""
 
@@ -88,19 +89,22 @@ class Served:
     def abandon(self, task: asyncio.Task[Any]) -> None:
         """Cancel the work of a request, or of one of its choices, that no client gets. Its unfinished turn does not become a sample."""
         if not task.done():
-            self._abandoned = True
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
             count(OPENAI_ABANDONED)
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel the requests that run."""
+        """Cancel the requests that run. Their turns may become samples, as turns that a limit cut; abandoned turns do not."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._abandoned:
-            self.chains.mark_samples()
+        try:
+            await asyncio.gather(*self._abandoned, return_exceptions=True)
+        finally:
+            self.chains.abandon_cancelled()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def expired_key() -> Unauthenticated:
