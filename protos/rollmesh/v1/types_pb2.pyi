@@ -719,7 +719,7 @@ class EndpointUse(_message.Message):
     completion_tokens: _builtins.int
     """New tokens. 0 if the server does not report them."""
     price: _builtins.float
-    """Price of the answers that were not recorded, in the currency of the configuration."""
+    """Price of the responses of the server, including those that failed the request, in the currency of the configuration."""
     latency_s: _builtins.float
     """Time that the caller waited, in seconds."""
     def __init__(

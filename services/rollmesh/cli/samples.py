@@ -111,7 +111,7 @@ class EndpointLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     price: float = 0.0
-    """Price of those that were not recorded, in the currency of the configuration."""
+    """Price of the responses of the server, including those that failed the request, in the currency of the configuration."""
     latency_s: float = 0.0
     """Seconds that the caller waited."""
 
