@@ -143,6 +143,10 @@ async def test_a_damaged_file_is_rejected_before_anything_is_written(
         file.write_bytes(whole[:length])
         with pytest.raises(DataLoss, match="damaged or cut off at byte"):
             restore_backup(file, tmp_path / "new")
+    at = whole.index(b"config_yaml") + len(b"config_yaml") + 8
+    file.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])  # no UTF-8
+    with pytest.raises(DataLoss, match="damaged or cut off at byte"):
+        restore_backup(file, tmp_path / "new")
     file.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is not a file of `rollmesh backup`"):
         restore_backup(file, tmp_path / "new")

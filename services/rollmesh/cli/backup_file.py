@@ -227,7 +227,7 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
 def _decode(path: Path, at: int, body: bytes) -> Frame:
     try:
         found: Frame = msgspec.msgpack.decode(body, type=Frame)
-    except msgspec.MsgspecError as err:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as err:
         raise _damaged(path, at) from err
     return found
 

@@ -81,7 +81,7 @@ def _num_parameters(path: Path) -> int:
             length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
             header = msgspec.json.decode(file.read(min(length, path.stat().st_size)), type=dict[str, _Tensor])
         return sum(math.prod(tensor.shape) for name, tensor in header.items() if name != "__metadata__")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return path.stat().st_size // 4
 
 

@@ -45,7 +45,7 @@ def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome, p
 def _warm_start_s(folder: RunFolder) -> float:
     try:
         return msgspec.json.decode(_path(folder).read_bytes(), type=WarmStart).seconds
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return 0.0
 
 

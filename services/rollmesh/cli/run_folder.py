@@ -128,7 +128,7 @@ class RunFolder:
         """Return the content of run.json. Raises ConfigError if this is not a run's folder."""
         try:
             return msgspec.json.decode(self.origin.read_bytes(), type=Origin)
-        except (OSError, msgspec.DecodeError) as err:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
             raise ConfigError(
                 f"{self.root}: not the folder of a run: {self.origin.name} cannot be read ({err}); "
                 "name a folder that `rollmesh train` or `rollmesh demo` created",

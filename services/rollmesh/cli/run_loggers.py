@@ -115,7 +115,7 @@ class RunLoggers:
         for raw in found.splitlines():
             try:
                 line = msgspec.json.decode(raw, type=MetricsLine)
-            except msgspec.DecodeError as err:
+            except (msgspec.DecodeError, UnicodeDecodeError) as err:
                 _log.warning("a line of metrics.jsonl is malformed, and the loggers do not get it: cause=%s", err)
                 continue
             known = {name: value for name, value in line.metrics.items() if value is not None}

@@ -141,7 +141,7 @@ def _entries(path: Path) -> Iterator[Point | Eval]:
     for number, line in enumerate(lines[:-1], start=1):  # text after the last line break is an incomplete line
         try:
             yield msgspec.json.decode(line, type=Point | Eval)
-        except msgspec.DecodeError as err:
+        except (msgspec.DecodeError, UnicodeDecodeError) as err:
             raise ConfigError(
                 f"{path}:{number}: {err}; the file is damaged; remove it, then resume", path=path
             ) from err

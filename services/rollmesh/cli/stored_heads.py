@@ -54,5 +54,5 @@ def _of_checkpoint(path: Path) -> LedgerHead:
 def _read(path: Path, type_: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollmesh.shared.codec.refusal import invalid
+from rollmesh.shared.weights import precision
 
-DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
 _BYTES = {"F32": 4, "F16": 2, "F64": 8, "BF16": 2, "I64": 8, "I32": 4}
+DTYPES = {precision.DTYPES[short]: short for short in _BYTES}
+"""The element types that are written, and their names in the file."""
 
 
 class Array(Protocol):

@@ -57,7 +57,7 @@ def read_joined_folders(run_dir: Path) -> list[JoinedFolder]:
     """Return the span folders of nodes that joined a mesh. The mesh is running, or its coordinator was killed."""
     try:
         return msgspec.json.decode((run_dir / TRACES / FILE).read_bytes(), type=list[JoinedFolder])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return []
 
 

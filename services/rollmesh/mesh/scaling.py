@@ -126,7 +126,7 @@ async def answer_requests(run_dir: Path, scale: Callable[[CountsConfig], Awaitab
 def _read(path: Path, type_: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
-    except (FileNotFoundError, msgspec.MsgspecError):  # absent, or of another release
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # absent, or of another release
         return None
 
 

@@ -86,7 +86,7 @@ def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:
     """Return the conversation of one line. Raises InvalidInput that names the field."""
     try:
         value = msgspec.json.decode(line)
-    except msgspec.DecodeError as err:
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
         raise InvalidInput(f"not JSON: {err}") from err
     given = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):

@@ -209,5 +209,5 @@ def decoded(data: bytes, type_: type[T], name: str) -> T:
     """Return the JSON value of a response. Raises Internal with `name` if it has another type."""
     try:
         return msgspec.json.decode(data, type=type_)
-    except msgspec.DecodeError as err:
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
         raise Internal(f"{name}: the response is not as expected: {err}") from err

@@ -134,6 +134,7 @@ def test_tags_in_contents_stay_text(folders: dict[str, Path]) -> None:
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ('{"messages": [{"role": "user", "content": "\xff"}]}', "not JSON"),  # Latin-1, not UTF-8
         ("[]", "expected an object with `messages`"),
         ('{"prompt": "a", "completion": "b"}', "expected an object with `messages`"),
         ('{"messages": ["hello"]}', "expected an object with `messages`"),
@@ -154,7 +155,7 @@ def test_tags_in_contents_stay_text(folders: dict[str, Path]) -> None:
 )
 def test_a_wrong_line_names_its_field(folders: dict[str, Path], line: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        encode_chat(line.encode(), load_tokenizer(folders["chatml"]), name="f:1")
+        encode_chat(line.encode("latin-1"), load_tokenizer(folders["chatml"]), name="f:1")
 
 
 def test_a_file_names_its_wrong_lines(folders: dict[str, Path], tmp_path: Path) -> None:

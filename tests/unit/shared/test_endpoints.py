@@ -17,7 +17,8 @@ from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig, check_endpoint
 from rollmesh.shared.endpoints.metering import EndpointMeter, metered
-from rollmesh.shared.errors import ConfigError, EndpointFailed, PriceLimit, UnknownEndpoint
+from rollmesh.shared.errors import ConfigError, EndpointFailed, Internal, PriceLimit, UnknownEndpoint
+from rollmesh.shared.http_link import decoded
 from rollmesh.shared.trajectory import FinishReason, Message
 
 from .chat_server import ChatServer, chat_server, completion, failure
@@ -116,6 +117,11 @@ async def test_a_reply_that_is_not_of_the_protocol_fails_at_once(tmp_path: Path,
             await endpoints.ask("judge", "?")
         await endpoints.close()
     assert len(server.requests) == 1
+
+
+def test_a_response_that_is_not_utf_8_is_named() -> None:
+    with pytest.raises(Internal, match="POST http://h"):
+        decoded(b'{"text": "\xff"}', dict[str, str], "POST http://h")
 
 
 async def test_an_answer_that_must_be_json_and_is_not_fails(tmp_path: Path) -> None:

@@ -253,9 +253,12 @@ def test_without_an_intact_checkpoint_nothing_is_moved_or_started(tmp_path: Path
 def test_an_unreadable_position_is_named(tmp_path: Path) -> None:
     trainer, log = fresh()
     path = save(tmp_path, trainer, log).path / "rollmesh.json"
-    path.write_text("{")
-    with pytest.raises(CheckpointError, match=r"rollmesh.json cannot be read.*start from the initial weights"):
-        latest_checkpoint(tmp_path)
+    whole = path.read_bytes()
+    at = whole.index(log.digest.encode())
+    for content in (b"{", whole[:at] + b"\xff" + whole[at + 1 :]):  # cut off; not UTF-8
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"rollmesh.json cannot be read.*start from the initial weights"):
+            latest_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("moment", ["_write_files", "write_meta", "rename"])

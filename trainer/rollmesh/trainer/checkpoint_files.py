@@ -129,7 +129,7 @@ def verify(path: Path) -> CheckpointMeta:
         meta = msgspec.json.decode(content, type=CheckpointMeta)
     except NewerFormat as error:
         raise NewerCheckpoint(str(error)) from error
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"checkpoint file {meta_path} cannot be read: {error}") from error
     for name, expected in meta.files.items():
         file = path / name

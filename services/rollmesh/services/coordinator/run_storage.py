@@ -146,7 +146,7 @@ class RunStorage:
         """Return how the run ended; None if it must be recovered."""
         try:
             return msgspec.json.decode((self._folder / run / _MARKER).read_bytes(), type=Ended)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
 

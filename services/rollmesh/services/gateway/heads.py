@@ -76,7 +76,7 @@ def read_heads(path: Path) -> dict[str, LedgerHead]:
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             entry = msgspec.json.decode(line, type=HeadEntry)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
         found[entry.run] = entry.head
     return {run: head for run, head in found.items() if head.hash}

@@ -89,6 +89,6 @@ def _answers(path: Path) -> list[RecordedAnswer]:
     for number, line in enumerate(lines, 1):
         try:
             answers.append(msgspec.json.decode(line, type=RecordedAnswer))
-        except msgspec.DecodeError as err:
+        except (msgspec.DecodeError, UnicodeDecodeError) as err:
             raise ConfigError(f"`replay`: {path}, line {number} is not a recorded answer: {err}", key="replay") from err
     return answers

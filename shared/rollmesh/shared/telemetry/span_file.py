@@ -77,7 +77,7 @@ def read_spans(folder: Path) -> Iterator[SpanRecord]:
             for line in file:
                 try:
                     yield msgspec.json.decode(line, type=SpanRecord)
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, UnicodeDecodeError):
                     continue
 
 

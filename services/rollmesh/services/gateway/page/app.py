@@ -197,7 +197,7 @@ class PageApp:
     async def _open_session(self, request: Request) -> Response:
         try:
             given = msgspec.json.decode(await _body(request), type=LoginBody)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _invalid("body", f'must be {{"token": ...}} or {{"ticket": ...}}: {error}') from error
         if given.ticket:
             session = self._login.open_with_ticket(given.ticket)

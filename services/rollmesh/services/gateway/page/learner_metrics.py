@@ -65,7 +65,7 @@ def _lines(path: Path, size: int) -> dict[int, _LearnerLine]:
         for raw in file.read(FILE_BYTES_MAX).split(b"\n"):
             try:
                 line = msgspec.json.decode(raw, type=_LearnerLine)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # the rest of a line that was cut, or a line that is being written
             found.pop(line.update, None)
             found[line.update] = line
