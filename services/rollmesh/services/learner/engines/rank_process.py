@@ -49,7 +49,9 @@ def run_rank(member: RankMember, own: LearnerConfig | None = None) -> None:
                 getattr(trainer, name)(*arguments)
     except MeshError as err:
         member.report(err)
+        dist.destroy_process_group()  # its threads must not live when the interpreter ends
         raise
+    dist.destroy_process_group()
 
 
 def run_torchrun_rank(config: LearnerConfig) -> None:
@@ -66,7 +68,6 @@ def main() -> None:
     store = TCPStore(host, int(port), int(size), is_master=False, timeout=timedelta(seconds=float(timeout_s)))
     store.set(up(int(rank)), "")
     run_rank(join(int(rank), int(size), store, device, float(timeout_s)))
-    dist.destroy_process_group()
 
 
 def _local_rank(rank: int) -> int:
