@@ -162,6 +162,7 @@ async def test_index_outlives_the_node_and_follows_the_corpus(tmp_path: Path) ->
         ('{"id": "ada", "text": "again"}', "the id 'ada' is duplicated"),
         ('{"id": 1}', "not a document"),
         ("{", "not a document"),
+        pytest.param("[" * 100_000, "not a document", id="nested"),
     ],
 )
 async def test_broken_corpus_stops_the_start_and_names_the_line(tmp_path: Path, line: str, why: str) -> None:

@@ -22,6 +22,7 @@ import msgspec
 
 from rollmesh.services.coordinator.ledger import check_record
 from rollmesh.shared.bus.bus import StreamRecord
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
@@ -227,7 +228,7 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
 def _decode(path: Path, at: int, body: bytes) -> Frame:
     try:
         found: Frame = msgspec.msgpack.decode(body, type=Frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as err:
+    except UNDECODABLE as err:
         raise _damaged(path, at) from err
     return found
 

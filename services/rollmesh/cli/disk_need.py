@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.cli.config import TrainConfig
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.disk import free_bytes
 
 _OPTIMIZER_BYTES = 8
@@ -81,7 +82,7 @@ def _num_parameters(path: Path) -> int:
             length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
             header = msgspec.json.decode(file.read(min(length, path.stat().st_size)), type=dict[str, _Tensor])
         return sum(math.prod(tensor.shape) for name, tensor in header.items() if name != "__metadata__")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return path.stat().st_size // 4
 
 

@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.bus.run_streams import run_of_ledger
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError, UnknownRun
 from rollmesh.shared.ledger_head import LedgerHead
 
@@ -56,13 +57,13 @@ def audit_folder(
 
 def _stored(folder: RunFolder, *, as_json: bool) -> tuple[bool, str]:
     """Return the audit that was written before the ledger was removed."""
-    text = folder.audit.read_text(encoding="utf-8")
+    stored = folder.audit.read_bytes()
     try:
-        found = msgspec.json.decode(text, type=AuditReport)
-    except msgspec.DecodeError as err:
+        found = msgspec.json.decode(stored, type=AuditReport)
+    except UNDECODABLE as err:
         raise ConfigError(f"{folder.audit}: cannot be read as an audit: {err}", path=folder.audit) from err
     note = f"The ledger was removed by `rollmesh clean --for-good`; this audit was made before, see {folder.audit}.\n"
-    return found.holds, text if as_json else note + found.to_text()
+    return found.holds, stored.decode() if as_json else note + found.to_text()
 
 
 def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | None:

@@ -12,6 +12,7 @@ from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.series import read_series
 from rollmesh.cli.summary import Outcome, Summary, summarize, write_summary
 from rollmesh.demo.model_process import WarmStep
+from rollmesh.shared.decoding import UNDECODABLE
 
 
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome, p
 def _warm_start_s(folder: RunFolder) -> float:
     try:
         return msgspec.json.decode(_path(folder).read_bytes(), type=WarmStart).seconds
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         return 0.0
 
 

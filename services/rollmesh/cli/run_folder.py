@@ -28,6 +28,7 @@ import msgspec
 
 from rollmesh.cli.config import TrainConfig, load_train_config
 from rollmesh.shared.config import to_yaml
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import AlreadyExists, ConfigError
 from rollmesh.shared.telemetry import LoggingConfig, set_up_logging
 from rollmesh.trainer.checkpoint_files import list_checkpoints
@@ -128,7 +129,7 @@ class RunFolder:
         """Return the content of run.json. Raises ConfigError if this is not a run's folder."""
         try:
             return msgspec.json.decode(self.origin.read_bytes(), type=Origin)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as err:
+        except (OSError, *UNDECODABLE) as err:
             raise ConfigError(
                 f"{self.root}: not the folder of a run: {self.origin.name} cannot be read ({err}); "
                 "name a folder that `rollmesh train` or `rollmesh demo` created",

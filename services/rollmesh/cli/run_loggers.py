@@ -26,6 +26,7 @@ import msgspec
 
 from rollmesh.cli.series import Eval
 from rollmesh.services.learner.metrics_log import MetricsLine
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.registry import Extension, Registry
 from rollmesh.shared.user_code import explain
 
@@ -115,7 +116,7 @@ class RunLoggers:
         for raw in found.splitlines():
             try:
                 line = msgspec.json.decode(raw, type=MetricsLine)
-            except (msgspec.DecodeError, UnicodeDecodeError) as err:
+            except UNDECODABLE as err:
                 _log.warning("a line of metrics.jsonl is malformed, and the loggers do not get it: cause=%s", err)
                 continue
             known = {name: value for name, value in line.metrics.items() if value is not None}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
@@ -141,7 +142,7 @@ def _entries(path: Path) -> Iterator[Point | Eval]:
     for number, line in enumerate(lines[:-1], start=1):  # text after the last line break is an incomplete line
         try:
             yield msgspec.json.decode(line, type=Point | Eval)
-        except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        except UNDECODABLE as err:
             raise ConfigError(
                 f"{path}:{number}: {err}; the file is damaged; remove it, then resume", path=path
             ) from err

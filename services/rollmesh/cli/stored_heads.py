@@ -11,6 +11,7 @@ import msgspec
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.gateway.heads import NAME, read_heads
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.trainer.checkpoint_files import META_NAME, CheckpointMeta, list_checkpoints
 
@@ -54,5 +55,5 @@ def _of_checkpoint(path: Path) -> LedgerHead:
 def _read(path: Path, type_: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         return None

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.telemetry.span_file import FOLDER as TRACES
 from rollmesh.v1 import coordinator_pb2
 
@@ -57,7 +58,7 @@ def read_joined_folders(run_dir: Path) -> list[JoinedFolder]:
     """Return the span folders of nodes that joined a mesh. The mesh is running, or its coordinator was killed."""
     try:
         return msgspec.json.decode((run_dir / TRACES / FILE).read_bytes(), type=list[JoinedFolder])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         return []
 
 

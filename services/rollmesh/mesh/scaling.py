@@ -17,6 +17,7 @@ import msgspec
 
 from rollmesh.mesh.config import CountsConfig
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError, FailedPrecondition, MeshError
 from rollmesh.shared.ids import RandomIds
 
@@ -126,7 +127,7 @@ async def answer_requests(run_dir: Path, scale: Callable[[CountsConfig], Awaitab
 def _read(path: Path, type_: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # absent, or of another release
+    except (FileNotFoundError, *UNDECODABLE):  # absent, or of another release
         return None
 
 

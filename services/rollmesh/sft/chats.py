@@ -18,6 +18,7 @@ from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.conversation import ChatMessage, appended_tokens, prompt_tokens, turn_tokens
 from rollmesh.services.rollout.openai.protocol import read_message, read_tool
 from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.trajectory import (
     FinishReason,
@@ -86,7 +87,7 @@ def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:
     """Return the conversation of one line. Raises InvalidInput that names the field."""
     try:
         value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+    except UNDECODABLE as err:
         raise InvalidInput(f"not JSON: {err}") from err
     given = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -209,5 +210,5 @@ def decoded(data: bytes, type_: type[T], name: str) -> T:
     """Return the JSON value of a response. Raises Internal with `name` if it has another type."""
     try:
         return msgspec.json.decode(data, type=type_)
-    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+    except UNDECODABLE as err:
         raise Internal(f"{name}: the response is not as expected: {err}") from err

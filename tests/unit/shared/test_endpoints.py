@@ -124,10 +124,13 @@ def test_a_response_that_is_not_utf_8_is_named() -> None:
         decoded(b'{"text": "\xff"}', dict[str, str], "POST http://h")
 
 
-async def test_an_answer_that_must_be_json_and_is_not_fails(tmp_path: Path) -> None:
-    async with chat_server(lambda body: "three") as server:
+@pytest.mark.parametrize(
+    ("answer", "shown"), [("three", "'three'"), pytest.param("[" * 100_000, r"'\[\[", id="nested")]
+)
+async def test_an_answer_that_must_be_json_and_is_not_fails(tmp_path: Path, answer: str, shown: str) -> None:
+    async with chat_server(lambda body: answer) as server:
         endpoints = client(server, tmp_path)
-        with pytest.raises(EndpointFailed, match="not a JSON value .*'three'"):
+        with pytest.raises(EndpointFailed, match=f"not a JSON value .*{shown}"):
             await endpoints.ask("judge", "?", json=True)
         await endpoints.close()
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.digest import INITIAL_DIGEST
 from rollmesh.shared.formats import NewerFormat, check_format
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
@@ -129,7 +130,7 @@ def verify(path: Path) -> CheckpointMeta:
         meta = msgspec.json.decode(content, type=CheckpointMeta)
     except NewerFormat as error:
         raise NewerCheckpoint(str(error)) from error
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise CheckpointError(f"checkpoint file {meta_path} cannot be read: {error}") from error
     for name, expected in meta.files.items():
         file = path / name

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
 
@@ -85,7 +86,7 @@ def read_lines(file: BinaryIO) -> Iterator[TrainedUpdate]:
     for number, raw in enumerate(file, start=1):
         try:
             line = msgspec.json.decode(raw, type=TrainedUpdate)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise ValueError(f"{file.name}:{number}: {error}") from error
         if line.update != update + 1 or line.digest != next_digest(digest, line.update, line.sample_ids):
             raise ValueError(f"{file.name}:{number}: update {line.update} does not continue the chain after {update}")

@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamSpec, UnknownStream
 from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_streams
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
 
 LEDGER_ROOM_BYTES = 16 * MIB
@@ -146,7 +147,7 @@ class RunStorage:
         """Return how the run ended; None if it must be recovered."""
         try:
             return msgspec.json.decode((self._folder / run / _MARKER).read_bytes(), type=Ended)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        except (OSError, *UNDECODABLE):
             return None
 
 

@@ -73,7 +73,7 @@ class SnapshotStore:
         for path in self._files():
             try:
                 found.append(_read(path))
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, ValueError) as error:
                 _log.warning("snapshot skipped, an older one or the whole ledger is used: file=%s: %s", path, error)
         return found
 

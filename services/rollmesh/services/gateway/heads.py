@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.ledger_head import LedgerHead
 
 NAME = "heads.jsonl"
@@ -76,7 +77,7 @@ def read_heads(path: Path) -> dict[str, LedgerHead]:
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             entry = msgspec.json.decode(line, type=HeadEntry)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             continue
         found[entry.run] = entry.head
     return {run: head for run, head in found.items() if head.hash}

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
+
 _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 16
 
@@ -109,7 +111,7 @@ def read_metrics(path: Path) -> dict[int, MetricsLine]:
         for number, raw in enumerate(file, start=1):
             try:
                 line = msgspec.json.decode(raw, type=MetricsLine)
-            except (msgspec.DecodeError, UnicodeDecodeError) as err:
+            except UNDECODABLE as err:
                 raise ValueError(f"{path}:{number}: {err}") from err
             lines[line.update] = line
     return lines
@@ -122,7 +124,7 @@ def newest_metrics(path: Path) -> dict[str, float | None]:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES_MAX))
             lines = file.read().split(b"\n")[:-1]
         return msgspec.json.decode(lines[-1], type=MetricsLine).metrics if lines else {}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *UNDECODABLE):
         return {}
 
 

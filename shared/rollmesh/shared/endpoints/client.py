@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.endpoints.answer import (
     AskedMessage,
     AskedPrompt,
@@ -296,7 +297,7 @@ def _identity(config: EndpointConfig) -> Mapping[str, Any]:
 def _json_value(reply: ModelReply) -> Any:
     try:
         return msgspec.json.decode(reply.text)
-    except msgspec.DecodeError as err:
+    except UNDECODABLE as err:
         raise InvalidInput(f"the answer is not a JSON value ({err}): {reply.text[:200]!r}") from err
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.endpoints.answer import AskedPrompt, ModelReply
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ids import RandomIds
@@ -89,6 +90,6 @@ def _answers(path: Path) -> list[RecordedAnswer]:
     for number, line in enumerate(lines, 1):
         try:
             answers.append(msgspec.json.decode(line, type=RecordedAnswer))
-        except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        except UNDECODABLE as err:
             raise ConfigError(f"`replay`: {path}, line {number} is not a recorded answer: {err}", key="replay") from err
     return answers

@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.telemetry.tracing import SERVICE_PREFIX
 
 FOLDER = "traces"
@@ -77,7 +78,7 @@ def read_spans(folder: Path) -> Iterator[SpanRecord]:
             for line in file:
                 try:
                     yield msgspec.json.decode(line, type=SpanRecord)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except UNDECODABLE:
                     continue
 
 

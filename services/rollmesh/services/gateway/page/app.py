@@ -41,6 +41,7 @@ from rollmesh.services.gateway.page.login import PageLogin
 from rollmesh.services.gateway.page.parts import PageParts
 from rollmesh.services.gateway.page.plain import plain
 from rollmesh.services.gateway.page.transcripts import Transcripts
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import (
     Code,
     FieldViolation,
@@ -197,7 +198,7 @@ class PageApp:
     async def _open_session(self, request: Request) -> Response:
         try:
             given = msgspec.json.decode(await _body(request), type=LoginBody)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise _invalid("body", f'must be {{"token": ...}} or {{"ticket": ...}}: {error}') from error
         if given.ticket:
             session = self._login.open_with_ticket(given.ticket)

@@ -13,6 +13,7 @@ import msgspec
 
 from rollmesh.services.gateway.page.history import POINTS_MAX
 from rollmesh.services.gateway.page.parts import PageParts
+from rollmesh.shared.decoding import UNDECODABLE
 
 FILE_BYTES_MAX = 64 << 20
 """Only this many bytes at the end of the file are read."""
@@ -65,7 +66,7 @@ def _lines(path: Path, size: int) -> dict[int, _LearnerLine]:
         for raw in file.read(FILE_BYTES_MAX).split(b"\n"):
             try:
                 line = msgspec.json.decode(raw, type=_LearnerLine)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNDECODABLE:
                 continue  # the rest of a line that was cut, or a line that is being written
             found.pop(line.update, None)
             found[line.update] = line

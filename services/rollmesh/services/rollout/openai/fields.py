@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -27,7 +28,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request. Raise `InvalidInput`."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+    except UNDECODABLE as err:
         raise InvalidInput(f"the body must be a JSON object, got an error: {err}") from err
     if not isinstance(value, dict):
         raise InvalidInput(f"the body must be a JSON object, got {_kind(value)}")

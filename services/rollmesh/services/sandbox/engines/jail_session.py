@@ -23,6 +23,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.snapshot import LOST_MAX, NAME_CHARS_MAX, NUM_SECTIONS
 from rollmesh.services.sandbox.engine import OnOutput, SavePiece
 from rollmesh.services.sandbox.engines.wire import Wire
+from rollmesh.shared.decoding import UNDECODABLE
 
 _OVERHEAD_BYTES = 1 << 16
 _NOTICES_MAX = 4096
@@ -111,7 +112,7 @@ def _decoded(data: bytearray, end: int, bounds: _Bounds) -> SessionReply:
         raise ProtocolBroken(f"a reply with more strings than its request allows: {quotes} quotes")
     try:
         return _decoder.decode(memoryview(data)[framing.LENGTH.size : end])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ProtocolBroken(str(error)) from error
 
 

@@ -26,6 +26,7 @@ from rollmesh.services.sandbox.egress.exchange import EgressRefused
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.settings import Settings
 
@@ -173,5 +174,5 @@ def _rows(corpus: Path) -> Iterator[tuple[str, str, str, str]]:
 def _decoded(corpus: Path, number: int, raw: bytes) -> _Line:
     try:
         return msgspec.json.decode(raw, type=_Line)
-    except (msgspec.DecodeError, ValueError) as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{corpus}:{number}: not a document {{id, url, title, text}}: {error}") from error

@@ -14,6 +14,7 @@ from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.settings import Settings
 
 _CHARSET = re.compile(r"charset=\"?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
@@ -117,7 +118,7 @@ def _filled(template: str, **values: str) -> str:
 def _results(body: bytes, path: str) -> Sequence[object]:
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise EgressRefused("upstream", f"the search endpoint did not return JSON: {error}") from error
     for key in path.split(".") if path else ():
         found = found.get(key) if isinstance(found, dict) else None
