@@ -215,9 +215,9 @@ class Mesh:
         try:
             while watches:
                 done, _ = await asyncio.wait({*watches, *disk}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done & disk:
+                    task.result()  # it ends only with an error
                 for task in done:
-                    if task in disk:
-                        task.result()  # it ends only with an error
                     name = watches.pop(task)
                     if not task.cancelled():
                         task.result()

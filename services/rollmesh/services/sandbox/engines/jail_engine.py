@@ -58,6 +58,9 @@ from rollmesh.shared.registry import Extension
 
 _log = logging.getLogger(__name__)
 
+_REPORT_S = 5.0
+"""Seconds in which a zygote reports the end of a session whose socket has ended. A session that then still runs has only closed it."""
+
 
 class JailEngine:
     """The default engine; implements `SandboxEngine`. `state_dir` belongs to this engine alone and persists over
@@ -357,7 +360,7 @@ class JailEngine:
         closing = live.closing
         if gone and not closing:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.grace_s):
+                async with asyncio.timeout(_REPORT_S):
                     await asyncio.shield(live.ended)
         unasked = live.ended.done()
         self._begin_end(session_id, live)
