@@ -47,7 +47,7 @@ LIMITS: dict[str, int | float] = {
     "flood_bytes": 100_000,
     "cpu_total_s": 60,
 }
-GRACE_S = 0.5
+GRACE_S = 3.0
 _REPLY_BYTES_MAX = 6 * 4 * int(LIMITS["output_bytes"])
 INSIDE = Path(__file__).with_name("inside.py").read_text()
 
@@ -218,7 +218,7 @@ class Arena:
     async def _alive(self) -> bool:
         """Return whether the attacker's session still replies."""
         with contextlib.suppress(Exception):  # any error means that it does not reply
-            return (await self.engine.run("attacker", Program(code="6*7"), 2.0)).result == "42"
+            return (await self.engine.run("attacker", Program(code="6*7"), 10.0)).result == "42"
         return False
 
     async def _look(self) -> Mapping[str, object]:

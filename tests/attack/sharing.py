@@ -50,7 +50,7 @@ def recurse(text): return recurse(text + "x")
 def evaluate(text): return repr(eval(text))
 """
 FUNCTIONS = tuple(line.split("(")[0][4:] for line in _PRELUDE.splitlines() if line.startswith("def "))
-WALL_S = 0.5
+WALL_S = 2.0
 
 
 def profile(limits: dict[str, int | float]) -> ProfileConfig:

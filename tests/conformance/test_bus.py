@@ -399,16 +399,19 @@ async def test_a_range_of_a_damaged_stream_ends_with_the_records_that_are_left(
     assert (await log.info()).last_seq == 4
 
 
-async def test_a_range_that_gets_no_record_fails_at_its_deadline(server: EmbeddedServer) -> None:
-    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(deadline_s=0.5))
-    log = await filled(bus, 2)
+async def test_a_range_that_gets_no_record_fails_at_its_deadline(
+    server: EmbeddedServer, jetstream: JetStreamBus
+) -> None:
+    first = await (await filled(jetstream, 2)).read(1)
+    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(deadline_s=2.5))
+    log = await bus.open("S")
 
     class Silent:
         async def follow(self, from_seq: int) -> AsyncIterator[StreamRecord]:
-            yield await log.read(1)
+            yield first
             await asyncio.Event().wait()
 
-    log._reader = Silent  # type: ignore[attr-defined]
-    with pytest.raises(BusUnavailable, match=r"S gave no record after 1 for 0.5 s, though it holds record 2"):
+    log._reader = Silent  # type: ignore[method-assign, assignment]
+    with pytest.raises(BusUnavailable, match=r"S gave no record after 1 for 2.5 s, though it holds record 2"):
         [record async for record in log.read_range()]
     await bus.close()

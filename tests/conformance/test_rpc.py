@@ -212,7 +212,8 @@ async def test_the_trace_context_crosses_the_call(arity: str) -> None:
 async def test_an_idempotent_call_survives_a_restart_of_the_server() -> None:
     async with echo_server() as first:
         address = first.address
-    async with open_channel(address, access=ACCESS, idempotent=["test.Echo/unary_unary"]) as channel:
+    patient = ChannelConfig(attempts_max=5)
+    async with open_channel(address, access=ACCESS, config=patient, idempotent=["test.Echo/unary_unary"]) as channel:
         pending = asyncio.create_task(call(channel, "unary_unary", b"hello"))
         await asyncio.sleep(0)
         async with echo_server(ServerConfig(address=address, stop_s=0.0)):

@@ -78,7 +78,7 @@ def spec(**changes: Any) -> events_pb2.RunSpec:
         "episode_lease_s": 30.0,
         "batch_lease_s": 30.0,
         "group_s_max": 60.0,
-        "eval_s_max": 5.0,
+        "eval_s_max": 60.0,
         "success_reward": "correct",
     }
     return events_pb2.RunSpec(**(values | changes))

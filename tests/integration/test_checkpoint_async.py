@@ -46,11 +46,12 @@ def settings_of(folder: Path) -> LearnerConfig:
 
 
 async def test_updates_continue_while_a_checkpoint_is_written_and_it_counts_once_it_is_durable(tmp_path: Path) -> None:
-    release = threading.Event()
+    began, release = threading.Event(), threading.Event()
     writing: list[int] = []
 
     def write(update: int, really: Callable[[], Path]) -> Path:
         writing.append(update)
+        began.set()
         assert release.wait(LIMIT_S)
         return really()
 
@@ -60,6 +61,7 @@ async def test_updates_continue_while_a_checkpoint_is_written_and_it_counts_once
         async with learner(running, settings, open_engine=opener(write)) as node, asyncio.timeout(LIMIT_S):
             try:
                 await world.until(lambda: world.step == 4)
+                assert await asyncio.to_thread(began.wait, LIMIT_S)
                 assert writing == [2], "one copy at a time"
                 assert (world.checkpoint, node.progress.checkpoint_update) == (0, 0)
                 assert list_checkpoints(settings.checkpoints) == []

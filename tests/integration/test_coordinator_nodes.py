@@ -107,7 +107,7 @@ async def test_work_is_for_nodes_that_joined_and_do_not_drain(mesh: MeshParts) -
 
 
 async def test_a_silent_workers_episodes_go_to_others(tmp_path: Path) -> None:
-    fleet = msgspec.structs.replace(CONFIG.fleet, suspect_after_s=0.4, dead_after_s=0.6)
+    fleet = msgspec.structs.replace(CONFIG.fleet, suspect_after_s=2.0, dead_after_s=3.0)
     async with coordinator_mesh(tmp_path, msgspec.structs.replace(CONFIG, fleet=fleet)) as mesh:
         await mesh.begin()
         call = await join(mesh, pb.NodeHello(node_id="w1", kind=ROLLOUT))

@@ -189,7 +189,7 @@ async def test_a_second_coordinator_fences_the_first(mesh: MeshParts) -> None:
 
 async def test_payloads_go_when_no_live_group_needs_them(tmp_path: Path) -> None:
     async with coordinator_mesh(tmp_path) as mesh:
-        await mesh.begin(episode_lease_s=0.3)
+        await mesh.begin(episode_lease_s=2.0)
         digest = await mesh.train(1)
         await mesh.publish(1)
         samples = await mesh.bus.open(run_streams("r").samples.name)

@@ -109,7 +109,7 @@ async def test_a_live_run_gets_workers_at_once_beside_ended_ones(tmp_path: Path)
         assert leases[0].key.run == "new"
         await mesh.generate([*leases, *await mesh.acquire()][:4], step=0)
         assert (await mesh.lease(1)).lease_id
-        assert time.monotonic() - began_s < 1.5
+        assert time.monotonic() - began_s < 8.0, "at once, not at the end of a poll, which takes 10 s or more"
 
 
 async def test_work_of_two_runs_that_comes_at_once_is_not_lost(tmp_path: Path) -> None:

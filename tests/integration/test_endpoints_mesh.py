@@ -26,6 +26,7 @@ from rollmesh.trainer.model_files import write_model_folder
 
 from ..chaos.world import mesh_config
 from ..unit.shared.chat_server import ChatServer, chat_server, completion, failure
+from .coordinator_mesh import eventually
 from .test_mesh import Operator
 
 PLUGINS = Path(__file__).parent / "endpoint_plugins.py"
@@ -137,8 +138,14 @@ async def test_nodes_keep_a_past_step_and_a_node_of_an_endpoint_may_join_later(t
             )
             assert joined.running == (node,)
             await operator.finished()
+            states = [mesh.service(f"inference-{n}").state for n in range(2)]
+
+            async def serve_the_last_version() -> bool:
+                return all(state.active is not None and state.active.step == 4 for state in states)
+
+            await eventually(serve_the_last_version)
             report, facts = await operator.audit(), await operator.facts()
-            held = [[version.step for version in mesh.service(f"inference-{n}").state.held] for n in range(2)]
+            held = [[version.step for version in state.held] for state in states]
             steps = [
                 [one.value for one in await readings.read(server) if one.metric is VERSION]
                 for server in (mesh.service("inference-0"), joined.service(node))

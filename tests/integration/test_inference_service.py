@@ -175,8 +175,11 @@ async def test_tokens_of_an_unfinished_request_are_collected_for_its_hold(tmp_pa
         held.hold_s, timed.hold_s, whole.hold_s = 1.0, 0.01, 1.0
         await stream.submit(held, timed, whole)
         await stream.end("held")
-        (only,) = stream.of("held")
-        assert (only.finish, len(only.segment.token_ids), len(only.segment.logprobs)) == (LENGTH, 32 * 4, 32 * 4)
+        pieces = stream.of("held")
+        assert (len(stream.tokens("held")), pieces[-1].finish) == (32, LENGTH)
+        assert len(pieces) < 32 / 8, (
+            "fewer than the steps of the engine; one on a machine that is never late by a second"
+        )
         while len(stream.of("timed")) < 3:
             await stream.next()  # tokens leave after their time, without an end
         await stream.cancel("whole")
@@ -276,14 +279,14 @@ def _engine_request() -> GenerateRequest:
 async def test_a_sequence_over_an_update_is_stamped_token_by_token(tmp_path: Path) -> None:
     async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
         stream = Stream(it.stub)
-        await stream.submit(submission("a", at_least(4), max_tokens=400))
+        await stream.submit(submission("a", at_least(4), max_tokens=8000))
         await stream.next()
         await it.activate(1)
         await stream.end("a")
         steps = [delta.segment.version.step for delta in stream.of("a") if delta.segment.token_ids]
         assert steps == sorted(steps)
         assert set(steps) == {4, 5}
-        assert len(stream.tokens("a")) == 400
+        assert len(stream.tokens("a")) == 8000
 
 
 async def test_an_exact_request_ends_when_weights_change(tmp_path: Path) -> None:
@@ -328,9 +331,9 @@ def steps_of(stream: Stream, request_id: str) -> set[int]:
 async def test_a_pinned_response_finishes_under_the_version_that_began_it(tmp_path: Path, target: Target) -> None:
     async with served(tmp_path, step_s=0.001, context_max=LONG, versions_max=2) as it:
         stream = Stream(it.stub)
-        await stream.submit(submission("alone", target, max_tokens=400))
+        await stream.submit(submission("alone", target, max_tokens=8000))
         await stream.end("alone")
-        await stream.submit(submission("pinned", target, max_tokens=400), submission("free", max_tokens=400))
+        await stream.submit(submission("pinned", target, max_tokens=8000), submission("free", max_tokens=8000))
         while not (stream.tokens("pinned") and stream.tokens("free")):
             await stream.next()
         await it.activate(1)

@@ -123,12 +123,12 @@ async def test_a_killed_rank_ends_the_session_and_the_next_one_resumes_from_the_
 
 
 def test_a_rank_that_does_not_respond_is_named(tmp_path: Path, model: Path) -> None:
-    engine = TorchTrainer.open(config(tmp_path, model, 2, timeout_s=20.0)).engine
+    engine = TorchTrainer.open(config(tmp_path, model, 2, timeout_s=40.0)).engine
     assert torch_trainer._group is not None
     process = torch_trainer._group._started[1]
     assert os.getpgid(process.pid) != os.getpgid(0), "Ctrl-C at the terminal must not end it during the last update"
     process.send_signal(signal.SIGSTOP)
-    with pytest.raises(RankFailed, match=rf"did not respond within 20 s .*: rank 1 \(pid {process.pid}\) is stopped"):
+    with pytest.raises(RankFailed, match=rf"did not respond within 40 s .*: rank 1 \(pid {process.pid}\) is stopped"):
         engine.update(1, *batch(1))
     assert process.returncode is not None, "it has ended"
     with pytest.raises(RankFailed, match="the next session starts them again"):

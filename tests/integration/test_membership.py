@@ -12,6 +12,7 @@ from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Unauthenticated, Unavailable
 from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.ports import lasting_ports
 from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
@@ -113,8 +114,8 @@ async def test_a_node_joins_again_when_its_stream_ends() -> None:
 
 
 async def test_a_node_waits_for_a_coordinator_that_starts_later_and_for_one_that_restarts() -> None:
-    async with coordinator() as (_, address):
-        pass  # its port is free now
+    (port,) = lasting_ports(1)
+    address = f"127.0.0.1:{port}"
     async with member(address, Worker()) as node:
         with pytest.raises(Unavailable, match="is the coordinator running"):
             await node.wait_joined(timeout_s=0.05)

@@ -175,15 +175,15 @@ async def test_a_stop_string_may_straddle_the_failover(tmp_path: Path) -> None:
 async def test_an_answer_over_two_versions_becomes_two_segments(tmp_path: Path) -> None:
     async with cell(tmp_path) as it:
         old, new = await it.publish(1), await it.publish(2)
-        node = await it.add("a", old, tokens_per_step=1, step_s=0.001)
+        node = await it.add("a", old, tokens_per_step=1, step_s=0.001, context_max=LONG)
         async with it.router() as router:
-            answering = asyncio.create_task(generated(router, max_tokens=300))
+            answering = asyncio.create_task(generated(router, max_tokens=3000))
             async with router.open(PROMPT, params(max_tokens=LONG // 1000), target=Target()) as other:
                 await anext(other)  # the engine is at work
             await it.swap(node, new)
             answer = await answering
         assert [segment.version for segment in answer.segments] == [old, new]
-        assert sum(segment.token_ids.size for segment in answer.segments) == 300
+        assert sum(segment.token_ids.size for segment in answer.segments) == 3000
         assert [s.finish for s in answer.segments] == [FinishReason.UNFINISHED, FinishReason.LENGTH]
 
 
@@ -411,12 +411,12 @@ async def test_an_exact_step_is_found_at_the_node_that_still_holds_it(tmp_path: 
 async def test_a_pinned_response_finishes_under_its_version_at_another_node(tmp_path: Path) -> None:
     async with cell(tmp_path) as it:
         old, new = await it.publish(1), await it.publish(2)
-        limits: dict[str, Any] = {"versions_max": 2, "tokens_per_step": 1, "step_s": 0.001}
+        limits: dict[str, Any] = {"versions_max": 2, "tokens_per_step": 1, "step_s": 0.001, "context_max": LONG}
         await it.add("a", old, **limits)
         async with it.router() as router:
-            undisturbed = await generated(router, PINNED, max_tokens=300)
+            undisturbed = await generated(router, PINNED, max_tokens=3000)
             other = await it.add("b", old, **limits)
-            async with router.open(PROMPT, params(max_tokens=300), target=PINNED) as generation:
+            async with router.open(PROMPT, params(max_tokens=3000), target=PINNED) as generation:
                 pieces = [await anext(generation)]
                 await it.swap(it.nodes["a"], new)
                 await it.swap(other, new, old)

@@ -75,7 +75,7 @@ async def test_agent_has_tools_in_any_language_by_config_alone(tmp_path: Path) -
 
 
 PRINTERS = {
-    "python": "import time\nprint('first')\ntime.sleep({hold})\nprint('second')",
+    "python": "import sys, time\nprint('first')\ntime.sleep({hold})\nsys.stdout.write('second\\n')",
     "a child of python": "import subprocess\nsubprocess.run(['sh', '-c', 'echo first; sleep {hold}; echo second'])",
     "bash": "echo first; sleep {hold}; echo second",
     "c": """
@@ -92,7 +92,7 @@ async def test_output_arrives_while_the_program_runs(tmp_path: Path, printer: st
     language = printer.rpartition(" ")[2]
     async with client_of_a_node(tmp_path) as client, client.session("shell", session_id="s") as session:
         pieces: list[OutputPiece] = []
-        async for piece in session.stream(PRINTERS[printer].format(hold=1), language=language):
+        async for piece in session.stream(PRINTERS[printer].format(hold=3), language=language):
             if isinstance(piece, OutputPiece):
                 pieces.append(piece)
             else:

@@ -61,10 +61,10 @@ async def engine(tmp_path: Path) -> AsyncIterator[JailEngine]:
     await made.close()
 
 
-async def run(engine: JailEngine, code: str, session_id: str = "s") -> RunResult:
+async def run(engine: JailEngine, code: str, session_id: str = "s", wall_s: float = 5.0) -> RunResult:
     if session_id not in engine._live:
         await engine.open(session_id, "python", engine.limits("python"))
-    return await engine.run(session_id, Program(code=textwrap.dedent(code)), 5.0)
+    return await engine.run(session_id, Program(code=textwrap.dedent(code)), wall_s)
 
 
 def session_processes(engine: JailEngine) -> list[int]:
@@ -236,7 +236,8 @@ LOWERS_ITS_CPU_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_CPU,
 async def test_a_program_cannot_pass_its_own_end_off_as_ours(tmp_path: Path, driver: str, code: str) -> None:
     engine = await started(driver, tmp_path)
     try:
-        result = await run(engine, f"try:\n{textwrap.indent(code, '  ')}\nexcept OSError:\n  os.kill(os.getpid(), 9)")
+        code = f"try:\n{textwrap.indent(code, '  ')}\nexcept OSError:\n  os.kill(os.getpid(), 9)"
+        result = await run(engine, code, wall_s=60.0)
         assert (result.outcome, result.session_alive) == (RunOutcome.EXITED, False), result.error_message
     finally:
         await engine.close()
@@ -247,7 +248,7 @@ async def test_using_up_the_cpu_time_of_a_session_is_a_time_limit(tmp_path: Path
     try:
         limits = replace(engine.limits("python"), cpu_total_s=1)
         await engine.open("s", "python", limits)
-        result = await run(engine, "while True: pass")
+        result = await run(engine, "while True: pass", wall_s=60.0)
         assert (result.outcome, result.session_alive) == (RunOutcome.TIME, False), result.error_message
     finally:
         await engine.close()

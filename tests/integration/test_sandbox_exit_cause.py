@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.zygote_process import SessionExit
@@ -37,8 +37,13 @@ if not (child := os.fork()):
     os._exit(0)
 os.waitpid(child, 0)
 """
-WAIT_S = 30.0
-CONFIG = SandboxConfig(grace_s=0.5, start_timeout_s=90.0, pools=PoolsConfig(ready_max=0))
+WAIT_S = 90.0
+CONFIG = SandboxConfig(
+    profiles={"python": ProfileConfig(limits={"call_s": 60.0})},
+    grace_s=0.5,
+    start_timeout_s=90.0,
+    pools=PoolsConfig(ready_max=0),
+)
 LOWERED = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
 FORGED_REFUSAL = 'import os, time\nos.write(3, bytes([15, 0, 0, 0]) + b\'{"refused":"x"}\')\ntime.sleep(9)'
 AT_TICKS = """
@@ -155,7 +160,7 @@ async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(
 async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: str, outcome: RunOutcome) -> None:
     await node.open()
     async with asyncio.timeout(WAIT_S):
-        result = await node.sessions.run("s", Program(code=code), 9.0)
+        result = await node.sessions.run("s", Program(code=code), 60.0)
     assert (result.outcome, result.session_alive) == (outcome, False), result.error_message
     assert node.ended == {SessionEnd.EXITED: 1}
 

@@ -183,8 +183,8 @@ def check(given, expected, answer):
     return (answer ** 2 == given[0], "not a root of the given number")
 """
     manifest = {"kind": "function", "function": "root", "compare": "checker", "tests": [{"arguments": [4], "expected": None}],
-                "checker": {"source": checker, "wall_s": 0.3}}  # fmt: skip
-    async with serving(tmp_path, grace_s=0.3) as (core, stub, _):
+                "checker": {"source": checker, "wall_s": 3.0}}  # fmt: skip
+    async with serving(tmp_path, grace_s=3.0) as (core, stub, _):
         assert outcomes(await judged(stub, manifest, "def root(x): return -2")) == ["ACCEPTED"]
         wrong = await judged(stub, manifest, "def root(x): return 3")
         assert (outcomes(wrong), wrong.verdicts[0].message) == (["WRONG_ANSWER"], "not a root of the given number")

@@ -111,7 +111,7 @@ async def test_commands_of_a_session_keep_their_order_and_sessions_do_not_wait_f
     async with serving(tmp_path) as (_, stub, _):
         client = Client(stub)
         await client.send("slow", open=pb.OpenSession(profile="python"))
-        await client.send("slow", run=pb.RunCode(code="order = []\nwhile True: pass", wall_s=0.5))
+        await client.send("slow", run=pb.RunCode(code="order = []\nwhile True: pass", wall_s=5.0))
         for number in range(5):
             await client.send("slow", run=pb.RunCode(code=f"order.append({number})\nstr(order)"))
         await client.send("slow", close=pb.CloseSession())

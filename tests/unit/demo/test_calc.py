@@ -7,7 +7,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.demo.families.calc import CalcOptions, CalcSource, demonstrate, make_expression
@@ -24,6 +24,7 @@ def prompts(pool: MemoryPool) -> list[str]:
     return [pool.task(i).messages[0].content for i in range(len(pool))]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 8))
 def test_demonstration_reaches_the_answer_python_gives(seed: int, level: int) -> None:
     expression = make_expression(random.Random(seed), level)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.demo.families.calc import CalcOracle
@@ -60,6 +60,7 @@ def test_anything_else_is_refused(oracle: CodeOracle | SqlOracle, rest: str) -> 
         oracle.resolve(rest)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 999), min_size=1, max_size=9).flatmap(
         lambda numbers: st.lists(st.sampled_from("+-*"), min_size=len(numbers) - 1, max_size=len(numbers) - 1).map(

@@ -77,8 +77,11 @@ class World:
     server: FakeSglangServer
     engine: SglangEngine
 
-    async def activate(self, step: int) -> None:
+    async def prepare(self, step: int) -> None:
         await self.engine.prepare(version(step), {"model.safetensors": self.folder / f"{step % 2}.safetensors"})
+
+    async def activate(self, step: int) -> None:
+        await self.prepare(step)
         await self.engine.activate(version(step), KvPolicy.RECOMPUTE)
 
     def submit(
@@ -285,9 +288,10 @@ async def test_a_truncation_without_exact_logprobs_is_rejected(world: Open) -> N
 
 async def test_routed_experts_have_a_row_per_token_across_an_update(world: Open) -> None:
     one = await world(step_s=0.005, options={"routed_experts": True})
-    heard = one.submit(outputs=("routed_experts",), max_tokens=60)
+    await one.prepare(1)
+    heard = one.submit(outputs=("routed_experts",))
     await until(lambda: one.engine.load().steps > 3)
-    await one.activate(1)
+    await one.engine.activate(version(1), KvPolicy.RECOMPUTE)
     await heard.end()
     assert [delta.version.step for delta in heard.deltas] == [0, 1]
     rows = np.concatenate([delta.arrays["routed_experts"] for delta in heard.deltas])

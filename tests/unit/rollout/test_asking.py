@@ -97,11 +97,11 @@ async def test_a_reached_price_limit_is_an_infra_failure_with_the_remedy() -> No
 async def test_an_endpoint_that_uses_up_the_time_of_an_episode_is_not_a_failure_of_the_model() -> None:
     async with chat_server() as server:
         server.gate = asyncio.Event()
-        mesh = local_mesh(server, run_s_max=0.5)
+        mesh = local_mesh(server, run_s_max=3.0)
         report = await mesh.runner(AskingAgent()).run(lease())
         await mesh.endpoints.close()
     assert (report.outcome, report.failure.reason) == (INFRA_FAILURE, "ENDPOINT_FAILED")
-    assert "no answer before the end of rollout.limits.run_s_max = 0.5 s" in report.failure.message
+    assert "no answer before the end of rollout.limits.run_s_max = 3 s" in report.failure.message
     assert mesh.num_open == 0
 
 

@@ -104,7 +104,7 @@ async def test_a_program_that_fails_is_an_infra_failure_with_its_cause(
 
 async def test_a_program_that_never_exits_ends_at_the_time_limit_with_its_children(tmp_path: Path) -> None:
     mesh = LocalMesh(
-        script=lambda text: "<answer>4</answer><|end|>", config=RolloutConfig(limits=LimitsConfig(run_s_max=4.0))
+        script=lambda text: "<answer>4</answer><|end|>", config=RolloutConfig(limits=LimitsConfig(run_s_max=12.0))
     )
     pids = tmp_path / "pids"
     code = f"""{ASK}
@@ -267,7 +267,7 @@ time.sleep(1000)
 
 async def test_a_program_whose_keeper_is_stopped_ends_at_the_time_limit(tmp_path: Path) -> None:
     mesh = LocalMesh(
-        script=lambda text: "<answer>4</answer><|end|>", config=RolloutConfig(limits=LimitsConfig(run_s_max=3.0))
+        script=lambda text: "<answer>4</answer><|end|>", config=RolloutConfig(limits=LimitsConfig(run_s_max=12.0))
     )
     pids = tmp_path / "pids"
     code = f"""{ASK}{DAEMON}
@@ -277,7 +277,7 @@ daemon({str(pids)!r})
 os.kill(os.getppid(), signal.SIGSTOP)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         report = await run(mesh, tmp_path, code)
     await mesh.server.close()
     assert report.outcome == COMPLETED, report.failure
@@ -286,14 +286,14 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 async def test_a_program_that_floods_its_output_ends_at_once_at_the_time_limit(tmp_path: Path) -> None:
     mesh = LocalMesh(
-        script=lambda text: "<answer>4</answer><|end|>", config=RolloutConfig(limits=LimitsConfig(run_s_max=3.0))
+        script=lambda text: "<answer>4</answer><|end|>", config=RolloutConfig(limits=LimitsConfig(run_s_max=6.0))
     )
     code = f"{ASK}\nask('a')\nwhile True: os.write(1, b'x' * 65536)"
     begun_s = time.monotonic()
     report = await run(mesh, tmp_path, code, stop_s=20.0)
     await mesh.server.close()
     assert report.outcome == COMPLETED, report.failure
-    assert time.monotonic() - begun_s < 15
+    assert time.monotonic() - begun_s < 20, "not at the end of `stop_s` after the limit"
 
 
 async def test_a_cancelled_episode_ends_its_program(mesh: LocalMesh, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
@@ -21,11 +21,13 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_value_is_the_same_after_a_trip_through_json(value: Any) -> None:
     assert same_value(value, strict_json(json.dumps(value)))
 
 
+@settings(deadline=None)
 @given(JSON, JSON)
 def test_same_values_differ_from_python_equality_only_where_booleans_are_numbers(one: Any, other: Any) -> None:
     if same_value(one, other):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.sandbox_runtime.result_sets import is_ordered, same
@@ -71,6 +71,7 @@ def test_a_pairing_is_searched_where_sorted_order_misleads() -> None:
     assert not same(left, [[1.0, 5.0], [1.0, 5.0]], ordered=False)
 
 
+@settings(deadline=None)
 @given(tables, st.randoms())
 def test_any_shuffle_is_the_same_answer_and_a_lost_row_is_not(rows: list[list[Any]], random: Any) -> None:
     shuffled = list(rows)

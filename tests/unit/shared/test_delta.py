@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.shared.clock import ManualClock
@@ -21,6 +21,7 @@ from rollmesh.shared.weights.delta_cache import PAIR_BYTES, DeltaCache
 from rollmesh.shared.weights.digests import sha256_hex
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.randoms(use_true_random=False))
 def test_a_delta_restores_any_chunk(base: bytes, random: object) -> None:
     new = bytes(byte ^ (7 if index % 3 else 0) for index, byte in enumerate(base))

@@ -86,10 +86,13 @@ from datetime import timedelta
 from pathlib import Path
 from tests.unit.trainer import rank_worker
 
-rank_worker.TIMEOUT_S = 10.0
+rank_worker.TIMEOUT_S = 60.0
 ranks = rank_worker.join(Path(sys.argv[1]), int(sys.argv[2]), 2)
-if ranks.rank == 0:
-    ranks.from_first(lambda: print("made"))
+try:
+    if ranks.rank == 0:
+        ranks.from_first(lambda: print("made"))
+finally:
+    rank_worker.dist.destroy_process_group()
 """
 
 
@@ -110,7 +113,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_has_ended(tmp_path: Path) -> None:
     made, error = first.communicate(timeout=END_S)
     assert first.returncode == 1
     assert not made
-    assert "closed by peer" in error or "timed out" in error.lower(), error
+    assert "by peer" in error or "timed out" in error.lower(), error
 
 
 def test_every_micro_batch_is_run_once_and_ranks_make_equally_many_forwards() -> None:
