@@ -128,6 +128,17 @@ async def test_a_running_session_killed_from_outside_is_infra(node: Node) -> Non
     assert node.ended == {SessionEnd.LOST: 1}
 
 
+async def test_a_kill_that_the_zygote_reports_late_is_infra(node: Node) -> None:
+    """On a host without free memory, the zygote may need more than the grace period."""
+    pid = await node.open()
+    (zygote,) = {process.parent for process in descendants(os.getpid()) if process.pid == pid}
+    running = await begun(node, "while True: pass")
+    os.kill(zygote, signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    asyncio.get_running_loop().call_later(3 * CONFIG.grace_s, os.kill, zygote, signal.SIGCONT)
+    await refused(running)
+
+
 async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(node: Node) -> None:
     os.kill(await node.open("run"), signal.SIGKILL)
     os.kill(await node.open("files"), signal.SIGKILL)
