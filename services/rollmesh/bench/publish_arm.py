@@ -44,6 +44,8 @@ class PublishWork(msgspec.Struct, frozen=True, kw_only=True):
     """`learner apart`: as `rollmesh demo` runs, the learner in one process and all other services in another."""
     kv: Literal["keep", "recompute"]
     updates: int
+    on_policy: bool = False
+    """`run.max_staleness` 0: between a commit and the activation of its weights nothing generates but the client, and nothing trains."""
 
 
 class PublishSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +68,8 @@ def arm_config(work: PublishWork) -> MeshConfig:
     values.pop("made_model", None)
     values["model"] = work.model
     values["run"] |= {"updates_max": work.updates, "eval_every": 0}
+    if work.on_policy:
+        values["run"]["max_staleness"] = 0
     values["learner"] |= {"checkpoint_every": work.updates + 1}
     values["inference"]["kv"] = work.kv
     values["inference"]["engine"]["options"]["flush_tokens"] = 1

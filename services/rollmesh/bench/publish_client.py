@@ -20,7 +20,6 @@ from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, inference_pb2, in
 
 PROMPT = np.arange(8, dtype="<i4")
 POLL_S = 0.05
-CALL_S_MAX = 10.0
 START_S_MAX = 60.0
 
 
@@ -81,7 +80,7 @@ async def _serving_node(work: TimedClientWork, access: Access) -> str:
         async with asyncio.timeout(START_S_MAX):
             while True:
                 request = coordinator_pb2.GetFleetRequest(kind=coordinator_pb2.NODE_KIND_INFERENCE)
-                reply = await stub.GetFleet(request, timeout=CALL_S_MAX, wait_for_ready=True)
+                reply = await stub.GetFleet(request, timeout=START_S_MAX, wait_for_ready=True)
                 for node in reply.nodes:
                     if node.HasField("active"):
                         return str(node.address)

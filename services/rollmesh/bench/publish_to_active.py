@@ -1,14 +1,17 @@
 """Time from an update until its weights serve, and the pause that a generating client sees: a part of the bench `weights`.
 
 The demo trains in a real mesh with the torch engine: with all services in one process, as `rollmesh demo` runs (the learner in one process,
-all others in another), and with a process per service. A client in another process generates all the time and records when its tokens arrive, and which weights sampled them. Tokens leave the engine one by
-one, so that a gap is a decode step.
+all others in another), and with a process per service. A client in another process generates all the time and records when its tokens
+arrive, and which weights sampled them. Tokens leave the engine one by one, so that a gap is a decode step.
 
 How to read it: `publish to active` begins when the update is committed, and ends when the client has the first token of its weights. So it
 includes the announcement, the load, the check of the probes, and a decode step. The learner copies and uploads the weights while the update
-is committed. `step to active` begins before that, when the weights in memory contain the update. `swap` is the gap between
-the last token of the old weights and the first one of the new weights in one response, `step` is any other gap. `fetch`, `commit` and
-`publish` are times per update in which the learner does nothing else.
+is committed. The demo is off-policy: the next update and the rollouts run meanwhile, and the time includes their share of the cores. In the
+meshes that are `on-policy`, which do not train and generate until the weights are active, it is that of the path and the client alone.
+
+`step to active` begins when the weights in memory contain the update. `swap` is the gap between the last token of the old weights and the
+first one of the new weights in one response, `step` is any other gap. `fetch`, `commit` and `publish` are times per update in which the
+learner does nothing else.
 """
 
 from __future__ import annotations
@@ -39,6 +42,12 @@ NUM_WARM = 2
 """First updates, which are not counted."""
 Mode = Literal["one process", "learner apart", "processes"]
 Kv = Literal["keep", "recompute"]
+MODES: Sequence[Mode] = ("one process", "learner apart", "processes")
+ARMS: Sequence[tuple[Mode, Kv, bool]] = (
+    *((mode, kv, False) for mode in MODES for kv in ("keep", "recompute")),
+    *((mode, "keep", True) for mode in MODES),
+)
+"""Layouts with their mode of the cache, and whether they are on-policy."""
 
 
 def run(quick: bool, *, model: Path | None = None) -> Report:
@@ -49,16 +58,19 @@ def run(quick: bool, *, model: Path | None = None) -> Report:
     )
     with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         model = model or warm_model(Path(folder) / "warm", 0)
-        arms: list[tuple[Mode, Kv]] = list(
-            itertools.product(("one process", "learner apart", "processes"), ("keep", "recompute"))
-        )
-        for number, (mode, kv) in enumerate(arms):
+        for number, (mode, kv, on_policy) in enumerate(ARMS):
             work = PublishWork(
-                config=str(CONFIG), model=str(model), folder=f"{folder}/{number}", mode=mode, kv=kv, updates=updates
+                config=str(CONFIG),
+                model=str(model),
+                folder=f"{folder}/{number}",
+                mode=mode,
+                kv=kv,
+                updates=updates,
+                on_policy=on_policy,
             )
-            seen = publish_arm(work)
-            report.rows.append({"mesh": mode, "kv": kv, **row_of(seen)})
-            report.targets += targets_of(f"{mode}, {kv}", kv, seen)
+            seen, name = publish_arm(work), f"{mode}, on-policy" if on_policy else mode
+            report.rows.append({"mesh": name, "kv": kv, **row_of(seen)})
+            report.targets += targets_of(f"{name}, {kv}", kv, seen)
     return report
 
 
