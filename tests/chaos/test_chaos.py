@@ -18,6 +18,7 @@ import pytest
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2, run_pb2, run_pb2_grpc
 
+from ..integration.coordinator_mesh import eventually
 from .verdict import Verdict, settle
 from .world import HOSTS, LEARNER_APART, World, mesh_config, save_model_folder, world
 
@@ -196,8 +197,12 @@ async def test_a_learner_that_lost_its_newest_checkpoint_rolls_back_and_the_node
             lambda s: policy(s).applied_step > policy(before).applied_step,
             limit_s=STEP_S,
         )
-        active = [n.active for n in await mesh.fleet() if n.kind == coordinator_pb2.NODE_KIND_INFERENCE]
-        assert [version.incarnation for version in active] == [1, 1]
+
+        async def follow() -> bool:
+            active = [n.active for n in await mesh.fleet() if n.kind == coordinator_pb2.NODE_KIND_INFERENCE]
+            return [version.incarnation for version in active] == [1, 1]
+
+        await eventually(follow, STEP_S)
         verdict = await settle(mesh, updates=14, limit_s=STEP_S)
     assert verdict.audit.updates_undone >= 3
     assert verdict.audit.samples.stale >= 3 * 64, "what only the lost checkpoint was trained on is gone with it"
