@@ -54,7 +54,7 @@ demo: setup ## train the demo with a live display; the report is runs/<run>/repo
 test: setup ## run all fast tests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
-newcomer: setup ## execute the files and commands of README and docs/ with small ChatML and Llama 3 models made by transformers
+newcomer: docs ## execute the files and commands of README and docs/ with small ChatML and Llama 3 models made by transformers
 	$(BIN)/python -m pytest -q -m slow --timeout 900 tests/newcomer
 
 optional: setup ## test what needs the optional packages wandb, mlflow and torchao, in .venv
