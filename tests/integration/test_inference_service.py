@@ -177,6 +177,7 @@ async def test_tokens_of_an_unfinished_request_are_collected_for_its_hold(tmp_pa
         await stream.end("held")
         pieces = stream.of("held")
         assert (len(stream.tokens("held")), pieces[-1].finish) == (32, LENGTH)
+        assert sum(len(piece.segment.logprobs) for piece in pieces) == 32 * 4
         assert len(pieces) < 32 / 8, (
             "fewer than the steps of the engine; one on a machine that is never late by a second"
         )

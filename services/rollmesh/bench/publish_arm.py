@@ -44,8 +44,8 @@ class PublishWork(msgspec.Struct, frozen=True, kw_only=True):
     """`learner apart`: as `rollmesh demo` runs, the learner in one process and all other services in another."""
     kv: Literal["keep", "recompute"]
     updates: int
-    on_policy: bool = False
-    """`run.max_staleness` 0: between a commit and the activation of its weights nothing generates but the client, and nothing trains."""
+    on_policy: bool
+    """`run.max_staleness` 0: after a commit nothing is trained, and only the client generates until the weights are announced."""
 
 
 class PublishSeen(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ arrive, and which weights sampled them. Tokens leave the engine one by one, so t
 How to read it: `publish to active` begins when the update is committed, and ends when the client has the first token of its weights. So it
 includes the announcement, the load, the check of the probes, and a decode step. The learner copies and uploads the weights while the update
 is committed. The demo is off-policy: the next update and the rollouts run meanwhile, and the time includes their share of the cores. In the
-meshes that are `on-policy`, which do not train and generate until the weights are active, it is that of the path and the client alone.
+meshes that are `on-policy`, nothing is trained meanwhile, and the rollouts of the next update begin with the announcement.
 
 `step to active` begins when the weights in memory contain the update. `swap` is the gap between the last token of the old weights and the
 first one of the new weights in one response, `step` is any other gap. `fetch`, `commit` and `publish` are times per update in which the

@@ -24,6 +24,7 @@ from rollmesh.services.sandbox.engine import (
     SavePiece,
     SnapshotTooLarge,
 )
+from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
@@ -71,7 +72,7 @@ class FakeSandboxEngine:
         if snapshot is not None:
             try:
                 files = _decoder.decode(b"".join([piece async for piece in snapshot]))
-            except msgspec.DecodeError as error:
+            except UNDECODABLE as error:
                 raise InvalidInput(f"the snapshot does not load: {error}", session=session_id) from error
         self._files[session_id] = files
 

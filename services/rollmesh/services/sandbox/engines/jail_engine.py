@@ -59,7 +59,8 @@ from rollmesh.shared.registry import Extension
 _log = logging.getLogger(__name__)
 
 _REPORT_S = 5.0
-"""Seconds in which a zygote reports the end of a session whose socket has ended. A session that then still runs has only closed it."""
+"""Seconds in which a zygote reports the end of a session whose socket has ended. A session that still runs after that
+has only closed its socket."""
 
 
 class JailEngine:
