@@ -18,7 +18,7 @@ from rollmesh.shared.clients.sandbox import ExecOutcome, RemoteSession, SandboxC
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import (
     MeshError,
-    NotReady,
+    NoNode,
     Overloaded,
     PayloadTooLarge,
     Unavailable,
@@ -147,7 +147,7 @@ async def test_a_wrong_request_is_refused_at_once_and_a_missing_fleet_named(tmp_
         with pytest.raises(UnknownProfile):
             await client.session("ruby", session_id="s").__aenter__()
     async with sandbox_client(open_s_max=0.1) as client:
-        with pytest.raises(NotReady, match="no sandbox node has joined"):
+        with pytest.raises(NoNode, match="no sandbox node has joined"):
             await client.session("calc", session_id="s").__aenter__()
 
 
@@ -302,6 +302,29 @@ async def test_a_busy_service_is_asked_again_a_limited_number_of_times() -> None
         with pytest.raises(Overloaded):
             await client.score("run", item("e"))
     assert len(scorers.sizes) == 3
+
+
+async def test_scoring_waits_for_a_node_that_is_away_longer_than_its_attempts_take() -> None:
+    scorers, addresses = scorers_of(), list[str]()
+    config = RewardClientConfig(backoff_s=0.001, backoff_s_max=0.001, tries_max=1)
+    client = RewardClient(lambda: addresses, connect, SystemClock(), config)
+    scoring = asyncio.ensure_future(client.score("run", item("e")))
+    await until(lambda: "no reward node has joined" in client.waiting_for)
+    addresses.append("127.0.0.1:1")  # a node that was killed, and is still listed
+    await until(lambda: client.waiting_for != "" and "no reward node has joined" not in client.waiting_for)
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
+        server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorers)
+        await server.start()
+        addresses[:] = [server.address]
+        assert await scoring
+        await client.close()
+
+
+async def test_without_a_reward_node_the_error_says_that_no_node_serves() -> None:
+    client = RewardClient(list, connect, SystemClock(), RewardClientConfig(backoff_s=0.001, wait_s_max=0.01))
+    with pytest.raises(NoNode, match=r"no reward node served for 0.01 s: no reward node has joined"):
+        await client.score("run", item("e"))
+    await client.close()
 
 
 async def test_a_request_ends_when_all_who_wait_for_it_are_cancelled() -> None:

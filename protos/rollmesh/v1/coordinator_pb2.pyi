@@ -128,7 +128,9 @@ class _EpisodeOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Episod
     EPISODE_OUTCOME_COMPLETED: _EpisodeOutcome.ValueType  # 1
     """The agent finished (right, wrong, or at a limit). The report has payload and samples."""
     EPISODE_OUTCOME_INFRA_FAILURE: _EpisodeOutcome.ValueType  # 2
-    """A node, jail or scorer failed. The episode is retried up to tries_max, and is never scored 0."""
+    """A node, jail or scorer failed. The episode is retried up to tries_max, and is never scored 0. With failure.reason "NO_NODE" (no node
+    of a kind served) it does not count as an attempt.
+    """
     EPISODE_OUTCOME_CANCELLED: _EpisodeOutcome.ValueType  # 3
     """The worker cancelled it (drain, command). It does not count as an attempt."""
 
@@ -140,7 +142,9 @@ EPISODE_OUTCOME_UNSPECIFIED: EpisodeOutcome.ValueType  # 0
 EPISODE_OUTCOME_COMPLETED: EpisodeOutcome.ValueType  # 1
 """The agent finished (right, wrong, or at a limit). The report has payload and samples."""
 EPISODE_OUTCOME_INFRA_FAILURE: EpisodeOutcome.ValueType  # 2
-"""A node, jail or scorer failed. The episode is retried up to tries_max, and is never scored 0."""
+"""A node, jail or scorer failed. The episode is retried up to tries_max, and is never scored 0. With failure.reason "NO_NODE" (no node
+of a kind served) it does not count as an attempt.
+"""
 EPISODE_OUTCOME_CANCELLED: EpisodeOutcome.ValueType  # 3
 """The worker cancelled it (drain, command). It does not count as an attempt."""
 Global___EpisodeOutcome: _TypeAlias = EpisodeOutcome  # noqa: Y015

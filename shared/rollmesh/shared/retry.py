@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Cancelled, DeadlineExceeded, MeshError
+from rollmesh.shared.errors import Cancelled, DeadlineExceeded, InfraFailure, MeshError, Unavailable
 from rollmesh.shared.settings import PositiveFloat, Settings
 
 T = TypeVar("T")
@@ -71,6 +71,11 @@ class Backoff:
 def worth_retrying(err: MeshError) -> bool:
     """Return whether the other side was away, too slow, full, or stopped while it handled the request."""
     return err.retryable or isinstance(err, (DeadlineExceeded, Cancelled))
+
+
+def is_away(err: MeshError) -> bool:
+    """Return whether the other side was not reached or does not serve yet or any more, as opposed to a failure of the work."""
+    return isinstance(err, Unavailable) and not isinstance(err, InfraFailure)
 
 
 async def retry(

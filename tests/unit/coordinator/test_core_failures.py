@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DeadLetter
 from rollmesh.services.coordinator.core.facts import GroupDecision
@@ -52,6 +54,26 @@ def test_failures_of_one_kind_make_a_row_that_a_scored_episode_ends() -> None:
     assert (reported(run).num, reported(run).num_alike) == (3, 1)
     run.generate(1, step=0)
     assert (reported(run).num, reported(run).num_alike) == (3, 0)
+
+
+def test_an_attempt_without_a_serving_node_uses_up_no_try() -> None:
+    run = CoreRun(tries_max=2)
+    run.begin()
+    acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
+    for _ in range(5):
+        (lease,) = acquired.leases
+        message = coordinator_pb2.EpisodeReport(
+            lease_id=f"run/{lease.lease_id}",
+            key=types_pb2.EpisodeKey(run="run", group=lease.group, episode=lease.episode, attempt=lease.attempt),
+            outcome=coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE,
+            failure=types_pb2.Failure(reason="NO_NODE", message="scorer: no reward node has joined"),
+        )
+        report = replace(episode_report(message), lease_id=lease.lease_id)
+        run.take(run.core.handle(i.ReportEpisodes(ticket=0, node_id="w", reports=(report,)), run.now))
+        acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
+    assert acquired.leases[0].episode == lease.episode
+    assert acquired.leases[0].attempt == 6
+    assert not run_state(run.core, HEAD).HasField("failed_attempts")
 
 
 def test_a_dead_letter_keeps_the_traceback() -> None:

@@ -26,7 +26,7 @@ from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_
 from rollmesh.shared import errors
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
-from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, ScorerFailed
+from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
@@ -111,6 +111,7 @@ def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
         if "traceback" in message.failure.metadata
         else "",
         invalid=invalid,
+        counts=message.failure.reason != NoNode.reason,
     )
 
 

@@ -18,8 +18,8 @@ from msgspec import Meta
 
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import decode_rewards, decode_use
-from rollmesh.shared.errors import InvalidInput, MeshError, NotFound, NotReady, PayloadTooLarge, ScorerFailed
-from rollmesh.shared.retry import pause_after
+from rollmesh.shared.errors import InvalidInput, MeshError, NoNode, NotFound, PayloadTooLarge, ScorerFailed
+from rollmesh.shared.retry import is_away, pause_after
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
@@ -47,9 +47,13 @@ class RewardClientConfig(Settings):
     rpc_s_max: PositiveFloat = 60.0
     """Deadline of one request, seconds."""
     tries_max: PositiveInt = 5
-    """Maximum number of attempts of one request, over all nodes."""
+    """Maximum number of attempts of one request that a node fails or rejects temporarily, over all nodes."""
+    wait_s_max: PositiveFloat = 100.0
+    """Maximum wait of one request while no node serves it, seconds. It should be lower than `rollout.stages.score_s_max`."""
     backoff_s: PositiveFloat = 0.1
     """First back-off between attempts, seconds; doubles."""
+    backoff_s_max: PositiveFloat = 2.0
+    """Maximum back-off while no node serves, seconds."""
 
 
 @dataclass(slots=True)
@@ -203,17 +207,25 @@ class RewardClient:
         return await self._repeated(lambda: self._next_node()[1].Score(request, timeout=self._config.rpc_s_max))
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call a node until it returns, at most `tries_max` times."""
-        for attempt in range(1, self._config.tries_max + 1):
+        """Call a node until it returns, for `wait_s_max` while none serves, and at most `tries_max` times otherwise."""
+        end_s = self._clock.monotonic_s() + self._config.wait_s_max
+        num_away = num_failed = 0
+        while True:
             try:
                 with typed_errors():
                     return await call()
             except MeshError as err:
-                if not err.retryable or attempt == self._config.tries_max:
-                    raise
-                pause_s = pause_after(attempt, self._config.backoff_s, self._config.rpc_s_max)
+                if is_away(err):
+                    num_away += 1
+                    pause_s = pause_after(num_away, self._config.backoff_s, self._config.backoff_s_max)
+                    if self._clock.monotonic_s() + pause_s > end_s:
+                        raise NoNode(f"no reward node served for {self._config.wait_s_max:g} s: {err}") from err
+                else:
+                    num_failed += 1
+                    if not err.retryable or num_failed == self._config.tries_max:
+                        raise
+                    pause_s = pause_after(num_failed, self._config.backoff_s, self._config.rpc_s_max)
                 await self._wait(min(max(pause_s, err.retry_after_s or 0.0), self._config.rpc_s_max), err)
-        raise AssertionError("the last try returns or raises")
 
     async def _wait(self, pause_s: float, err: MeshError) -> None:
         self._errors[id(err)] = str(err)
@@ -225,7 +237,7 @@ class RewardClient:
     def _next_node(self) -> tuple[str, reward_pb2_grpc.RewardServiceAsyncStub]:
         addresses = sorted(self._addresses())
         if not addresses:
-            raise NotReady("no reward node has joined; start one, or wait until it joins")
+            raise NoNode("no reward node has joined; start one, or wait until it joins")
         address = addresses[next(self._turns) % len(addresses)]
         if address not in self._channels:
             self._channels[address] = self._connect(address)

@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_request
 from rollmesh.shared.clients.sandbox_link import Connect, OnOutput, WorkLink
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError, NotReady, Overloaded
-from rollmesh.shared.retry import pause_after
+from rollmesh.shared.errors import MeshError, NoNode, Overloaded
+from rollmesh.shared.retry import is_away, pause_after
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.text import count_of
@@ -336,7 +336,7 @@ class SandboxClient:
         """Try node after node, or the `only` one, while rejections are temporary, for `open_s_max`; then raise the last."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
         num_rounds = 0
-        refusal: MeshError = NotReady("no sandbox node has joined; start one, or wait until it joins")
+        refusal: MeshError = NoNode("no sandbox node has joined; start one, or wait until it joins")
         refused: set[str] = set()
         while True:
             link = self._least_used(refused, only)
@@ -344,6 +344,10 @@ class SandboxClient:
                 num_rounds += 1
                 pause_s = pause_after(num_rounds, self._config.backoff_s, self._config.backoff_s_max)
                 if self._clock.monotonic_s() + pause_s > end_s:
+                    if is_away(refusal) and not isinstance(refusal, NoNode):
+                        raise NoNode(
+                            f"no sandbox node served for {self._config.open_s_max:g} s: {refusal}"
+                        ) from refusal
                     raise refusal
                 await self._wait(pause_s, refusal)
                 refused.clear()

@@ -112,6 +112,8 @@ class EpisodeReport:
     """Traceback of a user's agent or scorer that raised."""
     invalid: str = ""
     """Why the report cannot be recorded as it is. Its attempt then counts as an infra failure."""
+    counts: bool = True
+    """Whether a failure counts towards `tries_max`. It does not if no node of a kind served, which is not due to the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
     if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
         _complete(ctx, group, episode, report)
     elif episode.status is EpisodeStatus.LEASED:
-        counts = report.outcome is not i.EpisodeOutcome.CANCELLED
+        counts = bool(broken) or (report.counts and report.outcome is not i.EpisodeOutcome.CANCELLED)
         cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
         rollouts.return_episode(ctx, group, episode, counts=counts, cause=cause, traceback=traceback)
     return f"INVALID_REPORT: {invalid}" if invalid else ""
