@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from rollmesh.cli.config import load_train_config
+from rollmesh.cli.mesh_client import MeshAddress
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.run_layout import RunLayout, open_layout
@@ -99,8 +100,10 @@ async def _run_service(root: Path) -> AsyncIterator[tuple[Any, str]]:
                 yield stub, mesh.layout.run
     except RunFolderBusy:
         layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)
-        async with _stub(layout.gateway, layout) as stub:
-            yield stub, layout.run
+        mesh = MeshAddress(address=layout.gateway, access=layout.access, run=folder.root)
+        with mesh.running():
+            async with _stub(layout.gateway, layout) as stub:
+                yield stub, layout.run
 
 
 @asynccontextmanager

@@ -57,4 +57,6 @@ def still_starting(run_dir: Path) -> NotReady | None:
     owner = owner_of(run_dir)
     if not owner:
         return None
-    return NotReady(f"{run_dir}: the run is still starting (process {owner}); try again in some seconds", pid=owner)
+    return NotReady(
+        f"{run_dir}: the run is starting or stopping (process {owner}); try again in some seconds", pid=owner
+    )

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from rollmesh.cli.dead_letters import as_text, by_cause
+import os
+from pathlib import Path
+
+import pytest
+
+from rollmesh.cli.config import load_train_config
+from rollmesh.cli.dead_letters import as_text, by_cause, list_dead
+from rollmesh.cli.run_folder import RunFolder, origin_now
+from rollmesh.mesh.run_lock import owned
+from rollmesh.shared.errors import NotReady
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 
@@ -23,3 +32,12 @@ def test_letters_are_grouped_by_cause_the_most_frequent_first() -> None:
 
 def test_no_letter_says_so() -> None:
     assert by_cause([]) == as_text([]) == "no dead letters"
+
+
+async def test_a_run_that_a_process_executes_and_that_does_not_respond_is_reported_as_starting_or_stopping(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write(load_train_config(Path("configs/demo_small.yaml")), origin_now(["rollmesh", "train"], tmp_path))
+    with owned(tmp_path), pytest.raises(NotReady, match=rf"starting or stopping \(process {os.getpid()}\)"):
+        await list_dead(tmp_path)
