@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.mesh import run_lock
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import AlreadyExists, ConfigError
@@ -221,7 +222,9 @@ def claim_folder(name: str, out: Path | None) -> Path:
 def _claim(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        taken = any(out.iterdir())
+        taken = any(
+            entry.name != run_lock.FILE for entry in out.iterdir()
+        )  # a command that failed early leaves its lock file
     except OSError as err:
         raise ConfigError(
             f"{out}: cannot be the folder of a run: {err.strerror}; choose another --out", path=out

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rollmesh.cli.__main__ import app
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.run_folder import RunExistsHere, new_folder, open_folder, origin_now
 from rollmesh.mesh.config import RunConfig
@@ -58,3 +60,15 @@ def test_newest_checkpoint_is_the_last_by_incarnation_then_update(tmp_path: Path
     newest = folder.newest_checkpoint()
     assert newest is not None
     assert newest.name == "update-00000010.1"
+
+
+def test_a_fine_tuning_that_failed_at_its_start_leaves_its_folder_usable(tmp_path: Path) -> None:
+    config, out = tmp_path / "sft.yaml", tmp_path / "out"
+    config.write_text("model: model\ndata: talks.jsonl\n")
+    (tmp_path / "talks.jsonl").write_text("not JSON\n")
+    (tmp_path / "model").mkdir()
+    first = CliRunner().invoke(app, ["sft", str(config), "--out", str(out)])
+    assert first.exit_code == 2
+    assert [path.name for path in out.iterdir()] == ["owner.lock"]
+    again = CliRunner().invoke(app, ["sft", str(config), "--out", str(out)])
+    assert (again.exit_code, again.output) == (2, first.output)
