@@ -1680,6 +1680,7 @@ class EvalResult(_message.Message):
     MEAN_REWARDS_FIELD_NUMBER: _builtins.int
     SUCCESS_BY_LABEL_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    GRADED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step."""
     incarnation: _builtins.int
@@ -1690,6 +1691,10 @@ class EvalResult(_message.Message):
     """Evaluated samples."""
     complete: _builtins.bool
     """Whether all reserved evaluation episodes were scored."""
+    graded: _builtins.bool
+    """Whether a value of the run's success reward was neither 0 nor 1. Its mean is then not a share of solved tasks. Absent from older
+    coordinators, which do not record it.
+    """
     @_builtins.property
     def mean_rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Mean of each named reward over them."""
@@ -1708,10 +1713,11 @@ class EvalResult(_message.Message):
         mean_rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         success_by_label: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         complete: _builtins.bool = ...,
+        graded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "incarnation", b"incarnation", "mean_rewards", b"mean_rewards", "num_samples", b"num_samples", "split", b"split", "step", b"step", "success_by_label", b"success_by_label"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "graded", b"graded", "incarnation", b"incarnation", "mean_rewards", b"mean_rewards", "num_samples", b"num_samples", "split", b"split", "step", b"step", "success_by_label", b"success_by_label"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rollmesh.cli.causes import failed_attempts_text, no_update_text
 from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.series import Eval, Point, Series, staleness_shares
+from rollmesh.cli.series import Eval, Point, Series, heldout_name, staleness_shares
 from rollmesh.cli.watch import RunRecorder
 from rollmesh.demo.model_process import WarmStep
 from rollmesh.mesh.process_events import ProcessEvent
@@ -299,7 +299,8 @@ def progress_line(config: TrainConfig, recorder: RunRecorder) -> RenderableType:
 def run_table(config: TrainConfig, recorder: RunRecorder) -> Table:
     """Return held-out success, rewards, staleness, samples, rates and problems, a line each."""
     now, series = recorder.now, recorder.series
-    rows: list[tuple[str, RenderableType]] = [("held-out", _held_out(config, series.evals_by_step))]
+    name = heldout_name(any(result.graded for result in series.evals))
+    rows: list[tuple[str, RenderableType]] = [(name, _held_out(config, series.evals_by_step))]
     if series.evals and (labels := _labels(series.evals_by_step[-1])):
         rows.append(("", Text("  ".join(labels), style="dim")))
     rows.append(("reward", _rewards(series)))
@@ -414,7 +415,7 @@ def eval_text(result: Eval) -> str:
     """Return an evaluation in a line."""
     incomplete = "" if result.complete else f" (only {result.num_samples} samples in time)"
     labels = f"  ({', '.join(found)})" if (found := _labels(result)) else ""
-    return f"held-out success {result.success:.3f}{incomplete}{labels}"
+    return f"{heldout_name(result.graded)} {result.success:.3f}{incomplete}{labels}"
 
 
 def learner_text(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import matplotlib
 
-from rollmesh.cli.series import Eval, Point, Series, staleness_shares
+from rollmesh.cli.series import Eval, Point, Series, heldout_name, staleness_shares
 from rollmesh.cli.summary import Summary
 
 matplotlib.use("Agg")  # before pyplot, which would look for a display
@@ -87,7 +87,15 @@ def _course(ax: Axes, evals: list[Eval], updates: list[Point], *, by: str) -> No
     if evals:
         xs = [e.step if by_updates else e.time_s for e in evals]
         ys = [e.success for e in evals]
-        ax.plot(xs, ys, color=SUCCESS, linewidth=2.2, marker="o", markersize=5, label="held-out success")
+        ax.plot(
+            xs,
+            ys,
+            color=SUCCESS,
+            linewidth=2.2,
+            marker="o",
+            markersize=5,
+            label=heldout_name(any(e.graded for e in evals)),
+        )
         ax.annotate(f"{ys[-1]:.3f}", (xs[-1], ys[-1]), (6, 6), textcoords="offset points", color=SUCCESS, weight="bold")
     bounded = all(0 <= v <= 1 for p in updates for v in p.mean_rewards.values())
     if bounded:
@@ -95,14 +103,14 @@ def _course(ax: Axes, evals: list[Eval], updates: list[Point], *, by: str) -> No
     ax.margins(x=0.04)
     ax.set_xlabel("update" if by_updates else "seconds since the services started")
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    ax.set_title(f"Success and reward by {by}")
+    ax.set_title(f"Evaluations and training reward by {by}")
     if ax.lines:
         ax.legend(loc="lower right")
 
 
 def _labels(ax: Axes, evals: list[Eval]) -> None:
     """Success per label, before and after."""
-    ax.set_title("Held-out success by label")
+    ax.set_title(f"{heldout_name(any(e.graded for e in evals)).capitalize()} by label")
     if not evals:
         return _nothing(ax, "no evaluation")
     first, last = evals[0], evals[-1]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from rollmesh.cli.run_folder import Origin, RunFolder
-from rollmesh.cli.series import Eval, Series
+from rollmesh.cli.series import Eval, Series, heldout_name
 from rollmesh.cli.summary import Summary
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -
         f"<h1>{escape(title)}</h1><p class=sub>{escape(_subtitle(summary, origin))}</p>",
         _cards(summary),
         f"<div class=panel>{svg}</div>" if svg else "",
-        "<h2>Held-out success by evaluation</h2>" + _panel(_eval_table(series.evals_by_step)),
+        f"<h2>{heldout_name(summary.heldout_graded).capitalize()} by evaluation</h2>"
+        + _panel(_eval_table(series.evals_by_step)),
         _beside(
             ("Samples", _panel(_sample_table(summary))),
             ("Time of the learner by phase", _panel(_time_table(summary))),
@@ -91,7 +92,7 @@ def _subtitle(summary: Summary, origin: Origin) -> str:
 def _cards(summary: Summary) -> str:
     before, after = summary.heldout_success_before, summary.heldout_success_after
     cards = [
-        ("held-out success", f"{_share(before)} → {_share(after)}"),
+        (heldout_name(summary.heldout_graded), f"{_share(before)} → {_share(after)}"),
         ("updates", f"{summary.updates:,}"),
         ("largest staleness", "–" if summary.lag_max is None else f"{summary.lag_max} of {summary.eta}"),
         ("seconds, warm start included", f"{summary.wall_s:,.0f}"),
@@ -114,7 +115,16 @@ def _eval_table(evals: Sequence[Eval]) -> str:
         + [_share(e.success_by_label.get(label)) for label in labels]
         for e in evals
     ]
-    return _table(["update", "seconds", "tasks", "success", *(label.replace("=", " ") for label in labels)], rows)
+    return _table(
+        [
+            "update",
+            "seconds",
+            "tasks",
+            "reward" if any(e.graded for e in evals) else "success",
+            *(label.replace("=", " ") for label in labels),
+        ],
+        rows,
+    )
 
 
 def _sample_table(summary: Summary) -> str:

@@ -62,8 +62,16 @@ class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="kin
     split: str = ""
     num_samples: int = 0
     success: float = 0.0
+    """Mean of the run's success reward."""
     success_by_label: dict[str, float] = {}
     complete: bool = True
+    graded: bool = False
+    """Whether values of the success reward were neither 0 nor 1."""
+
+
+def heldout_name(graded: bool) -> str:
+    """Return what an evaluation measured. A mean of graded rewards is not a share of solved tasks."""
+    return "held-out reward" if graded else "held-out success"
 
 
 @dataclass(slots=True)

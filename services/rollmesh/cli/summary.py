@@ -9,7 +9,7 @@ import msgspec
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.run_folder import RunFolder, shown
-from rollmesh.cli.series import Eval, Point, Series
+from rollmesh.cli.series import Eval, Point, Series, heldout_name
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.progress import PHASES
 from rollmesh.shared.ledger_head import LedgerHead
@@ -28,7 +28,7 @@ class Milestone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run. Times are seconds of running time without interruptions; success is a share in [0, 1]."""
+    """The result of a run. Times are seconds of running time without interruptions."""
 
     run: str
     outcome: Outcome
@@ -47,6 +47,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float
     heldout_success_before: float | None
     heldout_success_after: float | None
+    heldout_graded: bool = False
+    """Whether values of the success reward were neither 0 nor 1, so that the two above are mean rewards."""
     heldout_by_label_before: dict[str, float]
     heldout_by_label_after: dict[str, float]
     milestones: list[Milestone]
@@ -87,6 +89,7 @@ def summarize(
         train_s=round(last.time_s, 3),
         heldout_success_before=before.success if before else None,
         heldout_success_after=after.success if after else None,
+        heldout_graded=any(e.graded for e in evals),
         heldout_by_label_before=before.success_by_label if before else {},
         heldout_by_label_after=after.success_by_label if after else {},
         milestones=milestones(evals),
@@ -143,10 +146,11 @@ def summary_text(summary: Summary) -> str:
         f"{summary.run}, seed {summary.seed}: {summary.outcome} after {summary.updates} updates, {summary.wall_s:.0f} s"
     )
     before, after = summary.heldout_success_before, summary.heldout_success_after
+    name = heldout_name(summary.heldout_graded)
     if before is not None and after is not None:
-        result += f"; held-out success {before:.3f} -> {after:.3f}"
+        result += f"; {name} {before:.3f} -> {after:.3f}"
     elif before is not None:
-        result += f"; held-out success {before:.3f} at update 0 (not evaluated since)"
+        result += f"; {name} {before:.3f} at update 0 (not evaluated since)"
     lines = [result]
     if summary.ended:
         lines.append(f"  ended by    {summary.ended}")

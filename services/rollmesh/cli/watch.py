@@ -198,6 +198,7 @@ def eval_of(result: run_pb2.EvalResult, success_reward: str, time_s: float) -> E
         success=result.mean_rewards.get(success_reward, 0.0),
         success_by_label=dict(sorted(result.success_by_label.items())),
         complete=result.complete,
+        graded=result.graded,
     )
 
 

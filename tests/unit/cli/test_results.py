@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollmesh.cli.display import eval_text
+from rollmesh.cli.report import render_page
 from rollmesh.cli.results import write_results
 from rollmesh.cli.series import Point, Series, encode_line, read_series
 from rollmesh.cli.summary import learner_seconds, milestones, summarize, summary_text
@@ -51,6 +53,20 @@ def test_summary_of_a_run_that_never_began_says_so(tmp_path: Path) -> None:
     shutil.rmtree(folder.checkpoints)
     summary = summarize(folder, config, Series(), outcome="failed", warm_start_s=0.0)
     assert (summary.updates, summary.lag_max, summary.heldout_success_before) == (0, None, None)
+
+
+def test_the_mean_of_graded_rewards_is_not_called_success(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    series = recorded_series()
+    assert "held-out success 0.450 -> 0.900" in summary_text(
+        summarize(folder, config, series, outcome="finished", warm_start_s=0.0)
+    )
+    series.evals = [msgspec.structs.replace(e, graded=True) for e in series.evals]
+    summary = summarize(folder, config, series, outcome="finished", warm_start_s=0.0)
+    page = render_page(folder, series, summary, "")
+    for text in (summary_text(summary), page, eval_text(series.evals[0])):
+        assert "held-out reward" in text
+        assert "held-out success" not in text
 
 
 def test_summary_counts_the_updates_of_a_checkpoint_that_nobody_watched(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Reward, SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.limits import COUNT_EVERY_S
+from rollmesh.services.coordinator.run_state import run_state
+from rollmesh.shared.ledger_head import LedgerHead
 
 from .core_run import NAMES, CoreRun
 
@@ -29,13 +31,13 @@ def end_well(run: CoreRun, update: int, digest: str) -> None:
     run.publish(update)
 
 
-def evaluate(run: CoreRun, *, solved: int, scored: int, step: int) -> None:
-    """Finish the open evaluation: `scored` tasks get a reward, the first `solved` of them 1; the others get no
+def evaluate(run: CoreRun, *, solved: int, scored: int, step: int, value: float = 1.0) -> None:
+    """Finish the open evaluation: `scored` tasks get a reward, the first `solved` of them `value`, the rest 0; the others get no
     score."""
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=64, wait_s=1.0)
     leases = [lease for lease in acquired.leases if lease.purpose is Purpose.EVAL]
     for number, lease in enumerate(leases):
-        reward = Reward(name="correct", value=float(number < solved), segment=-1, scorer="exact@1")
+        reward = Reward(name="correct", value=value * (number < solved), segment=-1, scorer="exact@1")
         meta = SampleMeta(
             sample_id=f"{lease.episode}.0",
             policy="main",
@@ -122,6 +124,15 @@ def test_success_target_counts_unscored_tasks_as_not_solved(solved: int, scored:
     evaluate(run, solved=solved, scored=scored, step=0)
     assert run.core.state.evals[0].num_open == 0
     assert run.core.state.ended == ends
+
+
+@pytest.mark.parametrize(("value", "graded"), [(1.0, False), (0.0, False), (0.5, True), (2.0, True)])
+def test_an_evaluation_says_whether_its_success_rewards_are_graded(value: float, graded: bool) -> None:
+    run = CoreRun(**EVALUATED)
+    run.begin()
+    evaluate(run, solved=1, scored=4, step=0, value=value)
+    (result,) = run_state(run.core, LedgerHead()).evals
+    assert result.graded == graded
 
 
 def test_reached_success_stays_reached_when_the_last_weights_do_worse() -> None:

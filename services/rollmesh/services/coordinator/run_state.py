@@ -114,4 +114,5 @@ def _eval(result: EvalState, state: State) -> pb.EvalResult:
         mean_rewards={name: total / num for name, total in result.reward_sums.items()},
         success_by_label={key: total / result.label_nums[key] for key, total in result.label_sums.items()},
         complete=result.num_open == 0 and result.num_samples >= result.num_reserved,
+        graded=result.graded,
     )

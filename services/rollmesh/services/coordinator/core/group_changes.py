@@ -82,6 +82,7 @@ def count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> 
         if reward.outcome is RewardOutcome.OK:
             result.reward_sums[reward.name] = result.reward_sums.get(reward.name, 0.0) + reward.value
             if reward.name == state.the_spec.success_reward:
+                result.graded |= reward.value not in (0.0, 1.0)
                 for label, value in group.task.labels.items():
                     key = f"{label}={value}"
                     result.label_sums[key] = result.label_sums.get(key, 0.0) + reward.value

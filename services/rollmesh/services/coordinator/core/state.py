@@ -232,6 +232,8 @@ class EvalState(msgspec.Struct, kw_only=True):
     reward_sums: dict[str, float] = {}
     label_sums: dict[str, float] = {}
     label_nums: dict[str, int] = {}
+    graded: bool = False
+    """Whether a value of the run's success reward was neither 0 nor 1, so that its mean is not a share of solved tasks."""
 
 
 class Replay(msgspec.Struct, kw_only=True, frozen=True):

@@ -19,13 +19,15 @@ function cards(state, history) {
   const evals = shownEvaluations(history?.evals ?? []);
   const success = evals.length ? evals[evals.length - 1].mean_rewards[history.spec.success_reward] : undefined;
   const first = evals.length ? evals[0].mean_rewards[history.spec.success_reward] : undefined;
+  const graded = evals.some((one) => one.graded);
+  const shown = (value) => graded ? number(value, 3) : percent(value);
   const lags = Object.entries(policy.trained_by_staleness ?? {}).map(([lag, num]) => [Number(lag), num]);
   const total = lags.reduce((sum, [, num]) => sum + num, 0);
   const mean = total ? lags.reduce((sum, [lag, num]) => sum + lag * num, 0) / total : undefined;
   const spec = history?.spec ?? {};
   return h("div", { class: "cards" },
     card("updates", number(policy.applied_step ?? 0), spec.updates_max ? `of ${number(spec.updates_max)}` : "no limit"),
-    card("held-out success", success === undefined ? "–" : percent(success), first === undefined ? (spec.eval_every ? "no evaluation yet" : "this run has no evaluations") : `${percent(first)} at step ${evals[0].step}`),
+    card(graded ? "held-out reward" : "held-out success", success === undefined ? "–" : shown(success), first === undefined ? (spec.eval_every ? "no evaluation yet" : "this run has no evaluations") : `${shown(first)} at step ${evals[0].step}`),
     card("staleness, mean", number(mean, 2), `bound ${number(spec.max_staleness ?? 0)}`),
     card("published", policy.published_step >= 0 ? `step ${number(policy.published_step)}` : "nothing", `checkpoint ${number(policy.checkpoint_update ?? 0)}, incarnation ${number(policy.incarnation ?? 0)}`),
     card("tokens generated", number(policy.tokens_generated ?? 0), `${number(policy.tokens_trained ?? 0)} trained`),
@@ -74,7 +76,7 @@ function curves(history) {
   const none = "No update was committed yet.";
   return [
     lines([{ name: "all tasks", values: evals.map((one) => one.mean_rewards[success] ?? null), dots: true }, ...(byLabel.length > 1 ? byLabel : [])], evals.map((one) => one.step),
-      { id: "success", title: "Held-out success", x: "step", unit: "step", from: [0, 1], missing: history.spec.eval_every ? "No evaluation has finished yet." : "This run has no evaluations (run.eval_every is 0)." }),
+      { id: "success", title: evals.some((one) => one.graded) ? "Held-out reward" : "Held-out success", x: "step", unit: "step", from: [0, 1], missing: history.spec.eval_every ? "No evaluation has finished yet." : "This run has no evaluations (run.eval_every is 0)." }),
     lines(rewards.map((name) => ({ name, values: updates.map((one) => one.rewards[name] ?? null) })), xs, { id: "reward", title: "Mean reward of the batch", x: "update", missing: none }),
     histogramOverTime(byRow, xs, rows, { id: "lag", title: "Staleness of the trained samples", key: "staleness", note: `Rows are staleness; the bound is ${number(history.spec.max_staleness)}. A darker cell is a larger share of the update.`, missing: none }),
     stacked(updates.map((one) => one.ends), xs, ENDS, { id: "ends", title: "What became of the samples, per update", missing: none }),
