@@ -953,12 +953,18 @@ class EpisodeReport(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FAILED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, unique in the mesh. Renewals and the report carry it."""
     outcome: Global___EpisodeOutcome.ValueType
     """MUST be set."""
     traceparent: _builtins.str
     """W3C traceparent of the calling span; empty if not traced. It is not in the call metadata, because many episodes share a request."""
+    num_tool_calls: _builtins.int
+    """Number of tool calls of the episode in sandboxes of the mesh. Only for COMPLETED. Informational."""
+    num_tool_calls_failed: _builtins.int
+    """Number of these that failed: an error of the tool, a limit, or a tool that does not exist."""
     @_builtins.property
     def key(self) -> _types_pb2.EpisodeKey:
         """Identity of the episode and of the attempt, as in the lease."""
@@ -987,10 +993,12 @@ class EpisodeReport(_message.Message):
         samples: _abc.Iterable[_types_pb2.SampleMeta] | None = ...,
         failure: _types_pb2.Failure | None = ...,
         traceparent: _builtins.str = ...,
+        num_tool_calls: _builtins.int = ...,
+        num_tool_calls_failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "lease_id", b"lease_id", "outcome", b"outcome", "payload", b"payload", "samples", b"samples", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "lease_id", b"lease_id", "num_tool_calls", b"num_tool_calls", "num_tool_calls_failed", b"num_tool_calls_failed", "outcome", b"outcome", "payload", b"payload", "samples", b"samples", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1921,6 +1921,7 @@ class RunState(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     LEDGER_HASH_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
     ended: _builtins.str
@@ -1977,6 +1978,10 @@ class RunState(_message.Message):
     def failed_attempts(self) -> Global___FailedAttempts:
         """Failed attempts of episodes; absent if no attempt has failed."""
 
+    @_builtins.property
+    def recent(self) -> Global___RecentEpisodes:
+        """The newest scored training episodes; absent if none was scored since the coordinator started."""
+
     def __init__(
         self,
         *,
@@ -1998,14 +2003,79 @@ class RunState(_message.Message):
         seconds: _builtins.float = ...,
         failed_attempts: Global___FailedAttempts | None = ...,
         ledger_hash: _builtins.str = ...,
+        recent: Global___RecentEpisodes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "recent", b"recent", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class RecentEpisodes(_message.Message):
+    """Means over the newest scored training episodes since the coordinator started, at most 256. Informational."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MeanRewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    MEAN_REWARDS_FIELD_NUMBER: _builtins.int
+    MEAN_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FAILED_FIELD_NUMBER: _builtins.int
+    NEWEST_SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    num_samples: _builtins.int
+    """Number of samples of these episodes."""
+    mean_sampled_tokens: _builtins.float
+    """Mean number of sampled tokens per sample."""
+    num_tool_calls: _builtins.int
+    """Number of tool calls in sandboxes of the mesh."""
+    num_tool_calls_failed: _builtins.int
+    """Number of these that failed."""
+    newest_sample_id: _builtins.str
+    """Id of the newest sample."""
+    @_builtins.property
+    def mean_rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Mean of each named reward over the samples that have it."""
+
+    def __init__(
+        self,
+        *,
+        num_samples: _builtins.int = ...,
+        mean_rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        mean_sampled_tokens: _builtins.float = ...,
+        num_tool_calls: _builtins.int = ...,
+        num_tool_calls_failed: _builtins.int = ...,
+        newest_sample_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean_rewards", b"mean_rewards", "mean_sampled_tokens", b"mean_sampled_tokens", "newest_sample_id", b"newest_sample_id", "num_samples", b"num_samples", "num_tool_calls", b"num_tool_calls", "num_tool_calls_failed", b"num_tool_calls_failed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecentEpisodes: _TypeAlias = RecentEpisodes  # noqa: Y015
 
 @_typing.final
 class FailedAttempts(_message.Message):

@@ -34,8 +34,11 @@ def failed_attempts_text(num_failed: int, cause: str) -> str:
     return f"{count_of(num_failed, 'attempt')} failed, the newest: {line[:_CAUSE_CHARS_MAX]}"
 
 
-def no_update_text(update: int, reasons: Mapping[str, int]) -> str:
-    """Return why there is no update: the samples that ended without one, by reason. Empty if there are none."""
+def no_update_text(
+    update: int, reasons: Mapping[str, int], recent: run_pb2.RecentEpisodes, *, folder: Path | None = None
+) -> str:
+    """Return why there is no update: the samples that ended without one, by reason, the means of the newest, and the command that shows
+    one. Empty if no sample ended. `folder` is that of the run."""
     ended = {
         reason: num for reason, num in reasons.items() if num > 0 and not reason.startswith(("trained", "exported"))
     }
@@ -45,10 +48,21 @@ def no_update_text(update: int, reasons: Mapping[str, int]) -> str:
     since = f"since update {update}" if update else "yet"
     if len(ended) == 1:
         (reason,) = ended
-        return f"no update {since}: {total:,} samples ended, all {_reason(reason)}"
-    shown = sorted(ended.items(), key=lambda item: -item[1])
-    return f"no update {since}: {total:,} samples ended: " + ", ".join(
-        f"{num:,} {_reason(reason)}" for reason, num in shown
+        what = f", all {_reason(reason)}"
+    else:
+        by_num = sorted(ended.items(), key=lambda item: -item[1])
+        what = ": " + ", ".join(f"{num:,} {_reason(reason)}" for reason, num in by_num)
+    text = f"no update {since}: {total:,} samples ended{what}"
+    if not recent.num_samples:
+        return text
+    facts = [f"mean {name} {value:.3g}" for name, value in sorted(recent.mean_rewards.items())]
+    facts.append(f"{recent.mean_sampled_tokens:.0f} sampled tokens")
+    if recent.num_tool_calls:
+        facts.append(f"{recent.num_tool_calls_failed:,} of {count_of(recent.num_tool_calls, 'tool call')} failed")
+    run = shown(folder) if folder is not None else "RUN"
+    return (
+        f"{text}; the newest {count_of(recent.num_samples, 'sample')}: {', '.join(facts)}; "
+        f"see `rollmesh show {run} {recent.newest_sample_id}`"
     )
 
 

@@ -100,8 +100,8 @@ async def _run_service(root: Path) -> AsyncIterator[tuple[Any, str]]:
                 yield stub, mesh.layout.run
     except RunFolderBusy:
         layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)
-        mesh = MeshAddress(address=layout.gateway, access=layout.access, run=folder.root)
-        with mesh.running():
+        address = MeshAddress(address=layout.gateway, access=layout.access, run=folder.root)
+        with address.running():
             async with _stub(layout.gateway, layout) as stub:
                 yield stub, layout.run
 

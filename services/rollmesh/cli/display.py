@@ -330,7 +330,7 @@ def silence_text(silent_s: float) -> str:
 def problems(config: TrainConfig, recorder: RunRecorder) -> tuple[str, str]:
     """Return the newest failure, and why no update was made from two batches of samples; each may be empty."""
     now, unused = recorder.now, recorder.unused()
-    no_update = no_update_text(now.update, unused)
+    no_update = no_update_text(now.update, unused, recorder.recent, folder=recorder.folder)
     wasted = sum(num for reason, num in unused.items() if not reason.startswith("trained"))
     if now.update and wasted < 2 * config.run.batch_groups * config.run.group_size:
         no_update = ""

@@ -134,7 +134,9 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
     yield Text(f"  samples: {_sample_counts(run.samples)}")
     if failure := failed_attempts_text(run.failed_attempts.num, run.failed_attempts.cause):
         yield Text(f"  {failure}", style="red")
-    if not any(policy.applied_step for policy in run.policies) and (words := no_update_text(0, run.samples.reasons)):
+    if not any(policy.applied_step for policy in run.policies) and (
+        words := no_update_text(0, run.samples.reasons, run.recent)
+    ):
         yield Text(f"  {words}", style="yellow")
     if run.stalled:
         yield Text(f"  stalled: {run.stalled}", style="red")

@@ -66,6 +66,8 @@ class RunRecorder:
         """Seconds since the last response about the run; 0 while responses arrive."""
         self.at_update = self.series.last
         """The first state of the newest update. Samples that ended since then led to no update."""
+        self.recent = run_pb2.RecentEpisodes()
+        """The newest scored episodes; empty without any since the coordinator started."""
         self._begin = self.series.last
         self._first_failures_max = first_failures_max
         self.metrics = path.with_name(METRICS_NAME)
@@ -84,6 +86,7 @@ class RunRecorder:
         self.seen.set()
         self.silent_s = 0.0
         self.now = point_of(state, time_s)
+        self.recent = state.recent
         for result in state.evals:
             key = (result.step, result.incarnation)
             if result.complete and key not in self._known:

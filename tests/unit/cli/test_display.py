@@ -137,6 +137,9 @@ def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path:
     state = run_pb2.RunState(run="r", policies=[run_pb2.PolicyState(policy="main")])
     state.samples.reasons["filtered/ZERO_VARIANCE"] = 20_896
     state.failed_attempts.num, state.failed_attempts.cause = 3, "agent: ValueError: my\nbug"
+    state.recent.num_samples, state.recent.mean_sampled_tokens, state.recent.newest_sample_id = 256, 31.4, "g9.1.0"
+    state.recent.num_tool_calls, state.recent.num_tool_calls_failed = 512, 512
+    state.recent.mean_rewards["correct"] = 0.125
     recorder.see(state)
     shown, out = console(terminal=False)
     plain = PlainView(CONFIG, shown, "runs/x")
@@ -150,7 +153,8 @@ def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path:
     text = " ".join(out.getvalue().replace("│", " ").split())
     for words in (
         "3 attempts failed, the newest: agent: ValueError: my bug",
-        "no update yet: 20,896 samples ended, all ZERO_VARIANCE (all answers to a task got the same reward)",
+        "no update yet: 20,896 samples ended, all ZERO_VARIANCE (all answers to a task got the same reward); the newest 256 samples: ",
+        f"mean correct 0.125, 31 sampled tokens, 512 of 512 tool calls failed; see `rollmesh show {tmp_path} g9.1.0`",
     ):
         assert text.count(words) >= 2, text
     recorder.close()

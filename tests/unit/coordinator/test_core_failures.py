@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DeadLetter
+from rollmesh.services.coordinator.core.decision_context import RECENT_MAX, DeadLetter, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import GroupDecision
 from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.services.coordinator.run_state import run_state
@@ -115,3 +115,21 @@ def test_groups_without_a_decision_are_counted_by_samples_until_a_decision_succe
     assert (reported(run).num_undecided, reported(run).traceback) == (num, "line 7")
     run.core.handle(i.GroupDecided(group=second.group, decision=GroupDecision.KEEP), run.now)
     assert reported(run).num_undecided == 0
+
+
+def test_the_newest_scored_episodes_are_summarized_with_their_tool_calls() -> None:
+    run = CoreRun()
+    run.begin()
+    assert not run_state(run.core, HEAD).HasField("recent")
+    run.generate(1, step=0)
+    recent = run_state(run.core, HEAD).recent
+    assert recent.num_samples > 0
+    assert list(recent.mean_rewards) == ["correct"]
+    run.core.ephemeral.recent.extend(
+        [ScoredEpisode((("correct", 1.0), ("short", 0.5)), (6, 2), 3, 2, "g7.0.1")] * RECENT_MAX
+    )
+    recent = run_state(run.core, HEAD).recent
+    assert (recent.num_samples, recent.mean_sampled_tokens) == (2 * RECENT_MAX, 4.0)
+    assert dict(recent.mean_rewards) == {"correct": 1.0, "short": 0.5}
+    assert (recent.num_tool_calls, recent.num_tool_calls_failed) == (3 * RECENT_MAX, 2 * RECENT_MAX)
+    assert recent.newest_sample_id == "g7.0.1"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
 
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.decision_context import FailedAttempts
+from rollmesh.services.coordinator.core.decision_context import FailedAttempts, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     EpisodeStatus,
@@ -48,6 +50,22 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
         stopping=state.stopping,
         seconds=state.seconds,
         failed_attempts=_failed(core.ephemeral.failed) if core.ephemeral.failed.num else None,
+        recent=_recent(core.ephemeral.recent) if core.ephemeral.recent else None,
+    )
+
+
+def _recent(episodes: Sequence[ScoredEpisode]) -> pb.RecentEpisodes:
+    values: dict[str, list[float]] = {}
+    for name, value in (reward for episode in episodes for reward in episode.rewards):
+        values.setdefault(name, []).append(value)
+    tokens = [num for episode in episodes for num in episode.num_sampled_tokens]
+    return pb.RecentEpisodes(
+        num_samples=len(tokens),
+        mean_rewards={name: fmean(found) for name, found in values.items()},
+        mean_sampled_tokens=fmean(tokens),
+        num_tool_calls=sum(episode.num_tool_calls for episode in episodes),
+        num_tool_calls_failed=sum(episode.num_tool_calls_failed for episode in episodes),
+        newest_sample_id=episodes[-1].newest_sample_id,
     )
 
 

@@ -106,6 +106,8 @@ def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
         outcome=i.EpisodeOutcome.INFRA_FAILURE if invalid else i.EpisodeOutcome(message.outcome),
         payload=decode(PayloadRef, message.payload) if completed else i.NO_PAYLOAD,
         samples=tuple(_sample_meta(sample) for sample in message.samples) if completed else (),
+        num_tool_calls=message.num_tool_calls,
+        num_tool_calls_failed=message.num_tool_calls_failed,
         cause=(message.failure.message or message.failure.reason)[: validation.TEXT_CHARS_MAX],
         traceback=message.failure.metadata["traceback"][-TRACEBACK_CHARS_MAX:]
         if "traceback" in message.failure.metadata

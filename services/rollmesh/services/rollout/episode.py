@@ -103,7 +103,9 @@ class EpisodeRunner:
             scorers: list[EndpointUse] = []
             samples = await self._score(lease, state, segments, scorers)
         episode = _episode(lease, state, samples, summed((*state.meter.uses, *scorers)))
-        return await self._append_payload(lease, episode, segments)
+        report = await self._append_payload(lease, episode, segments)
+        report.num_tool_calls, report.num_tool_calls_failed = state.tools.calls.total(), state.tools.calls[False]
+        return report
 
     # INIT -------------------------------------------------------------------------------------------------------------
 

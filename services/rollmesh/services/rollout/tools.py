@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -44,6 +45,8 @@ class ToolBox:
         self._stack = AsyncExitStack()
         self._sessions: dict[str, SandboxSession] = {}
         self._numbers = itertools.count(1)
+        self.calls: Counter[bool] = Counter()
+        """Number of calls, of forks too, by whether the tool succeeded."""
         self.lost: tuple[str, ...] = ()
         """Values that the fork could not save, as `profile: name`."""
 
@@ -65,6 +68,11 @@ class ToolBox:
 
     async def call(self, name: str, text: str) -> ToolResult:
         """Return the tool's result for `text`. Raise `SandboxFailed` and other `MeshError`s for infra failures."""
+        result = await self._call(name, text)
+        self.calls[result.ok] += 1
+        return result
+
+    async def _call(self, name: str, text: str) -> ToolResult:
         tool = self._tools.get(name)
         if tool is None:
             return ToolResult(

@@ -6,6 +6,7 @@ for a waiting caller, in a later one. The driver releases effects only after the
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -120,6 +121,10 @@ class Failing:
     last: str = ""
 
 
+RECENT_MAX = 256
+"""Number of the newest scored training episodes that GetRun summarizes."""
+
+
 @dataclass(slots=True)
 class FailedAttempts:
     """Failed attempts of a run, with the fields of the message of the same name."""
@@ -140,6 +145,18 @@ class FailedAttempts:
     def reset_alike(self) -> None:
         """Reset the number of consecutive failures: an attempt succeeded."""
         self.num_alike = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredEpisode:
+    """What RecentEpisodes is computed from."""
+
+    rewards: tuple[tuple[str, float], ...]
+    num_sampled_tokens: tuple[int, ...]
+    """Of each sample."""
+    num_tool_calls: int
+    num_tool_calls_failed: int
+    newest_sample_id: str
 
 
 def _kind(cause: str) -> list[str]:
@@ -183,6 +200,8 @@ class EphemeralState:
 
     failed: FailedAttempts = field(default_factory=FailedAttempts)
     """All failed attempts since this coordinator started."""
+    recent: deque[ScoredEpisode] = field(default_factory=lambda: deque(maxlen=RECENT_MAX))
+    """The newest scored training episodes, the newest last."""
 
     def note_failure(self, cause: str, traceback: str = "", *, num_undecided: int = 0) -> None:
         """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not decide."""

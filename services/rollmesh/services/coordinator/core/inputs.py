@@ -107,6 +107,8 @@ class EpisodeReport:
     outcome: EpisodeOutcome
     payload: PayloadRef = NO_PAYLOAD
     samples: tuple[SampleMeta, ...] = ()
+    num_tool_calls: int = 0
+    num_tool_calls_failed: int = 0
     cause: str = ""
     traceback: str = ""
     """Traceback of a user's agent or scorer that raised."""

@@ -7,7 +7,7 @@ from math import isfinite
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DecisionContext
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState
 
@@ -80,6 +80,8 @@ def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, re
         ctx.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)
         )
+        if group.purpose is Purpose.TRAIN:
+            ctx.ephemeral.recent.append(_scored(report))
         if group.purpose is Purpose.EXPORT:
             ids = tuple(sample.sample_id for sample in report.samples)
             ctx.emit(f.SamplesEnded(group=group.group, sample_ids=ids, end=SampleEnd.EXPORTED))
@@ -87,3 +89,14 @@ def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, re
         ctx.emit(
             f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.FILTERED, reason="NO_SAMPLES")
         )
+
+
+def _scored(report: i.EpisodeReport) -> ScoredEpisode:
+    rewards = (reward for sample in report.samples for reward in sample.rewards)
+    return ScoredEpisode(
+        rewards=tuple((reward.name, reward.value) for reward in rewards if reward.outcome is RewardOutcome.OK),
+        num_sampled_tokens=tuple(sample.num_sampled_tokens for sample in report.samples),
+        num_tool_calls=report.num_tool_calls,
+        num_tool_calls_failed=report.num_tool_calls_failed,
+        newest_sample_id=report.samples[-1].sample_id,
+    )
