@@ -8,6 +8,7 @@ thread. All other values are read from /proc, where a tick is 10 ms, so measure 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -89,6 +90,21 @@ class CpuProfile:
         if filename not in self._known:
             self._known[filename] = self._owner(filename)
         return self._known[filename]
+
+
+def by_source(*owners: tuple[str, str]) -> Callable[[str], str]:
+    """Return a function from source file to owner. `owners` are regular expressions with the names for the first that matches; files of
+    this project begin with `rollmesh/` there, wherever they are stored."""
+    patterns = [(re.compile(pattern), name) for pattern, name in owners]
+
+    def owner_of(filename: str) -> str:
+        _, package, module = filename.rpartition("/rollmesh/")
+        if package and "/site-packages/" not in module:  # a checkout named rollmesh can hold the environment, too
+            filename = f"rollmesh/{module}"
+        matches = ((pattern.search(filename), name) for pattern, name in patterns)
+        return next((match.expand(name) for match, name in matches if match is not None), "")
+
+    return owner_of
 
 
 Spent = dict[str, tuple[str, float]]

@@ -31,6 +31,7 @@ from rollmesh.bench.report import BenchTarget, Report, spread
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.shared.config import config_from_dict, to_yaml
+from rollmesh.shared.user_code import explain
 
 BATCH = 512
 SIZES = {4096: 16, 65536: 8, 262144: 4}
@@ -51,17 +52,28 @@ def run(quick: bool) -> Report:
     laps = 1 if quick else 3
     report = Report("handover", f"batches of {BATCH} samples; {laps} laps in turns, each in new processes")
     ray_python = os.environ.get(RAY_PYTHON, "")
+    num_finished = 0
     for num_bytes, num_batches in SIZES.items():
-        ours, rays = [], []
-        for _ in range(laps):
-            ours.append(_ours(num_bytes, num_batches))
-            if ray_python:
-                rays.append(_ray(ray_python, num_bytes, num_batches))
+        ours: list[Rate] = []
+        rays: list[Rate] = []
+        try:
+            for _ in range(laps):
+                rate = _ours(num_bytes, num_batches)
+                if ray_python:
+                    rays.append(_ray(ray_python, num_bytes, num_batches))
+                ours.append(rate)
+        except (TimeoutError, subprocess.TimeoutExpired, subprocess.CalledProcessError) as err:
+            report.notes.append(f"{num_bytes // 1024} KB: lap {len(ours) + 1} of {laps} did not finish: {explain(err)}")
+        num_finished += len(ours)
+        if not ours:
+            continue
+        del rays[len(ours) :]
         report.rows.append(_row(num_bytes, ours, rays))
         if rays:
             ratio = median(o.samples_per_s / r.samples_per_s for o, r in zip(ours, rays, strict=True))
             what = f"samples/s over Ray's, {num_bytes // 1024} KB"
             report.targets.append(BenchTarget(what, ratio, 1.0, at_most=False))
+    report.targets.append(BenchTarget("laps that finished", num_finished, laps * len(SIZES), at_most=False))
     if not ray_python:
         report.notes.append(f"no baseline: set {RAY_PYTHON} to a Python that has Ray")
     return report

@@ -16,7 +16,6 @@ and its children.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -27,7 +26,7 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile
+from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile, by_source
 from rollmesh.bench.report import BenchTarget, Report
 from rollmesh.bench.turns import TURNS
 from rollmesh.demo.tokenizer import build_tokenizer
@@ -149,23 +148,15 @@ def _config(model: Path, tools: bool, direct: bool) -> MeshConfig:
     )  # fmt: skip
 
 
-_OWNERS = (
-    (re.compile(r"rollmesh/services/(?:inference|learner)/engines/|rollmesh/testing/fake_"), MODEL),
-    (re.compile(r"rollmesh/services/(\w+)/"), r"\1"),
-    (re.compile(r"rollmesh/shared/(\w+)"), r"shared.\1"),
-    (re.compile(r"/bench/turns\.py"), "rollout"),
-    (re.compile(r"/selectors\.py"), WAITING),
-    (re.compile(r"/(?:grpc|asyncio)/"), "grpc, asyncio"),
-    (re.compile(r"/(nats|tokenizers)/"), r"\1"),
+owner_of = by_source(
+    (r"rollmesh/services/(?:inference|learner)/engines/|rollmesh/testing/fake_", MODEL),
+    (r"rollmesh/services/(\w+)/", r"\1"),
+    (r"rollmesh/shared/(\w+)", r"shared.\1"),
+    (r"rollmesh/bench/turns\.py", "rollout"),
+    (r"/selectors\.py", WAITING),
+    (r"/(?:grpc|asyncio)/", "grpc, asyncio"),
+    (r"/(nats|tokenizers)/", r"\1"),
 )
-"""Owner by source file; the first match counts."""
-
-
-def owner_of(filename: str) -> str:
-    for pattern, name in _OWNERS:
-        if (match := pattern.search(filename)) is not None:
-            return match.expand(name)
-    return ""
 
 
 def _by_hop(profile: Profile) -> dict[str, float]:

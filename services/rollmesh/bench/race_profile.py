@@ -6,47 +6,38 @@ and of the codecs and clients in `shared`, cannot be assigned to a service and h
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile, cpu_s_of
+from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile, by_source, cpu_s_of
 from rollmesh.mesh.supervisor import Supervisor
 
 MODEL = "model"
 """Key of the seconds of generation and training, which are also part of the seconds of their services."""
 LIBRARIES = "grpc, asyncio"
 _TRAINER = "trainer"
-_OWNERS = (
-    (re.compile(r"rollmesh/services/learner/engines/|rollmesh/trainer/"), _TRAINER),
-    (re.compile(r"rollmesh/bench/"), "bench (loop, stand-ins)"),
-    (re.compile(r"rollmesh/services/weights/"), "depot"),
-    (re.compile(r"rollmesh/services/(\w+)/"), r"\1"),
-    (re.compile(r"rollmesh/sandbox_runtime/"), "sandbox"),
-    (re.compile(r"rollmesh/shared/"), "shared"),
-    (re.compile(r"/selectors\.py"), WAITING),
-    (re.compile(r"/(?:grpc|asyncio)/"), LIBRARIES),
-    (re.compile(r"/nats/"), "shared"),
-    (re.compile(r"/tokenizers/"), "rollout"),
+owner_of = by_source(
+    (r"rollmesh/services/learner/engines/|rollmesh/trainer/", _TRAINER),
+    (r"rollmesh/bench/", "bench (loop, stand-ins)"),
+    (r"rollmesh/services/weights/", "depot"),
+    (r"rollmesh/services/(\w+)/", r"\1"),
+    (r"rollmesh/sandbox_runtime/", "sandbox"),
+    (r"rollmesh/shared/", "shared"),
+    (r"/selectors\.py", WAITING),
+    (r"/(?:grpc|asyncio)/", LIBRARIES),
+    (r"/nats/", "shared"),
+    (r"/tokenizers/", "rollout"),
 )
-"""Owner by source file; the first match counts."""
 _THREADS = (("engine", "inference"), ("learner-compute", "learner"))
 """Services by prefix of the thread name; other threads belong to libraries."""
-
-
-def _owner_of(filename: str) -> str:
-    for pattern, name in _OWNERS:
-        if (match := pattern.search(filename)) is not None:
-            return match.expand(name)
-    return ""
 
 
 @contextmanager
 def profiled_here() -> Iterator[dict[str, float]]:
     """CPU seconds by service inside the block, and `MODEL`, filled on exit. Use it in the main thread."""
     spent: dict[str, float] = {}
-    with CpuProfile(_owner_of) as profile:
+    with CpuProfile(owner_of) as profile:
         yield spent
     spent |= by_part(profile)
 

@@ -41,9 +41,10 @@ class BenchTarget:
     def met(self) -> bool:
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
-    def __str__(self) -> str:
+    def text(self, *, judged: bool) -> str:
         side = "most" if self.at_most else "least"
-        return f"{self.what}: {self.value:.2f} (target: at {side} {self.bound:g}): {'met' if self.met else 'missed'}"
+        verdict = ("met" if self.met else "missed") if judged else "not judged, because the run was short"
+        return f"{self.what}: {self.value:.2f} (target: at {side} {self.bound:g}): {verdict}"
 
 
 @dataclass(slots=True)
@@ -57,17 +58,20 @@ class Report:
     notes: list[str] = field(default_factory=list)
     targets: list[BenchTarget] = field(default_factory=list)
 
-    def text(self) -> str:
+    def text(self, *, judged: bool = True) -> str:
+        """Return the table with notes and targets. Without `judged`, a target has no verdict."""
         if not self.rows:
-            return f"{self.bench}: no rows"
+            return "\n".join([f"{self.bench}: no rows", *(f"- {note}" for note in self.notes)])
         lines = [f"{self.bench}: {self.setting}", ""]
         lines += _markdown(list(self.rows[0]), [[_cell(value) for value in row.values()] for row in self.rows])
-        return "\n".join([*lines, "", *(f"- {note}" for note in [*self.notes, *self.targets])])
+        return "\n".join(
+            [*lines, "", *(f"- {note}" for note in [*self.notes, *(t.text(judged=judged) for t in self.targets)])]
+        )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self, *, judged: bool = True) -> dict[str, Any]:
         rows = [{name: _plain(value) for name, value in row.items()} for row in self.rows]
         targets = [
-            {"what": t.what, "value": t.value, "bound": t.bound, "at_most": t.at_most, "met": t.met}
+            {"what": t.what, "value": t.value, "bound": t.bound, "at_most": t.at_most, "met": t.met if judged else None}
             for t in self.targets
         ]
         return {

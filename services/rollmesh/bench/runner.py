@@ -48,9 +48,11 @@ def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None, op
     known = (*BENCHES, *BY_NAME, METHODS)
     if unknown := [name for name in names if name not in known]:
         raise InvalidInput(f"NAME must be one of {', '.join(known)}; got {unknown[0]!r}")
-    results = [_run(name, quick, options if name in WITH_OPTIONS else {}) for name in names or BENCHES]
-    if json_file is not None:
-        json_file.write_text(json.dumps(results, indent=2) + "\n")
+    results = []
+    for name in names or BENCHES:
+        results.append(_run(name, quick, options if name in WITH_OPTIONS else {}))
+        if json_file is not None:  # after each bench, because a later one can fail
+            json_file.write_text(json.dumps(results, indent=2) + "\n")
     return quick or all(target["met"] for result in results for target in result["targets"])
 
 
@@ -58,9 +60,9 @@ def _run(name: str, quick: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     before = machine()
     report: Report = importlib.import_module(f"rollmesh.bench.{name}").run(quick, **options)
     after = machine()
-    print(report.text())
+    print(report.text(judged=not quick))
     print(
         f"- machine: {before['cores']} cores, {before['cpu']}; load {before['load_1m']} -> {after['load_1m']}\n",
         flush=True,
     )
-    return report.as_json() | {"machine": before, "load_1m_after": after["load_1m"]}
+    return report.as_json(judged=not quick) | {"machine": before, "load_1m_after": after["load_1m"]}
