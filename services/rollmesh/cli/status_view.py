@@ -19,7 +19,7 @@ from rollmesh.shared.text import count_of
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 _COLORS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
-_COLUMNS = ("kind", "state", "active", "work", "silent", "build", "waits for / cause")
+_COLUMNS = ("kind", "state", "active", "work", "silent")
 _PAYLOADS = {"files": "files of the run folder", "stream": "the sample stream"}
 _ENDS = ("trained", "stale", "filtered", "failed", "cancelled", "exported")
 
@@ -43,7 +43,7 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 def status_view(status: MeshStatus) -> RenderableType:
     """Return the text for a terminal."""
-    parts: list[RenderableType] = [_fleet_table(status), *_clock_lines(status.nodes)]
+    parts: list[RenderableType] = [_fleet_table(status), *_fleet_lines(status), *_clock_lines(status.nodes)]
     for run in status.runs:
         parts += [Text(), *_run_lines(run)]
         if status.payloads and not run.ended:
@@ -70,16 +70,30 @@ def _fleet_table(status: MeshStatus) -> Table:
             _version(node.active) if node.HasField("active") else "-",
             _work(node),
             f"{node.silent_s:.0f} s",
-            _build(node),
-            _why(node, status),
         )
     return table
 
 
+def _fleet_lines(status: MeshStatus) -> Iterator[Text]:
+    """Report causes, waits and builds, each once with its nodes, because a table with them does not fit on a narrow terminal."""
+    whys: dict[str, list[str]] = {}
+    builds: dict[str, list[str]] = {}
+    for node in sorted(status.nodes, key=lambda n: (n.kind, n.node_id)):
+        if why := _why(node, status):
+            whys.setdefault(why, []).append(node.node_id)
+        builds.setdefault(_build(node), []).append(node.node_id)
+    for why, names in whys.items():
+        yield Text(f"{', '.join(names)}: {why}")
+    if len(builds) == 1:
+        yield Text(f"every node: release {next(iter(builds))}", style="dim")
+    else:
+        yield from (Text(f"{', '.join(names)}: release {build}", style="yellow") for build, names in builds.items())
+
+
 def _build(node: coordinator_pb2.FleetNode) -> str:
-    """Return package version and protocol, e.g. `0.2.0 (1.1)`. A coordinator before protocol 1.1 reports no protocol."""
-    protocol = f"({node.protocol.major}.{node.protocol.minor})" if node.HasField("protocol") else ""
-    return f"{node.process.version} {protocol}".strip() or "-"
+    """Return package version and protocol, e.g. `0.2.0, protocol 1.1`. A coordinator before protocol 1.1 reports no protocol."""
+    protocol = f", protocol {node.protocol.major}.{node.protocol.minor}" if node.HasField("protocol") else ""
+    return f"{node.process.version or 'unknown'}{protocol}"
 
 
 def _work(node: coordinator_pb2.FleetNode) -> str:
@@ -95,12 +109,12 @@ def _work(node: coordinator_pb2.FleetNode) -> str:
 
 def _why(node: coordinator_pb2.FleetNode, status: MeshStatus) -> str:
     """Return the cause or the wait of a node; for a stale node, what it lacks."""
-    if why := node.cause or node.waiting_for:
-        return why
+    if node.cause or node.waiting_for:
+        return node.cause or f"waiting: {node.waiting_for}"
     if node.state != coordinator_pb2.NODE_STATE_STALE:
         return ""
     live = [policy for run in status.runs if not run.ended for policy in run.policies]
-    return f"an active version that update {live[0].applied_step + 1} may use" if live else "a run"
+    return f"waiting: {f'an active version that update {live[0].applied_step + 1} may use' if live else 'a run'}"
 
 
 def _clock_lines(nodes: Sequence[coordinator_pb2.FleetNode]) -> Iterator[Text]:

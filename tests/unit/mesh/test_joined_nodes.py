@@ -83,7 +83,25 @@ def test_status_reports_a_wrong_clock_once_per_host() -> None:
     text = " ".join(console.export_text().split())
     assert text.count("the clock of elsewhere (inference-b, rollout-b) is 90 s ahead of the coordinator's") == 1
     assert text.count("synchronize the clocks") == 1
-    assert text.count("an episode") == 2, "a wait is shown beside it"
+    assert text.count("inference-b, rollout-b: waiting: an episode") == 1, "a wait is shown beside it"
+
+
+def test_status_fits_on_80_columns_with_a_line_per_cause() -> None:
+    nodes = [node(name) for name in ("inference-0", "rollout-0", "rollout-1")]
+    for one in nodes:
+        one.process.version, one.protocol.major, one.protocol.minor = "0.1.0.dev0", 1, 1
+        one.active.policy, one.active.step, one.active.incarnation = "main", 12345, 2
+        one.num_running, one.capacity = 64, 64
+    nodes[1].waiting_for = nodes[2].waiting_for = "admission"
+    console = Console(width=80, record=True)
+    console.print(status_view(MeshStatus(nodes=nodes, runs=[])))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert sum(line.startswith(("inference-0 ", "rollout-0 ", "rollout-1 ")) for line in lines) == 3
+    assert "rollout-0, rollout-1: waiting: admission" in lines
+    assert "every node: release 0.1.0.dev0, protocol 1.1" in lines
+    nodes[0].process.version = "0.2.0"
+    console.print(status_view(MeshStatus(nodes=nodes, runs=[])))
+    assert "inference-0: release 0.2.0, protocol 1.1" in console.export_text()
 
 
 def test_status_shows_where_payloads_of_a_live_run_go() -> None:
