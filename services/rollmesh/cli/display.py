@@ -25,7 +25,7 @@ from rollmesh.cli.series import Eval, Point, Series, heldout_name, staleness_sha
 from rollmesh.cli.watch import RunRecorder
 from rollmesh.demo.model_process import WarmStep
 from rollmesh.mesh.process_events import ProcessEvent
-from rollmesh.services.learner.metrics_log import newest_metrics
+from rollmesh.services.learner.metrics_log import SHOWN, newest_metrics
 
 PLAIN_EVERY_S = 10.0
 """Without a terminal: print a line for an update at most this often. Evaluations have their own lines."""
@@ -36,15 +36,6 @@ _STALENESS_BAR = 10
 SHOWN_EVENTS = ("restarting", "gave_up")
 """Process events that are shown; processes.jsonl has all of them."""
 _EVENTS_SHOWN = 3
-_LEARNER = (
-    ("kl", "kl"),
-    ("entropy", "entropy"),
-    ("gradient norm", "grad_norm"),
-    ("ess", "ess"),
-    ("length", "length/used_mean"),
-    ("lr", "lr"),
-)
-"""Metrics of an update that are always shown, with their labels."""
 
 
 class View(Protocol):
@@ -421,7 +412,7 @@ def eval_text(result: Eval) -> str:
 def learner_text(path: Path) -> str:
     """Return KL, entropy, gradient norm, effective sample size, length and learning rate of the newest update, as far as measured."""
     metrics = newest_metrics(path)
-    shown = ((label, metrics.get(name)) for label, name in _LEARNER)
+    shown = ((label, metrics.get(name)) for label, name in SHOWN)
     return "  ".join(f"{label} {value:.3g}" for label, value in shown if value is not None)
 
 

@@ -1,11 +1,12 @@
-"""The six plots of the report of a run, drawn by matplotlib without a display.
+"""The plots of the report of a run, drawn by matplotlib without a display.
 
 They show reward and held-out success by updates and by seconds, success by label before and after, the staleness of trained
-samples, the time of the learner by phase, and the samples by end.
+samples, the time of the learner by phase, the samples by end, and the metrics of the learner that every view shows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from io import BytesIO, StringIO
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import matplotlib
 
 from rollmesh.cli.series import Eval, Point, Series, heldout_name, staleness_shares
 from rollmesh.cli.summary import Summary
+from rollmesh.services.learner.metrics_log import SHOWN, MetricsLine
 
 matplotlib.use("Agg")  # before pyplot, which would look for a display
 
@@ -44,10 +46,10 @@ _ROWS_MIN = 5
 """The height is that of at least this many rows, so that a few rows do not become blocks."""
 
 
-def draw(series: Series, summary: Summary) -> Figure:
-    """Return the figure. The caller must close it."""
+def draw(series: Series, summary: Summary, metrics: Mapping[int, MetricsLine]) -> Figure:
+    """Return the figure; `metrics` are the learner's by update. The caller must close it."""
     with plt.rc_context(cast(Any, STYLE)):
-        figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.22))
+        figure, axes = plt.subplots(4, 3, figsize=(15, 16), layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.22))
         evals, updates = series.evals_by_step, series.updates
         _course(axes[0, 0], evals, updates, by="updates")
         _course(axes[0, 1], evals, updates, by="seconds")
@@ -55,6 +57,8 @@ def draw(series: Series, summary: Summary) -> Figure:
         _staleness(axes[1, 0], series.last, summary.eta)
         _time(axes[1, 1], summary)
         _samples(axes[1, 2], summary)
+        for ax, (label, name) in zip(axes[2:].flat, SHOWN, strict=True):
+            _metric(ax, label, {update: line.metrics.get(name) for update, line in sorted(metrics.items())})
     return figure
 
 
@@ -105,7 +109,7 @@ def _course(ax: Axes, evals: list[Eval], updates: list[Point], *, by: str) -> No
     ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     ax.set_title(f"Evaluations and training reward by {by}")
     if ax.lines:
-        ax.legend(loc="lower right")
+        ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)  # below the plot, because it would cover curves
 
 
 def _labels(ax: Axes, evals: list[Eval]) -> None:
@@ -167,6 +171,19 @@ def _samples(ax: Axes, summary: Summary) -> None:
     ends = sorted(((n, end) for end, n in samples.items() if end != "reserved" and n), reverse=True)
     _bars(ax, [(end, float(n), f"{n:,}", SAMPLE_COLORS.get(end, MUTED)) for n, end in ends])
     ax.set_xlabel("training samples")
+
+
+def _metric(ax: Axes, label: str, values: Mapping[int, float | None]) -> None:
+    """One metric of the learner by update."""
+    ax.set_title(f"Learner: {label}")
+    measured = {update: value for update, value in values.items() if value is not None}
+    if not measured:
+        return _nothing(ax, "not measured")
+    ax.plot(list(measured), list(measured.values()), color=INK, linewidth=1.4)
+    ax.margins(x=0.04)
+    ax.set_xlabel("update")
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return None
 
 
 def _bars(ax: Axes, rows: list[tuple[str, float, str, str]]) -> None:

@@ -11,7 +11,7 @@ from html import escape
 
 from rollmesh.cli.run_folder import Origin, RunFolder
 from rollmesh.cli.series import Eval, Series, heldout_name
-from rollmesh.cli.summary import Summary
+from rollmesh.cli.summary import Summary, learner_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ body{margin:0;background:#f6f7f9;color:var(--ink);font:15px/1.5 system-ui,-apple
 main{max-width:1180px;margin:0 auto;padding:36px 24px 64px}
 h1{font-size:26px;margin:0}h2{font-size:16px;margin:36px 0 12px}
 .sub{color:var(--muted);margin:4px 0 24px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(185px,1fr));gap:12px}
 .card,.panel{background:#fff;border:1px solid var(--line);border-radius:10px;padding:14px 16px}
-.card b{display:block;white-space:nowrap;font-size:22px;font-variant-numeric:tabular-nums}
+.card b{display:block;white-space:nowrap;font-size:21px;font-variant-numeric:tabular-nums}
 .card span{color:var(--muted);font-size:13px}
 .panel{margin-top:16px;overflow-x:auto}.panel svg{width:100%;height:auto;min-width:900px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
@@ -48,7 +48,7 @@ def _pictures(folder: RunFolder, series: Series, summary: Summary) -> str:
     except ModuleNotFoundError as err:
         _log.warning("report without plots: %s; pip install 'rollmesh[trainer]'", err)
         return ""
-    drawn = figure.draw(series, summary)
+    drawn = figure.draw(series, summary, learner_metrics(folder.metrics))
     try:
         folder.picture.write_bytes(figure.to_png(drawn))
         return figure.to_svg(drawn)

@@ -10,7 +10,7 @@ import msgspec
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.run_folder import RunFolder, shown
 from rollmesh.cli.series import Eval, Point, Series, heldout_name
-from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.services.learner.metrics_log import MetricsLine, read_metrics
 from rollmesh.services.learner.progress import PHASES
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer.checkpoint_files import age
@@ -121,11 +121,17 @@ def milestones(evals: list[Eval]) -> list[Milestone]:
     return found
 
 
+def learner_metrics(metrics: Path) -> dict[int, MetricsLine]:
+    """Return the lines of metrics.jsonl by update; empty if it cannot be read."""
+    try:
+        return read_metrics(metrics)
+    except (OSError, ValueError):
+        return {}
+
+
 def learner_seconds(metrics: Path) -> dict[str, float]:
     """Return seconds per phase over all updates in metrics.jsonl; empty if it cannot be read."""
-    try:
-        lines = read_metrics(metrics).values()
-    except (OSError, ValueError):
+    if not (lines := learner_metrics(metrics).values()):
         return {}
     return {phase: round(sum(line.seconds.get(phase, 0.0) for line in lines), 3) for phase in PHASES}
 

@@ -83,6 +83,6 @@ def _metrics_line(update: int) -> MetricsLine:
         incarnation=0,
         outcome="APPLIED",
         time_unix_s=0.0,
-        metrics={},
+        metrics={"kl": 0.001 * update, "entropy": 1.0, "grad_norm": None, "lr": 1e-4},
         seconds={"train": 1.0, "wait": 0.5},
     )

@@ -55,6 +55,15 @@ def test_summary_of_a_run_that_never_began_says_so(tmp_path: Path) -> None:
     assert (summary.updates, summary.lag_max, summary.heldout_success_before) == (0, None, None)
 
 
+def test_the_report_draws_the_metrics_of_the_learner(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    write_results(folder, config, outcome="finished")
+    page = folder.report.read_text()
+    for label in ("kl", "entropy", "gradient norm", "ess", "length", "lr"):
+        assert f"Learner: {label}" in page
+    assert page.count("not measured") == 3
+
+
 def test_the_mean_of_graded_rewards_is_not_called_success(tmp_path: Path) -> None:
     folder, config = recorded_folder(tmp_path / "run")
     series = recorded_series()

@@ -22,6 +22,17 @@ _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 16
 
 
+SHOWN = (
+    ("kl", "kl"),
+    ("entropy", "entropy"),
+    ("gradient norm", "grad_norm"),
+    ("ess", "ess"),
+    ("length", "length/used_mean"),
+    ("lr", "lr"),
+)
+"""Metrics of an update that every view shows, with their labels."""
+
+
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl. A number that is not finite is written as null."""
 
