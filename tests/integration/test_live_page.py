@@ -159,6 +159,11 @@ async def test_the_history_agrees_with_the_coordinator(mesh: Mesh) -> None:
 
 async def test_samples_have_their_end_and_their_history(mesh: Mesh) -> None:
     samples = (await get(mesh, "api/runs/page/samples"))["samples"]
+    assert {one["finish"] for one in samples if one["rewards"]} <= {"stop", "length"}
+    (listed,) = (await get(mesh, "api/mesh"))["runs"]
+    assert listed["run"] == "page"
+    assert listed["progress"]["update"] >= 1
+    assert list(listed["progress"]["rewards"]) == ["correct"]
     assert {one["purpose"] for one in samples} == {"train", "eval"}
     trained = next(one for one in samples if one["end"] == "used")
     shown = await get(mesh, f"api/runs/page/samples/{trained['sample_id']}")

@@ -27,6 +27,11 @@ test("an extent ignores missing values and is never empty", () => {
   assert.ok(rounded[1] - rounded[0] > 0.01);
 });
 
+test("a moving average keeps gaps and the ends", () => {
+  assert.deepEqual(scales.smoothed([0, 3, 6, null, 6], 3), [1.5, 3, 4.5, null, 6]);
+  assert.deepEqual(scales.smoothed([1, 2], 1), [1, 2]);
+});
+
 test("an evaluation that goes on is not shown", () => {
   const [first, second, third] = [{ step: 0, num_samples: 4, complete: false }, { step: 5, num_samples: 8, complete: true }, { step: 10, num_samples: 3 }];
   assert.deepEqual(scales.shownEvaluations([first, second, third]), [first, second]);

@@ -35,6 +35,8 @@ IDLE_S = 20.0
 """Readers stop when no page has used them for this time."""
 RUNS_MAX = 8
 """Number of runs whose history is stored. The least recently used one without a page is dropped."""
+LISTED_MAX = 50
+"""Number of the newest runs whose progress the list of runs shows."""
 _BACKOFF_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -243,6 +245,8 @@ class Feed:
         self._call_s = call_s
         self._clock = clock
         self._runs: OrderedDict[str, RunFeed] = OrderedDict()
+        self._ended: dict[str, dict[str, Any]] = {}
+        """The progress of ended runs."""
         self._num_pages = 0
         self._used_s = 0.0
         self._reading: asyncio.Task[None] | None = None
@@ -347,10 +351,32 @@ class Feed:
             return {"nodes": [], "runs": [], "error": f"The coordinator does not respond: {error.message}"}
         return {"nodes": [plain(node) for node in fleet.nodes], "runs": runs, "error": ""}
 
+    async def _progress(self, run: str, ended: bool) -> dict[str, Any] | None:
+        """Return what the list of runs shows; None for a run that was deleted meanwhile. The progress of an ended run does not change."""
+        if run in self._ended:
+            return self._ended[run]
+        try:
+            state = await self.run_state(run)
+        except UnknownRun:
+            return None
+        evals = [one for one in state.evals if one.complete]
+        found = {
+            "update": sum(policy.applied_step for policy in state.policies),
+            "seconds": state.seconds,
+            "rewards": dict(evals[-1].mean_rewards if evals else state.mean_rewards),
+            "evaluated": bool(evals),
+        }
+        if ended:
+            self._ended[run] = found
+        return found
+
     async def _list_runs(self) -> list[dict[str, Any]]:
         with suppress(Unimplemented):  # a coordinator without a mesh
             with typed_errors():
                 mesh = await self._coordinator.GetMesh(pb.GetMeshRequest(), timeout=self._call_s)
-            return [plain(run) for run in mesh.runs]
+            listed = [{"run": run.run, "ended": run.ended} for run in mesh.runs]
+            for one in listed[-LISTED_MAX:]:
+                one["progress"] = await self._progress(one["run"], bool(one["ended"]))
+            return listed
         names = sorted(filter(None, map(run_of_ledger, await self._bus.names())))
         return [{"run": name, "ended": ""} for name in names]

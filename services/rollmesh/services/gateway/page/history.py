@@ -90,6 +90,8 @@ class RecentSample(msgspec.Struct, kw_only=True):
     steps: list[list[int]] = []
     """[step, incarnation, number of trainable tokens] of the weights that sampled it, oldest first."""
     rewards: list[RecentReward] = []
+    finish: str = ""
+    """Why it ended, e.g. "stop" or "length"; empty if the worker did not report it."""
     end: str = "live"
     """live, leased, used by an update, or its end."""
     reason: str = ""
@@ -189,6 +191,8 @@ class RunHistory:
             one.num_tokens = meta.num_tokens
             one.steps = [[span.step, span.incarnation, span.num_tokens] for span in meta.steps]
             one.rewards = _rewards(meta.rewards)
+            if meta.summary.finish:
+                one.finish = word(types_pb2.FinishReason.DESCRIPTOR, meta.summary.finish, "FINISH_REASON_")
             self._list(one)
             if group is not None:
                 group.members[meta.sample_id] = None

@@ -2,7 +2,7 @@
 // and a table with its numbers.
 import { h, svg, table } from "./dom.js";
 import { number, percent } from "./format.js";
-import { extent, linear, linePath, nearest, stack, ticks } from "./scales.js";
+import { extent, linear, linePath, nearest, smoothed, stack, ticks } from "./scales.js";
 
 const WIDTH = 560;
 const HEIGHT = 200;
@@ -12,6 +12,8 @@ const TOP = 10;
 const BOTTOM = 26;
 const COLUMNS_MAX = 160;
 const TABLE_ROWS_MAX = 200;
+const SMOOTHED_FROM = 100; // values from which a line gets a moving average; its own values stay as a faint line
+const SMOOTHED_TO = 40; // windows of the moving average per chart
 const cursors = new Map(); // index of the readout by chart
 
 // Draw lines over `xs`. series: [{name, values, dots}]. options: {id, title, x, whole, bound: {name, value}, from}.
@@ -25,7 +27,9 @@ export function lines(series, xs, options) {
   const marks = shown.map((one, n) => {
     const points = xs.map((at, index) => [x(at), Number.isFinite(one.values[index]) ? y(one.values[index]) : null]);
     const few = one.dots || xs.length === 1;
-    return svg("g", { class: `s${n}` }, svg("path", { d: linePath(points), class: "line" }),
+    const noisy = !one.dots && xs.length >= SMOOTHED_FROM;
+    const mean = noisy ? smoothed(one.values, Math.ceil(xs.length / SMOOTHED_TO)).map((value, index) => [x(xs[index]), Number.isFinite(value) ? y(value) : null]) : [];
+    return svg("g", { class: `s${n}` }, svg("path", { d: linePath(points), class: noisy ? "line raw" : "line" }), noisy ? svg("path", { d: linePath(mean), class: "line" }) : null,
       few ? points.filter(([, at]) => at !== null).map(([px, py]) => svg("circle", { cx: px.toFixed(1), cy: py.toFixed(1), r: 3 })) : null);
   });
   const bound = options.bound ? svg("g", { class: "bound" }, svg("line", { x1: LEFT, x2: WIDTH - RIGHT, y1: y(options.bound.value), y2: y(options.bound.value) }),

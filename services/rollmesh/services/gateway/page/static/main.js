@@ -2,6 +2,7 @@
 import { Failed, follow, get, post } from "./api.js";
 import { auditView } from "./audit.js";
 import { h, replace } from "./dom.js";
+import { groupView } from "./group.js";
 import { nodesView } from "./nodes.js";
 import { link, parse } from "./route.js";
 import { runView } from "./run.js";
@@ -9,7 +10,7 @@ import { runsView } from "./runs.js";
 import { sampleView } from "./sample.js";
 import { samplesView } from "./samples.js";
 
-const VIEWS = { runs: runsView, nodes: nodesView, run: runView, samples: samplesView, sample: sampleView, audit: auditView };
+const VIEWS = { runs: runsView, nodes: nodesView, run: runView, samples: samplesView, sample: sampleView, group: groupView, audit: auditView };
 const THEMES = ["system", "light", "dark"];
 const content = document.getElementById("content");
 const connection = document.getElementById("connection");
@@ -73,7 +74,7 @@ function drawNavigation() {
   const run = route.run;
   const entry = (href, text, current) => h("a", { href, "aria-current": current ? "page" : undefined, id: `nav-${text.toLowerCase().replaceAll(" ", "-")}` }, text);
   replace(document.getElementById("views"), entry("#/", "Runs", route.view === "runs"), entry("#/nodes", "Nodes", route.view === "nodes"),
-    run ? [h("span", { class: "crumb", "aria-hidden": "true" }, run), entry(link(run), "Run", route.view === "run"), entry(link(run, "samples"), "Samples", ["samples", "sample"].includes(route.view)), entry(link(run, "audit"), "Audit", route.view === "audit")] : null);
+    run ? [h("span", { class: "crumb", "aria-hidden": "true" }, run), entry(link(run), "Run", route.view === "run"), entry(link(run, "samples"), "Samples", ["samples", "sample", "group"].includes(route.view)), entry(link(run, "audit"), "Audit", route.view === "audit")] : null);
 }
 
 // A page in the background has no stream: browsers open few connections to one gateway, and the gateway has a limit of pages.

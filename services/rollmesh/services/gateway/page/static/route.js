@@ -1,7 +1,7 @@
 // The address of a view: the part of the URL after "#". Pure functions.
-//   #/  #/nodes  #/run/NAME  #/run/NAME/samples?purpose=eval  #/run/NAME/sample/ID?color=version  #/run/NAME/audit
+//   #/  #/nodes  #/run/NAME  #/run/NAME/samples?purpose=eval  #/run/NAME/sample/ID?color=version  #/run/NAME/group/ID  #/run/NAME/audit
 
-const VIEWS = ["", "samples", "sample", "audit"];
+const VIEWS = ["", "samples", "sample", "group", "audit"];
 
 // Return {view, run, id, query} of a hash; an unknown address is the list of runs.
 export function parse(hash) {

@@ -9,7 +9,8 @@ function tokenText(text) {
   return text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
 }
 
-function transcriptOf(sample, color) {
+// Return the tokens of a sample, colored.
+export function transcriptOf(sample, color) {
   const versions = versionsOf(sample.runs);
   return h("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": "Tokens of the sample", id: "transcript" }, sample.runs.map((one) => {
     const facts = [one.role, one.source !== one.role ? one.source : "", plural(one.ids.length, "token"), one.step !== null && one.step !== undefined ? `step ${one.step}${one.incarnation ? `.${one.incarnation}` : ""}` : "", one.finish,
@@ -26,7 +27,7 @@ function facts(sample, run) {
   const index = sample.siblings.indexOf(sample.sample_id);
   const other = (at, text, id) => (sample.siblings[at] ? h("a", { href: link(run, "sample", sample.siblings[at]), id }, text) : null);
   return [h("p", {}, `Task ${sample.task}${labels ? ` (${labels})` : ""}, group ${sample.group}, ${plural(sample.num_tokens, "token")}${sample.attempt > 1 ? `, attempt ${sample.attempt}` : ""}. `,
-    sample.siblings.length > 1 ? `Member ${index + 1} of ${sample.siblings.length} of its group: ` : "", other(index - 1, "previous", "previous"), " ", other(index + 1, "next", "next")),
+    sample.siblings.length > 1 ? `Member ${index + 1} of ${sample.siblings.length} of its group: ` : "", sample.siblings.length > 1 ? h("a", { href: link(run, "group", sample.group), id: "side-by-side" }, "side by side") : null, " ", other(index - 1, "previous", "previous"), " ", other(index + 1, "next", "next")),
     sample.missing.map((text) => h("p", { class: "missing" }, text)),
     sample.advantage !== null ? h("p", {}, "Advantage ", h("b", {}, number(sample.advantage)), ` (${sample.advantage_of})`) : null];
 }

@@ -50,6 +50,16 @@ export function linePath(points) {
   return path;
 }
 
+// Return the centered moving average of `values` over `size` of them. Missing values are ignored, and stay missing.
+export function smoothed(values, size) {
+  const before = Math.floor((size - 1) / 2);
+  return values.map((value, n) => {
+    if (!Number.isFinite(value)) return value;
+    const near = values.slice(Math.max(0, n - before), n - before + size).filter(Number.isFinite);
+    return near.reduce((sum, one) => sum + one, 0) / near.length;
+  });
+}
+
 // Return the evaluations to show: those with samples. The newest one counts once all of its episodes are scored, because short episodes end
 // first, and they are often the easy ones.
 export function shownEvaluations(evals) {
