@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.services.data.engine import DataEngine
+from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import Split
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog
@@ -289,3 +291,30 @@ async def test_an_unusable_snapshot_is_passed_by_for_the_whole_ledger(
     assert "snapshot skipped" in caplog.text
     await second.close()
     await fresh.close()
+
+
+async def test_an_opening_survives_its_callers_and_delays_no_other_run(
+    bus: MemoryBus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.create(run_streams("other").ledger)
+    draws = engine(bus)
+    gate, num_begun, begin = asyncio.Event(), 0, RunFollower.open
+
+    async def slow(self: RunFollower) -> None:
+        nonlocal num_begun
+        if self.run == "r":
+            num_begun += 1
+            await gate.wait()
+        await begin(self)
+
+    monkeypatch.setattr(RunFollower, "open", slow)
+    first, second = (asyncio.create_task(draws.snapshot("r")) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    async with asyncio.timeout(5):
+        assert (await draws.snapshot("other"))[1] == 0
+    gate.set()
+    await second
+    assert num_begun == 1
+    await draws.close()

@@ -18,6 +18,7 @@ from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit
+from rollmesh.shared.shared_tasks import SharedTasks
 
 DrawnTasks = list[tuple[int, PoolTask]]
 """Draw index and task, in the order of draws."""
@@ -52,7 +53,9 @@ class DataEngine:
         self._snapshots = snapshots
         self._snapshot_records = snapshot_records
         self._runs: dict[str, RunFollower] = {}
-        self._opening = asyncio.Lock()
+        self._opening: SharedTasks[str, RunFollower] = SharedTasks("the opening of run")
+        self._closing = asyncio.Lock()
+        """Held while followers are closed, so that none is closed twice."""
 
     async def next_tasks(
         self, *, run: str, policy: str, first_draw: int, num: int, ledger_position: int = 0
@@ -92,7 +95,8 @@ class DataEngine:
 
     async def forget(self, run: str) -> None:
         """Stop following a run, and delete its snapshots."""
-        async with self._opening:
+        await self._opening.cancel(run)
+        async with self._closing:
             if (follower := self._runs.pop(run, None)) is not None:
                 await follower.close()
             if self._snapshots is not None:
@@ -100,18 +104,16 @@ class DataEngine:
 
     async def close(self) -> None:
         """Stop following all runs."""
+        await self._opening.close()
         for follower in self._runs.values():
             await follower.close()
         self._runs.clear()
 
     async def _follower(self, run: str) -> RunFollower:
-        async with self._opening:
-            if run not in self._runs:
-                await self._make_room()
-                self._runs[run] = await self._open(run)
-            return self._runs[run]
+        return self._runs.get(run) or await self._opening.join(run, lambda: self._open(run))
 
     async def _open(self, run: str) -> RunFollower:
+        await self._make_room()
         try:
             ledger = await self._bus.open(run_streams(run).ledger.name)
         except UnknownStream:
@@ -133,15 +135,17 @@ class DataEngine:
             snapshot_records=self._snapshot_records,
         )
         await follower.open()
+        self._runs[run] = follower
         return follower
 
     async def _make_room(self) -> None:
         """Stop following runs that have ended. A call that names one of them follows it again."""
-        for name, follower in list(self._runs.items()):
-            if follower.ended:
-                del self._runs[name]
-                await follower.close()
-        if len(self._runs) >= self._runs_max:
+        async with self._closing:
+            for name, follower in list(self._runs.items()):
+                if follower.ended:
+                    del self._runs[name]
+                    await follower.close()
+        if len(self._runs) + len(self._opening) > self._runs_max:
             raise ResourceExhausted(
                 f"the limit of {self._runs_max} followed runs (`data.runs_max`) is reached; stop a run or raise the limit"
             )

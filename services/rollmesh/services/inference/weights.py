@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +22,6 @@ from rollmesh.services.inference.engine import WeightsMismatch as EngineRejects
 from rollmesh.services.inference.state import ServingState
 from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import (
-    Cancelled,
     DeadlineExceeded,
     DiskFull,
     EngineFailed,
@@ -34,6 +32,7 @@ from rollmesh.shared.errors import (
     UnknownPolicy,
     WeightsRejected,
 )
+from rollmesh.shared.shared_tasks import SharedTasks
 from rollmesh.shared.text import count_of
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import LINKED_BYTES, BlobStore, run_sized
@@ -53,7 +52,6 @@ from rollmesh.v1 import weights_pb2
 
 ASSEMBLED_PREFIX = "files-"
 """Begins the name of a folder beside the blobs, in which the files of a version are assembled from their chunks while it is prepared."""
-T = TypeVar("T")
 
 
 class WeightKeeper:
@@ -76,8 +74,8 @@ class WeightKeeper:
         self._active: weights_pb2.WeightManifest | None = None
         """Manifest of the active version, whose chunks are the bases of deltas."""
         self._prepared: dict[PolicyVersion, weights_pb2.WeightManifest] = {}
-        self._preparing: dict[PolicyVersion, asyncio.Task[int]] = {}
-        self._activating: dict[PolicyVersion, asyncio.Task[float]] = {}
+        self._preparing: SharedTasks[PolicyVersion, int] = SharedTasks("the preparation of")
+        self._activating: SharedTasks[PolicyVersion, float] = SharedTasks("the activation of")
         self._swap = asyncio.Lock()
         self._probe_error = 0.0
 
@@ -94,7 +92,7 @@ class WeightKeeper:
         self._check(version)
         if version in self._prepared or version == self._state.active:
             return 0
-        return await _joined(self._preparing, version, lambda: self._prepare(version, sources))
+        return await self._preparing.join(version, lambda: self._prepare(version, sources))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy, retain: Collection[PolicyVersion] = ()) -> float:
         """Swap and score the probes. Return the largest error in nats. Idempotent. Waits for a prepare in progress.
@@ -104,15 +102,13 @@ class WeightKeeper:
         Raises `NotPrepared`; `ProbeMismatch` or `EngineFailed`, after which the node is quarantined.
         """
         self._check(version)
-        if (preparing := self._preparing.get(version)) is not None:
+        if (preparing := self._preparing.running(version)) is not None:
             await asyncio.wait([preparing])  # its own caller gets its error; this caller gets NotPrepared
-        return await _joined(self._activating, version, lambda: self._activate(version, kv, retain))
+        return await self._activating.join(version, lambda: self._activate(version, kv, retain))
 
     async def discard(self, version: PolicyVersion) -> None:
         """Drop a prepared or an older version, or stop preparing it. Idempotent. The active version stays."""
-        if (preparing := self._preparing.get(version)) is not None:
-            preparing.cancel()
-            await asyncio.wait([preparing])
+        await self._preparing.cancel(version)
         if version == self._state.engine.active:
             return
         if self._prepared.pop(version, None) is not None or version in self._state.engine.held:
@@ -120,11 +116,8 @@ class WeightKeeper:
         self._store.release(version_owner(version))
 
     async def close(self) -> None:
-        tasks: list[asyncio.Task[Any]] = [*self._preparing.values(), *self._activating.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._preparing.close()
+        await self._activating.close()
         await self._sources.close()
 
     # Prepare ----------------------------------------------------------------------------------------------------------
@@ -316,17 +309,3 @@ def _concatenate(parts: Sequence[Path], target: Path) -> None:
         for part in parts:
             with part.open("rb") as source:
                 shutil.copyfileobj(source, file, 1 << 20)
-
-
-async def _joined(
-    tasks: dict[PolicyVersion, asyncio.Task[T]], version: PolicyVersion, work: Callable[[], Coroutine[Any, Any, T]]
-) -> T:
-    """Run `work` as the only task for `version`, or wait for the running one. The task continues if the caller is cancelled."""
-    task = tasks.get(version)
-    if task is None:
-        task = tasks[version] = asyncio.create_task(work())
-        task.add_done_callback(lambda _: tasks.pop(version))
-    await asyncio.wait([task])
-    if task.cancelled():
-        raise Cancelled(f"{version} was cancelled: it was discarded, or the node stops")
-    return task.result()

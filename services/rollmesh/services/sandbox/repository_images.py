@@ -24,6 +24,7 @@ from rollmesh.sandbox_runtime import tree
 from rollmesh.sandbox_runtime.records import RecordWriter, TooLarge
 from rollmesh.services.sandbox.config import RepositoryConfig
 from rollmesh.shared.errors import SandboxFailed
+from rollmesh.shared.shared_tasks import SharedTasks
 
 _GIT_S = 300.0
 _PIECE_BYTES = 1 << 20
@@ -41,7 +42,7 @@ class RepositoryImages:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock = asyncio.Lock()
+        self._making: SharedTasks[Path, None] = SharedTasks("the creation of image")
 
     async def image(self, repository: RepositoryConfig, bytes_max: int) -> AsyncGenerator[bytes]:
         """Return an image for a fresh session; the first use creates it. Raises SandboxFailed with the output of git."""
@@ -50,9 +51,8 @@ class RepositoryImages:
     async def _made(self, repository: RepositoryConfig, bytes_max: int) -> Path:
         key = f"{repository.name}\0{repository.commit}"  # the commit id determines the files, whatever the path of the repository
         path = self._directory / hashlib.sha256(key.encode()).hexdigest()
-        async with self._lock:
-            if not await asyncio.to_thread(path.exists):
-                await asyncio.to_thread(_make, repository, path, bytes_max)
+        if not await asyncio.to_thread(path.exists):
+            await self._making.join(path, lambda: asyncio.to_thread(_make, repository, path, bytes_max))
         return path
 
 
