@@ -206,6 +206,12 @@ CASES = {
         labels={"node": "depot", "instance": "10.0.0.1:9000"},
         summary="The disk of depot is full within four hours.",
     ),
+    "LedgerNearlyFull": Case(
+        series={co("ledger_used_ratio"): "0.5x10 0.83x10"},
+        quiet="10m",
+        fires="12m",
+        summary="The ledger of run r is 83% full. At 100% the run ends.",
+    ),
     "LedgerSlow": Case(
         series={
             co("ledger_append_seconds_bucket", 'le="1.0"'): "0+10x30 300x30",

@@ -1155,8 +1155,8 @@ class RunEnded(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"UPDATES_MAX", "SECONDS_MAX", "TOKENS_MAX", "SUCCESS_TARGET", "TASKS_EXHAUSTED", "STOPPED: ..." or "FAILED: ...", which names a bug
-    of the coordinator. ChangeRun reopens a run that ended at a limit or failed.
+    """"UPDATES_MAX", "SECONDS_MAX", "TOKENS_MAX", "SUCCESS_TARGET", "TASKS_EXHAUSTED", "STOPPED: ...", "LEDGER_FULL: ...", which names
+    the limit of the ledger, or "FAILED: ...", which names a bug of the coordinator. ChangeRun reopens a run that ended at a limit or failed.
     """
     def __init__(
         self,

@@ -78,7 +78,8 @@ async def _written_and_recovered(folder: Path, bus: Bus, num_samples: int) -> di
 
 async def _write(log: StreamLog, history: History, snapshots: SnapshotStore, num_samples: int) -> tuple[float, int]:
     begin_s = time.perf_counter()
-    ledger = Ledger(log, head=EMPTY, ids=RandomIds(), clock=SystemClock(), append_s_max=APPEND_S_MAX)
+    ledger = Ledger(log, ids=RandomIds(), clock=SystemClock(), append_s_max=APPEND_S_MAX)
+    await ledger.begin(EMPTY)
     snapshot_at = every = RunLimits().snapshot_records
     size = 0
     newest: asyncio.Future[int] | None = None

@@ -11,6 +11,7 @@ from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.queries import Not, select
 from rollmesh.mesh.observe import CERTIFICATE_EXPIRY, DISK_FREE
 from rollmesh.services.coordinator import metrics as co
+from rollmesh.services.coordinator.driver import LEDGER_WARN_SHARE
 from rollmesh.services.data import metrics as data
 from rollmesh.services.inference import metrics as inference
 from rollmesh.services.reward import metrics as reward
@@ -251,6 +252,13 @@ ALERTS = (
         severity="warning",
         summary="The disk of {{ $labels.node }} is full within four hours.",
         runbook="full-disk",
+    ),
+    Alert(
+        name="LedgerNearlyFull",
+        expr=f"{select(co.LEDGER_USED)} > {LEDGER_WARN_SHARE}",
+        severity="warning",
+        summary="The ledger of run {{ $labels.run }} is {{ $value | humanizePercentage }} full. At 100% the run ends.",
+        runbook="full-ledger",
     ),
     Alert(
         name="LedgerSlow",

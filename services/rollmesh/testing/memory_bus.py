@@ -149,6 +149,7 @@ class MemoryStream:
             last_seq=self._last_seq,
             num_records=len(self._records),
             num_bytes=self._num_bytes,
+            bytes_max=self.spec.bytes_max,
         )
 
     def close(self) -> None:

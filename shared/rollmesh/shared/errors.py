@@ -413,6 +413,17 @@ class DiskFull(ResourceExhausted):
     reason = "DISK_FULL"
 
 
+class LedgerFull(ResourceExhausted):
+    """The ledger of the run has no room for the record of this request; raise its limit and resume the run, or delete the run."""
+
+    reason = "LEDGER_FULL"
+
+    @property
+    def retryable(self) -> bool:
+        """Never, because a ledger only grows."""
+        return False
+
+
 class PriceLimit(ResourceExhausted):
     """The run has spent what it may at an endpoint; raise the limit and resume it."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from rollmesh.services.coordinator.config import RunLimits
@@ -18,8 +19,8 @@ from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.ledger import Ledger, read_ledger
 from rollmesh.services.coordinator.recovery import Recovered
-from rollmesh.shared.bus.bus import StreamLog
-from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.bus.bus import StreamLog, StreamSpec
+from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import MeshError, Unavailable
 from rollmesh.shared.ids import SeededIds
@@ -44,6 +45,15 @@ class GatedLog:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+    @property
+    def spec(self) -> StreamSpec:
+        spec: StreamSpec = self._inner.spec
+        return spec
+
+    @spec.setter
+    def spec(self, spec: StreamSpec) -> None:
+        self._inner.spec = spec
 
     async def append_pipelined(self, payload: bytes, **kwargs: Any) -> asyncio.Future[int]:
         stored: asyncio.Future[int] = await self._inner.append_pipelined(payload, **kwargs)
@@ -112,8 +122,10 @@ class Bench:
         self.services = Services()
         self.failures: list[MeshError] = []
         self.lost: list[str] = []
+        self.room_bytes = 1 << 20
+        """Bytes that a run which ends gets in its ledger."""
         self.ids = SeededIds(1)
-        ledger = Ledger(log, head=EMPTY, ids=self.ids, clock=self.clock, append_s_max=5.0)
+        ledger = Ledger(log, ids=self.ids, clock=self.clock, append_s_max=5.0)
         self.driver = RunDriver(
             "r",
             self.core,
@@ -126,12 +138,15 @@ class Bench:
             on_lost=lambda driver, error: self.lost.append(str(error)),
         )
 
-    async def _restore(self) -> Recovered:
+    async def _restore(self, ends: bool) -> Recovered:
         state, head = State(), EMPTY
         async for record in read_ledger(self.log):
             for fact in record.facts:
                 apply(state, fact)
             head = record.head
+        if ends or state.ended:
+            held = (await self.log.info()).num_bytes
+            self.log.spec = replace(self.log.spec, bytes_max=max(self.log.spec.bytes_max, held + self.room_bytes))
         return Recovered(state=state, head=head, snapshot_position=0)
 
     async def ask(self, kind: Callable[..., Any], **fields: Any) -> Any:
@@ -167,9 +182,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(limits: RunLimits = LIMITS, *, payload_bytes_max: int = 1 << 20) -> AsyncIterator[Bench]:
+async def bench(
+    limits: RunLimits = LIMITS, *, payload_bytes_max: int = 1 << 20, ledger_bytes_max: int = 1 << 24
+) -> AsyncIterator[Bench]:
     bus = MemoryBus(payload_bytes_max=payload_bytes_max)
-    streams = run_streams("r")
+    streams = run_streams("r", StreamLimits(ledger_bytes_max=ledger_bytes_max))
     made = Bench(GatedLog(await bus.create(streams.ledger)), await bus.create(streams.dead), limits)
     await made.driver.start()
     try:

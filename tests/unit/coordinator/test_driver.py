@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
+from rollmesh.services.coordinator.core import core as core_module
+from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.shared.errors import DataLoss, Fenced, Internal, NotReady, Overloaded, PayloadTooLarge, RunEnded
+from rollmesh.shared.errors import (
+    DataLoss,
+    Fenced,
+    Internal,
+    LedgerFull,
+    NotReady,
+    Overloaded,
+    PayloadTooLarge,
+    RunEnded,
+)
 
-from .driver_bench import LIMITS, NAMES, SPEC, bench, settle
+from .driver_bench import LIMITS, NAMES, SPEC, Bench, bench, settle
 
 # Order ----------------------------------------------------------------------------------------------------------------
 
@@ -267,10 +279,10 @@ async def test_a_bug_in_the_recovery_ends_the_run_and_a_second_one_loses_it(monk
             restore = b.driver._restore
             numbers = iter(range(1, num_bugs + 1))
 
-            async def with_bugs(restore: Any = restore, numbers: Any = numbers) -> Any:
+            async def with_bugs(ends: bool, restore: Any = restore, numbers: Any = numbers) -> Any:
                 for number in numbers:
                     raise ValueError(f"bug {number}")
-                return await restore()
+                return await restore(ends)
 
             monkeypatch.setattr(b.driver, "_restore", with_bugs)
             with pytest.raises(PayloadTooLarge if ended else Internal):
@@ -308,3 +320,89 @@ async def test_closing_rejects_all_callers_as_retryable() -> None:
         for task in (waiting, watching):
             with pytest.raises(NotReady, match="is stopping; retry"):
                 await task
+
+
+# A full ledger --------------------------------------------------------------------------------------------------------
+
+
+async def attach_until_ended(b: Bench) -> int:
+    """Attach with long names until the run has ended. Returns the number of callers that had to retry."""
+    num_retries = 0
+    while not await b.driver.read(lambda core, _: core.state.ended):
+        try:
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="", holder="x" * 1000)
+        except NotReady:
+            num_retries += 1
+    return num_retries
+
+
+async def test_a_full_ledger_ends_the_run_in_the_room_that_is_made_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    async with bench(ledger_bytes_max=20_000) as b:
+        await b.begin()
+        leases = (await b.acquire()).leases
+        assert await attach_until_ended(b) == 1
+        reason = await b.driver.read(lambda core, _: core.state.ended)
+        assert reason.startswith("LEDGER_FULL: RM_r_LEDGER holds ")
+        assert "`coordinator.streams.ledger_bytes_max` of 20000 bytes; raise it" in reason
+        assert {lease for one in b.services.cancelled for lease in one.lease_ids} == {x.lease_id for x in leases}
+        assert (b.failures, b.lost) == ([], [])
+        assert len([r for r in caplog.records if "ledger nearly full: run=r used=8" in r.getMessage()]) == 1
+        await b.ask(i.StopRun, reason="")
+        assert (await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")).trainer_epoch > 1
+
+
+async def test_a_record_that_the_server_has_no_room_for_ends_the_run_too() -> None:
+    """Its limit is lower than it was when the run was opened."""
+    async with bench() as b:
+        await b.begin()
+        b.log.spec = replace(b.log.spec, bytes_max=(await b.log.info()).num_bytes)
+        assert await attach_until_ended(b) == 1
+        assert (await b.driver.read(lambda core, _: core.state.ended)).startswith("LEDGER_FULL: ")
+        assert (b.failures, b.lost) == ([], [])
+
+
+async def test_an_ended_run_without_room_rejects_requests_and_stays_readable() -> None:
+    async with bench() as b:
+        await b.begin()
+        await b.ask(i.StopRun, reason="enough")
+        b.room_bytes = 2_000
+        b.log.spec = replace(b.log.spec, bytes_max=(await b.log.info()).num_bytes)
+        with pytest.raises(NotReady):  # the server rejects it, then the ledger gets room
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+        for _ in range(3):
+            with pytest.raises(LedgerFull, match="ledger_bytes_max"):
+                await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="", holder="x" * 5_000)
+        assert (await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")).trainer_epoch == 2
+        assert await b.driver.read(lambda core, _: core.state.ended) == "STOPPED: enough"
+        assert (b.failures, b.lost) == ([], [])
+
+
+async def test_a_run_whose_end_has_no_room_either_is_lost_alone() -> None:
+    async with bench() as b:
+        await b.begin()
+        b.room_bytes = 0
+        b.log.spec = replace(b.log.spec, bytes_max=(await b.log.info()).num_bytes)
+        with pytest.raises(NotReady):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+        with pytest.raises(Internal, match="ledger_bytes_max"):
+            await b.driver.read(lambda core, _: core.state.ended)
+        assert len(b.lost) == 1
+        assert not b.failures
+
+
+async def test_a_record_that_is_too_large_and_that_no_caller_asked_for_loses_the_run_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench(payload_bytes_max=4_000) as b:
+        await b.begin()
+
+        def much(ctx: Any, request: Any) -> None:
+            ctx.emit(f.RunStalled(root="x" * 5_000, cause="", stalled_s=1.0))
+
+        monkeypatch.setitem(core_module._HANDLERS, i.Tick, much)
+        await b.driver.enqueue(i.Tick())
+        await settle()
+        with pytest.raises(Internal, match="too large for one record"):
+            await b.driver.read(lambda core, _: core.state.ended)
+        assert len(b.lost) == 1
+        assert not b.failures

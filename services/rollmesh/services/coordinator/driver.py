@@ -9,8 +9,9 @@ whole, and so does the coordinator.
 If only the state in memory is wrong, the driver recovers once every earlier decision is stored and answered: it
 restores the stored state, resumes, and callers repeat unanswered requests. There are two such cases. A record that is
 too large for the bus was never sent: its request is rejected. An exception that is not a refusal is a bug: its caller
-gets INTERNAL, and the run ends before it resumes. A run that cannot be recovered is lost to this coordinator
-(`on_lost`). Other runs are not affected.
+gets INTERNAL, and the run ends before it resumes. In a third case the ledger has no room for a record: the run ends in
+the room that `restore` makes for it. A run that cannot be recovered, or cannot store a record that no caller asked for,
+is lost to this coordinator (`on_lost`). Other runs are not affected.
 """
 
 from __future__ import annotations
@@ -25,19 +26,23 @@ from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import Effect, EphemeralState, Refusal, Reply
+from rollmesh.services.coordinator.core.ending import LEDGER_FULL
 from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.services.coordinator.translate import to_error
+from rollmesh.shared.bus.bus import StreamFull
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Internal, MeshError, NotReady, PayloadTooLarge
+from rollmesh.shared.errors import DataLoss, Internal, LedgerFull, MeshError, NotReady, PayloadTooLarge
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.payload_files import file_of, in_file
 from rollmesh.shared.telemetry import metrics
 
 CAUSE_CHARS_MAX = 500
+LEDGER_WARN_SHARE = 0.8
+"""Share of a ledger's limit from which a live run logs a warning."""
 CLOSE_S_MAX = 5.0
 """Maximum time to wait for appends in progress when closing or recovering, in seconds."""
 _log = logging.getLogger(__name__)
@@ -66,12 +71,13 @@ class RunDriver(Callers):
         *,
         clock: Clock,
         limits: RunLimits,
-        restore: Callable[[], Awaitable[Recovered]],
+        restore: Callable[[bool], Awaitable[Recovered]],
         on_failure: Callable[[str, MeshError], None],
         on_lost: Callable[[RunDriver, Internal], None],
         on_live: Callable[[], None] = lambda: None,
     ) -> None:
-        """`restore` reads the stored state. `on_lost` is called with the cause when the run cannot be recovered and
+        """`restore` reads the stored state; its argument says whether the run will end, and needs room for that in its
+        ledger. `on_lost` is called with the cause when the run cannot be recovered and
         this driver has stopped. `on_live` is called when the run becomes live, and when it has ended."""
         super().__init__(run, core, clock=clock, limits=limits)
         self.weight_goal: WeightGoal | None = None
@@ -90,6 +96,10 @@ class RunDriver(Callers):
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
         self._last_stored: asyncio.Future[int] | None = None
         self._recovering = False
+        self._full = False
+        """Whether the ledger had no room for a record, and has stored none since."""
+        self._warned = False
+        """Whether it was logged that the ledger is nearly full."""
         self._tasks: list[asyncio.Task[None]] = []
         """The loops, or the recovery."""
         self._effects = make_effects(self)
@@ -98,6 +108,15 @@ class RunDriver(Callers):
     def live(self) -> bool:
         """Whether the run was created and has not ended, by the stored state."""
         return self.weight_goal is not None and not self.weight_goal.ended
+
+    @property
+    def ledger_used(self) -> float:
+        """Share of the ledger's limit that is used."""
+        return self._ledger.used
+
+    async def read_ledger_limit(self) -> None:
+        """Use the limit that the ledger's stream has now."""
+        await self._ledger.read_limit()
 
     @property
     def last_error(self) -> str:
@@ -116,16 +135,24 @@ class RunDriver(Callers):
 
     # Recovering -------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, bug: str = "") -> Recovered:
-        """Restore the stored state, renew leases and repeat open requests. With `bug`, its cause, end the run first. A
-        bug in this method ends the run too, but only once."""
+    async def _begin(self, bug: str = "", full: str = "") -> Recovered:
+        """Restore the stored state, renew leases and repeat open requests. With the cause of a `bug`, or of a `full`
+        ledger, end the run first. Either of them in this method ends the run too, but only once."""
         try:
-            recovered = await self._restore()
-            self._ledger.head = recovered.head
+            recovered = await self._restore(bool(bug or full))
+            await self._ledger.begin(recovered.head)
             self._core.state, self._core.ephemeral = recovered.state, EphemeralState()
             now = self._clock.monotonic_s()
-            failed = self._core.fail(bug, now) if bug else Decision((), ())
+            ended = self._core.fail(bug, now) if bug else self._core.end(full, now) if full else Decision((), ())
             resumed = self._core.resume(now)
+            release = await self._record(Decision(ended.facts + resumed.facts, ended.effects + resumed.effects))
+        except LedgerFull as error:
+            if bug or full or recovered.state.ended:
+                raise
+            _log.warning("run %s: %s", self.run, error)
+            return await self._begin(full=self._end_reason())
+        except PayloadTooLarge as error:
+            raise self._ledger.failure(error) from error
         except MeshError:
             raise
         except Exception as error:  # the recording point for bugs that prevent a recovery
@@ -138,8 +165,7 @@ class RunDriver(Callers):
                 "fixed",
                 run=self.run,
             ) from error
-        decision = Decision(failed.facts + resumed.facts, failed.effects + resumed.effects)
-        await self._releases.put(await self._record(decision))
+        await self._releases.put(release)
         self._recovering = False
         loops = {"decide": self._decide_forever, "release": self._release_forever, "tick": self._tick_forever}
         self._tasks = [asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}") for k, loop in loops.items()]
@@ -153,33 +179,47 @@ class RunDriver(Callers):
         """Recover, because the state in memory must be dropped. `asked` is the input at fault."""
         if self._closed is not None or self._recovering:
             return
-        self._recovering = True
         answer: MeshError
         ticket, what = (asked.ticket, type(asked.request).__name__) if asked is not None else (0, "a call")
-        if isinstance(error, PayloadTooLarge):
-            bug, answer = "", error
-            _log.warning("run %s: a request was rejected, its record is too large: %s", self.run, error)
+        bug = full = ""
+        if isinstance(error, (PayloadTooLarge, LedgerFull, StreamFull)):
+            is_full, self._full = self._full, not isinstance(error, PayloadTooLarge)
+            if not ticket and (
+                is_full or not self._full
+            ):  # no caller can get the error, and a recovery would repeat it
+                self._lose(self._ledger.failure(error))
+                return
+            _log.warning("run %s: a record was not stored: %s", self.run, error)
+            answer = error
+            if self._full and (self.live or not ticket):
+                ticket, full = 0, self._end_reason()
         else:
             bug = self._log_bug(error)
             answer = _internal(self.run, what, bug, "the run has ended")
-        self._tasks.append(asyncio.create_task(self._recover(bug, ticket, answer), name=f"{self.run} recovery"))
+        self._recovering = True
+        self._tasks.append(asyncio.create_task(self._recover(bug, full, ticket, answer), name=f"{self.run} recovery"))
 
-    async def _recover(self, bug: str, ticket: int, answer: MeshError) -> None:
+    async def _recover(self, bug: str, full: str, ticket: int, answer: MeshError) -> None:
         """Recover. The caller with `ticket` gets `answer`; all others get UNAVAILABLE."""
         await self._end_work()  # results of effects belong to the state that is dropped
         self._reject_all(NotReady(f"run {self.run} is recovered from its ledger; retry", run=self.run), but=ticket)
         self._releases = asyncio.Queue(self._limits.releases_max)
         try:
-            await self._begin(bug)
+            await self._begin(bug, full)
         except MeshError as error:
-            lost = error
-            if not isinstance(lost, Internal):
-                after = f" after a bug ({bug})" if bug else ""
-                lost = Internal(f"run {self.run} could not be recovered{after}: {error}", run=self.run)
-            self._stop(lost)
-            self._on_lost(self, lost)
+            after = f" after a bug ({bug})" if bug else ""
+            self._lose(error, f"run {self.run} could not be recovered{after}: ")
         else:
             self._answer(ticket, answer, self._ledger.head)
+
+    def _lose(self, error: MeshError, what: str = "") -> None:
+        """Stop. Every request for the run gets the error from now on."""
+        lost = error if isinstance(error, Internal) else Internal(f"{what}{error}", run=self.run)
+        self._stop(lost)
+        self._on_lost(self, lost)
+
+    def _end_reason(self) -> str:
+        return f"{LEDGER_FULL}: {self._ledger.full}"
 
     def _log_bug(self, error: BaseException) -> str:
         _log.error("run %s: a bug of the coordinator", self.run, exc_info=error)
@@ -209,22 +249,31 @@ class RunDriver(Callers):
             return _Release(head, act=lambda: self._answer(question.ticket, error, head))
         if question.ticket and question.ticket not in self._waiting:
             self._core.forget(question.ticket)  # cancelled while it was queued
-        return await self._record(decision, asked=bool(question.ticket))
+        return await self._record(decision)
 
-    async def _record(self, decision: Decision, *, asked: bool = False) -> _Release:
-        """Append the record of a decision. Raises PayloadTooLarge only if it is `asked` for, because its caller can get
-        the error."""
+    async def _record(self, decision: Decision) -> _Release:
+        """Append the record of a decision. Raises PayloadTooLarge and LedgerFull for a record that was not sent."""
         stored = None
         if decision.facts:
             try:
                 stored = self._last_stored = await self._ledger.append(decision.facts)
                 self._time_append(stored)
+            except (PayloadTooLarge, LedgerFull):
+                raise
             except MeshError as error:
-                if asked and isinstance(error, PayloadTooLarge):
-                    raise
                 raise self._ledger.failure(error) from error
+            self._warn_of_full_ledger()
         goal = self._core.weight_goal() if self._core.state.spec is not None else None
         return _Release(self._ledger.head, stored, decision.effects, goal)
+
+    def _warn_of_full_ledger(self) -> None:
+        if not self._warned and self._ledger.used > LEDGER_WARN_SHARE and not self._core.state.ended:
+            self._warned = True
+            _log.warning(
+                "ledger nearly full: run=%s used=%.0f%%: at 100%% the run ends; raise `coordinator.streams.ledger_bytes_max`",
+                self.run,
+                100 * self._ledger.used,
+            )
 
     def _time_append(self, stored: asyncio.Future[int]) -> None:
         if metrics.is_on():
@@ -269,6 +318,8 @@ class RunDriver(Callers):
             if release.stored is not None:
                 try:
                     await release.stored
+                except StreamFull:
+                    raise
                 except MeshError as error:
                     raise self._ledger.failure(error) from error
             self._release(release)
@@ -286,6 +337,7 @@ class RunDriver(Callers):
         if release.act is not None:
             release.act()
         if release.stored is not None:
+            self._full = False
             self._note_change()
 
     # Ending -----------------------------------------------------------------------------------------------------------
@@ -294,10 +346,12 @@ class RunDriver(Callers):
         undone: Exception
         try:
             return await loop()
-        except PayloadTooLarge as error:
+        except (PayloadTooLarge, LedgerFull, StreamFull) as error:
             undone = error
         except MeshError as error:
-            if self._closed is None:
+            if isinstance(error, DataLoss) and await self._ledger.is_gone():
+                self._lose(DataLoss(f"the ledger of run {self.run} was deleted from NATS: {error}", run=self.run))
+            elif self._closed is None:
                 self._stop(
                     NotReady(
                         f"the coordinator of run {self.run} has stopped; retry at the coordinator that leads it now"

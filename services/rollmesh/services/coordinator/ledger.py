@@ -4,6 +4,9 @@ Each append carries the expected previous sequence, so only one of two coordinat
 acknowledgement by the record id, and resends what a killed server has not stored. If an append fails permanently, the
 state in memory is ahead of the ledger: the coordinator must stop and recover.
 
+The ledger counts its bytes, and rejects a record before it is sent if the stream has no room for it. So the server never rejects one in the
+middle of the pipeline.
+
 Every record contains the hash of the previous record, and is stored with its own hash in a header
 (`shared.ledger_head`).
 """
@@ -16,9 +19,16 @@ from dataclasses import dataclass
 
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
-from rollmesh.shared.bus.bus import StreamLog, StreamRecord, WrongLastSequence
+from rollmesh.shared.bus.bus import (
+    BusUnavailable,
+    StreamFull,
+    StreamLog,
+    StreamRecord,
+    UnknownStream,
+    WrongLastSequence,
+)
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError, PayloadTooLarge
+from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, LedgerFull, MeshError, PayloadTooLarge
 from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
@@ -26,6 +36,8 @@ from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 CHECKSUM = "Sha256"
 """Header with the hash of a record's bytes. It also detects an altered byte in the newest record, which has no
 successor yet."""
+_OVERHEAD_BYTES = 300
+"""Upper limit of the bytes that a stored record has besides its payload, its id, and twice the name of the stream."""
 RESTORE = "restore the stream from a replica or a backup"
 
 
@@ -46,21 +58,49 @@ class StoredRecord:
 
 
 class Ledger:
-    """Appends to and reads from RM_<run>_LEDGER. `head` is that of the newest record, stored or being appended."""
+    """Appends to and reads from RM_<run>_LEDGER, after `begin`."""
 
-    def __init__(self, log: StreamLog, *, head: LedgerHead, ids: IdSource, clock: Clock, append_s_max: float) -> None:
+    def __init__(self, log: StreamLog, *, ids: IdSource, clock: Clock, append_s_max: float) -> None:
         self._log = log
         self._ids = ids
         self._clock = clock
         self._append_s_max = append_s_max
-        self.head = head
+        self.head = EMPTY
+        """Head of the newest record, stored or being appended."""
+        self._num_bytes = 0
+        self._bytes_max = 1
+
+    async def begin(self, head: LedgerHead) -> None:
+        """Append after `head`. Call this when no append is in progress."""
+        info = await self._log.info()
+        self.head, self._num_bytes, self._bytes_max = head, info.num_bytes, info.bytes_max
+
+    async def read_limit(self) -> None:
+        """Use the limit that the stream has now."""
+        self._bytes_max = (await self._log.info()).bytes_max
+
+    @property
+    def used(self) -> float:
+        """Share of the limit of the stream that the records use, including those that are being appended."""
+        return self._num_bytes / self._bytes_max
+
+    @property
+    def full(self) -> str:
+        """What a ledger without room for a record means for its run."""
+        return (
+            f"{self._log.name} holds {self._num_bytes} bytes and has no room for the next record within "
+            f"`coordinator.streams.ledger_bytes_max` of {self._bytes_max} bytes; raise it and resume the run"
+        )
 
     async def append(self, facts: Sequence[Fact]) -> asyncio.Future[int]:
         """Append one decision. The future returns its sequence once it is stored. Waits while too many appends are in
-        progress."""
+        progress. Raises LedgerFull and PayloadTooLarge for a record that was not sent."""
         record_id = self._ids.new("d")
         payload = encode_record(record_id, self._clock.wall_s(), facts, self.head.hash)
         hashed = record_hash(payload)
+        num_bytes = len(payload) + len(record_id) + 2 * len(self._log.name) + _OVERHEAD_BYTES
+        if self._num_bytes + num_bytes > self._bytes_max:
+            raise LedgerFull(self.full, ledger=self._log.name)
         stored = await self._log.append_pipelined(
             payload,
             msg_id=record_id,
@@ -68,8 +108,19 @@ class Ledger:
             headers={CHECKSUM: hashed},
             deadline_s=self._append_s_max,
         )
+        self._num_bytes += num_bytes
         self.head = LedgerHead(position=self.head.position + 1, hash=hashed)
         return stored
+
+    async def is_gone(self) -> bool:
+        """Return whether the stream was deleted."""
+        try:
+            await self._log.info()
+        except UnknownStream:
+            return True
+        except BusUnavailable:
+            pass
+        return False
 
     def failure(self, error: MeshError) -> MeshError:
         """Return the error for the operator after a failed append."""
@@ -85,9 +136,11 @@ class Ledger:
                 "cluster: max_payload), then start the coordinator again",
                 ledger=self._log.name,
             )
+        if isinstance(error, (LedgerFull, StreamFull)):
+            return LedgerFull(self.full, ledger=self._log.name)
         return DataLoss(
             f"{self._log.name} stored no record ({error}); the coordinator stops and recovers from what is stored when it is "
-            "started again: check that NATS runs, that its disk has room, and that ledger_bytes_max is not reached",
+            "started again: check that NATS runs, and that its disk has room",
             ledger=self._log.name,
         )
 

@@ -80,6 +80,11 @@ FAILED_ATTEMPTS = counter(
     "run",
 )
 POSITION = gauge("rollmesh_coordinator_ledger_position", "Newest stored ledger record.", "run")
+LEDGER_USED = gauge(
+    "rollmesh_coordinator_ledger_used_ratio",
+    "Share of coordinator.streams.ledger_bytes_max that the ledger of a live run uses. At 1 the run ends. 0 after the end.",
+    "run",
+)
 APPEND_SECONDS = histogram(
     "rollmesh_coordinator_ledger_append_seconds", "Time from decision to stored record.", "run", buckets=LATENCY_S
 )
@@ -92,5 +97,5 @@ NODE_CHANGES = counter(
 )  # fmt: skip
 METRICS = (
     SAMPLES, DROPPED, GROUPS, AHEAD, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, STEP, TOKENS, REWARD, HELDOUT,
-    IDLE_SECONDS, STALLED, REJECTED, FAILED_ATTEMPTS, POSITION, APPEND_SECONDS, NODES, NODE_CHANGES,
+    IDLE_SECONDS, STALLED, REJECTED, FAILED_ATTEMPTS, POSITION, LEDGER_USED, APPEND_SECONDS, NODES, NODE_CHANGES,
 )  # fmt: skip

@@ -16,6 +16,7 @@ from rollmesh.services.coordinator.metrics import (
     HELDOUT,
     IDLE_SECONDS,
     LEASES,
+    LEDGER_USED,
     NODES,
     PENDING,
     POSITION,
@@ -41,6 +42,7 @@ async def read(node: CoordinatorNode) -> list[Reading]:
     found = _nodes(node.fleet_nodes())
     for run, driver in node.runs.drivers.items():
         found += await driver.read(lambda core, head, run=run: _run(run, core, head, node.now_s()))  # type: ignore[misc]
+        found.append(Reading(LEDGER_USED, driver.ledger_used if driver.live else 0.0, (run,)))
     return found
 
 

@@ -23,7 +23,8 @@ from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
 
 LEDGER_ROOM_BYTES = 16 * MIB
-"""Bytes reserved for the ledger of an ended run: a trainer may still attach, commit, report and publish."""
+"""Bytes reserved for the ledger of a run that ends: the end itself, and later a trainer may still attach, commit, report
+and publish. If the ledger is full, they are added to its limit."""
 ROOM_BYTES = MIB
 """Bytes reserved for its other streams."""
 _MARKER = "ended.json"
@@ -91,13 +92,20 @@ class RunStorage:
             raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
 
     async def shrink(self, run: str) -> None:
-        """Reduce the reserved room to little more than what the streams contain."""
+        """Reduce the reserved room to little more than what the streams contain. Raises DiskFull if a full ledger cannot
+        get that."""
         specs = _known_streams(run, self._limits)
         for spec in _each(specs):
-            room = LEDGER_ROOM_BYTES if spec is specs.ledger else ROOM_BYTES
+            room, over = (LEDGER_ROOM_BYTES, LEDGER_ROOM_BYTES) if spec is specs.ledger else (ROOM_BYTES, 0)
             with suppress(UnknownStream):
                 held = (await (await self._bus.open(spec.name)).info()).num_bytes
-                await self._bus.create(replace(spec, bytes_max=min(spec.bytes_max, held + room)))
+                await self._bus.create(replace(spec, bytes_max=min(spec.bytes_max + over, held + room)))
+
+    async def extend(self, run: str) -> None:
+        """Raise the limit of the ledger of a live run to the configured one. Raises DiskFull."""
+        spec = _known_streams(run, self._limits).ledger
+        if (await (await self._bus.open(spec.name)).info()).bytes_max < spec.bytes_max:
+            await self._bus.create(spec)
 
     async def delete(self, run: str) -> bool:
         """Remove streams and folder. Return whether there were any."""

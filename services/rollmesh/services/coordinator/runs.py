@@ -4,6 +4,9 @@ A run is its ledger. Every run with a folder here is recovered at the start. A r
 its first request, because its streams are still on the bus. A run that has ended is led until it gets no request for a
 while. Then it costs no task and no memory, and its next request recovers it.
 
+Opening a run is a task of the coordinator. All requests for the run wait for the same one, it continues if they are
+cancelled, and it delays no other run. What must not happen to one run at the same time has one lock per run.
+
 A run that cannot be led because of a bug returns the same error to every request until the coordinator restarts.
 """
 
@@ -12,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import inputs as i
@@ -30,12 +35,26 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.services.coordinator.watchdog import Watchdog
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, DiskFull, Internal, MeshError, NotReady, Overloaded, RunLive, UnknownRun
+from rollmesh.shared.errors import (
+    Cancelled,
+    DataLoss,
+    DiskFull,
+    Internal,
+    LedgerFull,
+    MeshError,
+    NotReady,
+    Overloaded,
+    RunLive,
+    UnknownRun,
+)
 from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.ids import IdSource
-from rollmesh.shared.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.shared_tasks import SharedTasks
 from rollmesh.shared.telemetry import log_context
 
+OPENINGS_MAX = 8
+"""Maximum number of runs that are opened at the same time."""
 _log = logging.getLogger(__name__)
 
 
@@ -98,7 +117,11 @@ class Runs:
         self._lost: dict[str, str] = {}
         """Runs that cannot be recovered, with the cause."""
         self._stopping: set[asyncio.Task[None]] = set()
-        self._opening = asyncio.Lock()
+        self._opening: SharedTasks[str, _Led] = SharedTasks("the opening of run")
+        self._open_places = asyncio.Semaphore(OPENINGS_MAX)
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._reserving = asyncio.Lock()
+        """Held while the room of runs is reserved. It is acquired before the lock of a run."""
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -136,14 +159,13 @@ class Runs:
                 continue
             try:
                 await self.get(run)
-            except (
-                DataLoss,
-                Internal,
-                NewerFormat,
-            ) as error:  # every request for this run gets this error; other runs are not affected
-                _log.error("run %s cannot be led: %s", run, error)
             except UnknownRun:
                 _log.warning("run %s has a folder here but no ledger on this bus; it is skipped", run)
+            except (
+                MeshError,
+                OSError,
+            ) as error:  # the next request for this run tries again; other runs are not affected
+                _log.error("run %s cannot be led: %s", run, error)
 
     async def create(self, spec: RunSpec) -> bool:
         """Create a run. Return whether it is new. Raises RunExists if it exists with another spec, Overloaded, and
@@ -158,15 +180,21 @@ class Runs:
         """Return the driver of a run, and lead the run if it is not led. Raises UnknownRun."""
         led = self._led.get(run)
         if led is None:
-            async with self._opening:
-                led = await self._open(run)
+            self._check_leads()
+            try:
+                led = await self._opening.join(run, lambda: self._open(run))
+            except Cancelled:
+                self._check_leads()
+                raise
         led.asked_s = self._clock.monotonic_s()
         return led.driver
 
     async def reserve(self, run: str) -> None:
         """Reserve the full limits of a run's streams, because a changed run may become live again. Raises DiskFull."""
-        async with self._opening:
+        async with self._reserving:
             await self._reserve(run)
+        if (led := self._led.get(run)) is not None:
+            await led.driver.read_ledger_limit()
 
     async def delete(self, run: str, forget: Callable[[str], Awaitable[None]]) -> None:
         """Remove an ended run, after `forget` has removed what other services store of it.
@@ -174,12 +202,10 @@ class Runs:
         Raises RunLive, UnknownRun if there is nothing to remove, and the errors of `forget`; after those the run still
         exists.
         """
-        async with self._opening:
-            try:
-                led = await self._open(run)
-            except (UnknownRun, DataLoss, Internal, NewerFormat):
-                led = None  # no live run can come from it; remove the rest of it
-            if led is not None:
+        with suppress(UnknownRun, DataLoss, Internal, NewerFormat, LedgerFull, DiskFull):
+            await self.get(run)  # after these errors no live run can come from it; remove the rest of it
+        async with self._lock(run):
+            if (led := self._led.get(run)) is not None:
                 if await led.driver.read(lambda core, _: core.state.spec is not None and not core.state.ended):
                     raise RunLive(
                         f"run {run} is live and cannot be deleted; end it first with `rollmesh stop {run}` (StopRun)",
@@ -200,42 +226,53 @@ class Runs:
 
     async def retire(self, idle_s: float) -> None:
         """Stop leading every ended run without a request for `idle_s`."""
-        async with self._opening:
+        async with self._reserving:
             await self._retire(idle_s)
 
     async def close(self) -> None:
         """Stop leading. All stored state remains."""
         self._closed = True
+        await self._opening.close()
         led, self._led = list(self._led.values()), {}
         await asyncio.gather(*(one.stop() for one in led), *self._stopping)
 
-    # With `_opening` held ---------------------------------------------------------------------------------------------
+    # Opening ----------------------------------------------------------------------------------------------------------
 
-    async def _open(self, run: str) -> _Led:
+    def _lock(self, run: str) -> asyncio.Lock:
+        """Return the lock of a run, which is held while its streams or its folder change."""
+        return self._locks.setdefault(run, asyncio.Lock())
+
+    def _check_leads(self) -> None:
         if self._closed:
             raise NotReady("this coordinator is stopping; retry later")
-        if run in self._lost:
-            raise Internal(self._lost[run], run=run)
-        if run not in self._led:
-            with log_context(run=run):  # also for the tasks that lead it
-                self._led[run] = await self._lead(run, await self._storage.open(run))
-            self._ended.pop(run, None)
-        return self._led[run]
+
+    async def _open(self, run: str) -> _Led:
+        with log_context(run=run):  # also for the tasks that lead it
+            async with self._lock(run), self._open_places:
+                if run in self._lost:
+                    raise Internal(self._lost[run], run=run)
+                if run not in self._led:
+                    self._led[run] = await self._lead(run, await self._storage.open(run))
+                    self._ended.pop(run, None)
+                return self._led[run]
 
     async def _make(self, run: str) -> RunDriver:
-        async with self._opening:
+        async with self._reserving:
             if len(self.live) >= self._config.runs_max:
                 raise Overloaded(
                     f"this coordinator leads {len(self.live)} live runs, `coordinator.runs_max` is {self._config.runs_max}; "
                     "end one with `rollmesh stop NAME` (StopRun), or use another mesh"
                 )
             is_new = await self._reserve(run)
-            try:
-                return (await self._open(run)).driver
-            except MeshError:
-                if is_new:  # a run may exist that only lacks another stream
+        try:
+            return await self.get(run)
+        except MeshError:
+            if is_new:  # a run may exist that only lacks another stream
+                async with self._lock(run):
                     await self._storage.delete(run)
-                raise
+            raise
+
+    # With `_reserving` held -------------------------------------------------------------------------------------------
 
     async def _reserve(self, run: str) -> bool:
         """Reserve room for a run, and return whether it is new. If the disk is full, first release the room of ended runs."""
@@ -250,9 +287,10 @@ class Runs:
     async def _retire(self, idle_s: float) -> None:
         before_s = self._clock.monotonic_s() - idle_s
         for run, led in list(self._led.items()):
-            if led.asked_s <= before_s and led.driver.idle and not led.driver.live:
+            if led.asked_s <= before_s and led.driver.idle and not led.driver.live and not self._lock(run).locked():
                 try:
-                    await self._retire_one(run, led)
+                    async with self._lock(run):
+                        await self._retire_one(run, led)
                 except (MeshError, OSError) as error:
                     _log.warning("run %s has ended and keeps its storage for now: %s", run, error)
 
@@ -276,6 +314,9 @@ class Runs:
         driver = self._make_driver(run, streams, store)
         try:
             recovered = await driver.start()
+        except asyncio.CancelledError:
+            await driver.close()
+            raise
         except Internal as error:
             self._lost[run] = str(error)
             raise
@@ -295,15 +336,18 @@ class Runs:
     def _make_driver(self, run: str, streams: OpenStreams, store: SnapshotStore) -> RunDriver:
         core = Core()
 
-        async def restore() -> Recovered:
+        async def restore(ends: bool) -> Recovered:
             recovered = await recover(streams.ledger, store)
-            if recovered.state.ended:
+            if ends or recovered.state.ended:
                 await self._storage.shrink(run)  # with room in its ledger again
+            else:
+                try:
+                    await self._storage.extend(run)
+                except DiskFull as error:
+                    _log.warning("run %s keeps the limit of its ledger: %s", run, error)
             return recovered
 
-        ledger = Ledger(
-            streams.ledger, head=EMPTY, ids=self._ids, clock=self._clock, append_s_max=self._config.run.append_s_max
-        )
+        ledger = Ledger(streams.ledger, ids=self._ids, clock=self._clock, append_s_max=self._config.run.append_s_max)
         return RunDriver(
             run,
             core,

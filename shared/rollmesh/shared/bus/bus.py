@@ -105,6 +105,8 @@ class StreamInfo:
     last_seq: int
     num_records: int
     num_bytes: int
+    bytes_max: int
+    """Limit of `num_bytes`."""
 
 
 class AppendOptions(TypedDict, total=False):

@@ -410,10 +410,14 @@ class JetStreamLog:
             raise self._unknown() from err
 
     async def info(self) -> StreamInfo:
-        state = (await self.server_info()).state
-        first_seq = state.first_seq if state.messages else state.last_seq + 1
+        info = await self.server_info()
+        state = info.state
         return StreamInfo(
-            first_seq=first_seq, last_seq=state.last_seq, num_records=state.messages, num_bytes=state.bytes
+            first_seq=state.first_seq if state.messages else state.last_seq + 1,
+            last_seq=state.last_seq,
+            num_records=state.messages,
+            num_bytes=state.bytes,
+            bytes_max=info.config.max_bytes or 0,
         )
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ class StreamLimits(Settings):
     """Sample payloads not yet trained or purged; when full, rollout workers wait."""
     ledger_bytes_max: PositiveInt = 512 * MIB
     """Facts of the whole run, never purged; about 320 bytes per sample and 34 per turn, and the text of
-    `rollout.summary_text_chars`."""
+    `rollout.summary_text_chars`. When the ledger is full, the run ends as LEDGER_FULL."""
     dead_bytes_max: PositiveInt = 64 * MIB
     """Limit of dead letters, in bytes; the oldest are dropped."""
     num_replicas: PositiveInt = 1

@@ -158,6 +158,12 @@ class Core:
         ending.fail(ctx, cause)
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
+    def end(self, reason: str, now: float) -> Decision:
+        """End the run after recovery, and decide nothing else."""
+        ctx = DecisionContext(self.state, self.ephemeral, now)
+        ending.end_run(ctx, reason)
+        return Decision(tuple(ctx.facts), tuple(ctx.effects))
+
     def weight_goal(self) -> WeightGoal:
         """Return what nodes should serve: announced versions without a refusal, pins, and the oldest step that the next update may use."""
         clock = self.state.the_clock

@@ -15,6 +15,9 @@ from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
 FAILED = "FAILED"
 """Prefix of the reason of a run that a bug of the coordinator ended."""
 
+LEDGER_FULL = "LEDGER_FULL"
+"""Prefix of the reason of a run whose ledger has no room for further records."""
+
 
 def stop(ctx: DecisionContext, request: i.StopRun) -> None:
     end_run(ctx, f"STOPPED: {request.reason}" if request.reason else "STOPPED")
