@@ -467,3 +467,17 @@ def test_a_batch_has_the_text_of_a_sample_once_in_its_group() -> None:
     assert [s.meta.summary for s in batch.samples] == [SampleSummary(role="critic")] * 4
     members = [m.summary for group in batch.groups for m in group.members]
     assert members == [SampleSummary(role="critic", text="so 63")] * 4
+
+
+def test_an_error_shows_where_two_digests_differ() -> None:
+    run, batch = leased()
+    known = run.commit(1, batch.lease_id)
+    other = known[:-1] + ("0" if known[-1] != "0" else "1")
+    for kind, fields in (
+        (i.ReportCheckpoint, trainer(run, update=1, digest=other)),
+        (i.AttachTrainer, {"policy": "main", "learner": "main", "last_update": 1, "digest": other}),
+    ):
+        error = refusal(run, kind, **fields)
+        assert error.reason == "DIGEST_MISMATCH"
+        assert known in str(error)
+        assert other in str(error)

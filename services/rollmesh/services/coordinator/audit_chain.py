@@ -96,7 +96,7 @@ class Chain:
             if not holds:
                 self._complain(
                     "chain",
-                    f"record {self.head.position} has the hash {self.head.hash[:12]}, {stored.where} holds {stored.head.hash[:12]}: this record "
+                    f"record {self.head.position} has the hash {self.head.hash}, {stored.where} holds {stored.head.hash}: this record "
                     "or one before it was altered, removed, inserted or moved, or the head is of another run with this name",
                 )
 

@@ -67,7 +67,7 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
     _compare(line, set(standing.used), complain)
     if line.digest != standing.digest:
         complain(
-            f"digest after update {line.update}: {line.digest[:12]!r} in the checkpoint, {standing.digest[:12]!r} in the ledger"
+            f"digest after update {line.update}: {line.digest!r} in the checkpoint, {standing.digest!r} in the ledger"
         )
 
 

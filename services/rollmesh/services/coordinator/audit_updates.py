@@ -83,7 +83,7 @@ class Updates:
             self._complain("digest", f"update {k} is committed after update {self.applied}")
         expected = next_digest(self.digest_after(k - 1), k, sorted(set(fact.used))) if k >= 1 else ""
         if fact.digest != expected:
-            self._complain("digest", f"digest after update {k} is {fact.digest[:12]!r}, recomputed {expected[:12]!r}")
+            self._complain("digest", f"digest after update {k} is {fact.digest!r}, recomputed {expected!r}")
         if fact.used and not fact.applied:
             self._complain("once", f"update {k} was skipped, but used {len(fact.used)} samples")
         spec = self.leases.spec_of(fact.lease_ids)

@@ -279,6 +279,10 @@ class FleetKeeper:
         """Return the addresses of usable nodes of a kind for `run`."""
         return [n.address for n in self._fleet.usable(kind) if not n.runs or run in n.runs or not run]
 
+    def name_of(self, address: str) -> str:
+        """Return the node at an address; the address itself if no node has it."""
+        return next((n.node_id for n in self._fleet.nodes.values() if n.address == address), address)
+
     def waiting(self) -> dict[str, str]:
         """Return what nodes with a heartbeat report to wait for, by node."""
         gone = (fl.NodeState.DEAD,)

@@ -180,8 +180,8 @@ def check_record(name: str, record: StreamRecord, before: LedgerHead) -> StoredR
         raise lost(f"cannot be read: {error}") from error
     if decoded.previous != before.hash:
         raise lost(
-            f"does not follow record {before.position}: it has {decoded.previous[:12] or '(none)'} as the previous hash, "
-            f"expected {before.hash[:12] or '(none)'}"
+            f"does not follow record {before.position}: it has {decoded.previous or '(none)'} as the previous hash, "
+            f"expected {before.hash or '(none)'}"
         )
     if record.msg_id != decoded.record_id:
         raise lost(f"has the message id {record.msg_id[:80]!r}, expected its record id {decoded.record_id[:80]!r}")

@@ -153,7 +153,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         missing = await self._outgoing.missing_blobs(request.run, version.weights_digest)
         if missing:
             raise NotUploaded(
-                f"the depot lacks {count_of(len(missing), 'blob')} of {version.weights_digest[:12]}, first {missing[0][:12]}: upload them, "
+                f"the depot lacks {count_of(len(missing), 'blob')} of {version.weights_digest}, first {missing[0]}: upload them, "
                 "then publish again",
                 missing=len(missing),
                 first=missing[0],

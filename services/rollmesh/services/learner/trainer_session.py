@@ -353,8 +353,8 @@ class TrainerSession:
         digest = self._log.append(result.update, result.used_ids, incarnation=self._incarnation, outcome=outcome)
         if digest != committed.digest:
             raise DigestMismatch(
-                f"after update {result.update} the coordinator's digest is {committed.digest[:12]!r}, the trainer's "
-                f"{digest[:12]!r}: they disagree on which samples it used; report this, and resume from the newest checkpoint"
+                f"after update {result.update} the coordinator's digest is {committed.digest!r}, the trainer's "
+                f"{digest!r}: they disagree on which samples it used; report this, and resume from the newest checkpoint"
             )
         self._head = committed.head
         self._parts.progress.update = result.update

@@ -337,7 +337,7 @@ class NodePool:
         listed = self._digests.get((node_id, version.policy, version.step, version.incarnation), "")
         if listed and listed != version.weights_digest:
             raise InvalidInput(
-                f"the node sampled from {version} with digest {version.weights_digest[:12]!r}, but the fleet lists {listed[:12]!r}; "
+                f"the node sampled from {version} with digest {version.weights_digest!r}, but the fleet lists {listed!r}; "
                 "restart the node"
             )
 

@@ -136,7 +136,7 @@ def report_checkpoint(ctx: DecisionContext, request: i.ReportCheckpoint) -> None
     if known != request.digest:
         refuse(
             "DIGEST_MISMATCH",
-            f"the digest after update {request.update} is {known[:12]!r}, the checkpoint has {request.digest[:12]!r}: it "
+            f"the digest after update {request.update} is {known!r}, the checkpoint has {request.digest!r}: it "
             "belongs to another history; attach with this run's checkpoint or create a new run",
         )
     if request.update > ctx.clock.checkpoint:
@@ -158,7 +158,7 @@ def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
         if known.weights_digest != version.weights_digest:
             refuse(
                 "VERSION_CONFLICT",
-                f"{describe(version)} was published with digest {known.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}; "
+                f"{describe(version)} was published with digest {known.weights_digest!r}, not {version.weights_digest!r}; "
                 "publish the same manifest bytes, or attach with an older checkpoint for a new incarnation",
             )
         ctx.reply(request.ticket, i.Done())

@@ -73,7 +73,7 @@ def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> i.Resolution:
     if not 0 <= last <= clock.applied:
         refuse(
             "UNKNOWN_UPDATE",
-            f"the checkpoint contains update {last} with digest {request.digest[:12]!r}, the ledger ends at {clock.applied} and a batch "
+            f"the checkpoint contains update {last} with digest {request.digest!r}, the ledger ends at {clock.applied} and a batch "
             "in doubt does not give that digest: the checkpoint belongs to another run, or samples of its last update were dropped "
             "or the update was skipped and `samples` and `outcome` do not say so; attach with this run's checkpoint or create a "
             "new run",
@@ -88,7 +88,7 @@ def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> i.Resolution:
     if known != request.digest:
         refuse(
             "DIGEST_MISMATCH",
-            f"the checkpoint's digest after update {last} is {request.digest[:12]!r}, the ledger's {known[:12]!r}: it belongs to "
+            f"the checkpoint's digest after update {last} is {request.digest!r}, the ledger's {known!r}: it belongs to "
             "another history; attach with this run's checkpoint or create a new run",
         )
     return i.Resolution.CONTINUED if last == clock.applied else i.Resolution.ROLLED_BACK

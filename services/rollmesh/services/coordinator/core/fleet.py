@@ -524,9 +524,7 @@ def contradiction(version: PolicyVersion, goal: WeightGoal) -> str:
         return ""
     for other in known:
         if (other.policy, age(other)) == (version.policy, age(version)):
-            return (
-                f"with digest {version.weights_digest[:12]!r}, but the one published is {other.weights_digest[:12]!r}"
-            )
+            return f"with digest {version.weights_digest!r}, but the one published is {other.weights_digest!r}"
     if age(version) > max(map(age, known), default=(-1, -1)):
         return "which was not published"
     return ""
