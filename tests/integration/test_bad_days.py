@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,9 @@ from rollmesh.services.learner.engine import ExportedWeights, Restored
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.sample_log import BusSampleLog
+from rollmesh.shared.bus.bus import BusUnavailable
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, PayloadTooLarge, WeightsRejected
@@ -298,3 +302,49 @@ async def test_a_disk_that_fills_under_the_streams_stops_the_run_in_time_and_los
         report = await operator.audit()
     assert report.holds, report.to_text()
     assert report.updates == 6
+
+
+@pytest.mark.parametrize("small_disk", [96], indirect=True)
+async def test_a_run_continues_when_a_full_disk_of_the_streams_has_room_again(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    small_disk: Path,
+) -> None:
+    """Without the guard, nats-server stores nothing more on this disk until it is restarted."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    os.symlink(small_disk, run_dir / "nats")
+    made = config(model, updates_max=40)
+    made = msgspec.structs.replace(
+        made,
+        bus=msgspec.structs.replace(
+            made.bus, embedded=msgspec.structs.replace(made.bus.embedded, disk_free_bytes_min=0)
+        ),
+    )
+    async with Mesh(made, run_dir=run_dir) as mesh:
+        operator = Operator(mesh)
+        await operator.until(lambda state: policy(state).applied_step >= 2)
+        assert mesh.nats is not None
+        before = mesh.nats.pid
+        finished = asyncio.create_task(operator.finished())
+        fill(small_disk / "ballast")
+        bus = await JetStreamBus.connect(mesh.nats.url, login=BusLogin.of(mesh.access))
+        dead = await bus.open(run_streams(mesh.run).dead.name)
+        with pytest.raises(BusUnavailable):
+            await dead.append(bytes(8192), msg_id="while the disk is full", deadline_s=1.0)
+        assert not finished.done()
+        (small_disk / "ballast").unlink()
+        await finished
+        assert mesh.nats.pid != before
+        await dead.append(bytes(8192), msg_id="when there is room again")
+        await bus.close()
+        report = await operator.audit()
+    assert report.holds, report.to_text()
+    assert report.updates == 40
+
+
+def fill(path: Path) -> None:
+    """Write a file until its disk is full."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))

@@ -228,7 +228,7 @@ async def _ended(mesh: Mesh, *watches: Coroutine[Any, Any, None]) -> None:
 
 
 async def _server_gone(server: EmbeddedServer) -> None:
-    while server.pid is not None:  # noqa: ASYNC110 (another process ends)
+    while not server.exited:  # noqa: ASYNC110 (another process ends)
         await asyncio.sleep(_POLL_S)
     raise BusUnavailable(f"nats-server at {server.url} exited; its log is in the run folder")
 

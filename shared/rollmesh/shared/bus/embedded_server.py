@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from rollmesh.shared.ports import lasting_ports, owner_of
 from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
 from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
+_log = logging.getLogger(__name__)
 _POLL_S = 0.01
 _DISK_POLL_S = 0.5
 _LOG_TAIL_CHARS = 600
@@ -64,8 +66,8 @@ class EmbeddedServerConfig(Settings):
     """Timeout of a clean stop before the server is killed, in seconds."""
 
     disk_free_bytes_min: NonNegativeInt = 64 * 1024 * 1024
-    """Free bytes on the disk of the streams below which the run stops with that cause. A nats-server whose disk is full sends no acks, logs
-    the error only in its log file, and needs a restart after space was freed. It must exceed the data that arrives within a second."""
+    """Free bytes on the disk of the streams below which the run stops with that cause. It must exceed the data that arrives within a second.
+    At 0 the run waits on a full disk, and nats-server, which stores nothing more after a failed write, is restarted when there is room."""
 
 
 class EmbeddedServer:
@@ -90,6 +92,7 @@ class EmbeddedServer:
         self._config = config or EmbeddedServerConfig()
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _read_port(self._folder / "port")
+        self._restarting = False
 
     @property
     def url(self) -> str:
@@ -102,6 +105,11 @@ class EmbeddedServer:
     def pid(self) -> int | None:
         """The process id while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    @property
+    def exited(self) -> bool:
+        """Whether the server does not run, and is not being restarted."""
+        return self.pid is None and not self._restarting
 
     def known_url(self) -> str:
         """Return the URL of the server that this or another process has started over this folder; empty before the first start."""
@@ -121,8 +129,28 @@ class EmbeddedServer:
         return self.url
 
     async def watch_disk(self) -> None:
-        """Wait until the disk of the streams is nearly full. Then raise `DiskFull`, while records can still be stored."""
-        while (free := free_bytes(self._folder)) >= self._config.disk_free_bytes_min:  # noqa: ASYNC110 (the kernel does not report a full disk)
+        """Wait until the disk of the streams is nearly full. Then raise `DiskFull`, while records can still be stored.
+
+        With a lower limit than a record needs, writes may fail instead. Then restart the server when the disk has room again, because it
+        rejects all records of a stream after a failed write. Raises `BusUnavailable` and OSError if it cannot be restarted.
+        """
+        low_bytes, was_low = 2 * self._config.payload_bytes_max, False
+        while (free := free_bytes(self._folder)) >= self._config.disk_free_bytes_min:
+            if free < low_bytes and not was_low:
+                was_low = True
+                _log.warning("disk of the streams full: folder=%s free_bytes=%d", self._folder, free)
+            elif was_low and free >= 2 * low_bytes:
+                was_low = False
+                _log.warning(
+                    "disk of the streams has room again, restarting nats-server: folder=%s free_bytes=%d",
+                    self._folder,
+                    free,
+                )
+                self._restarting = True
+                try:
+                    await self.restart()
+                finally:
+                    self._restarting = False
             await asyncio.sleep(_DISK_POLL_S)
         raise DiskFull(
             f"{self._folder}: {free >> 20} MiB are left on the disk of the streams, fewer than bus.embedded.disk_free_bytes_min "
