@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.services.coordinator import runs
+from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import DataLoss, DeadlineExceeded, Unavailable
 from rollmesh.shared.rpc.status import typed_errors
@@ -111,6 +112,28 @@ async def test_a_coordinator_that_stops_ends_its_openings(mesh: MeshParts, recov
     assert recovery.num_cancelled == recovery.num_begun
     with pytest.raises(Unavailable):
         await opening
+
+
+async def test_a_run_that_cannot_be_opened_at_the_start_does_not_keep_the_coordinator_from_others(
+    mesh: MeshParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recover = vars(runs)["recover"]
+    for run in ("r", "other"):
+        await get(mesh, run)
+    await mesh.stop_coordinator()
+
+    async def away(log: Any, store: Any) -> Any:
+        if log.name == run_streams("r").ledger.name:
+            raise BusUnavailable("no server leads this stream")
+        return await recover(log, store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "recover", away)
+        await mesh.start_coordinator()
+        assert (await get(mesh, "other")).run == "other"
+        with pytest.raises(BusUnavailable):
+            await get(mesh)
+    assert (await get(mesh)).run == "r"
 
 
 async def test_every_caller_gets_the_error_of_an_opening_and_the_next_one_tries_again(

@@ -20,6 +20,7 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamSpec, UnknownStream
 from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_streams
 from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
 
 LEDGER_ROOM_BYTES = 16 * MIB
@@ -134,8 +135,9 @@ class RunStorage:
         yield from (path.name for path in sorted(self._folder.iterdir()) if path.is_dir())
 
     def make_folder(self, run: str) -> None:
-        """Create the folder of a run that is led. A restarted coordinator recovers the runs with a folder."""
-        (self._folder / run).mkdir(parents=True, exist_ok=True)
+        """Create the folder of a run that is led. A restarted coordinator recovers the runs with a folder. Raises DiskFull."""
+        with disk_told(self._folder):
+            (self._folder / run).mkdir(parents=True, exist_ok=True)
 
     def snapshots(self, run: str) -> SnapshotStore:
         return SnapshotStore(self._folder / run)
