@@ -36,6 +36,11 @@ class AlteredBlobs(weights_pb2_grpc.BlobServiceServicer):
     async def Fetch(self, request: weights_pb2.FetchRequest, context: Any) -> AsyncIterator[weights_pb2.FetchResponse]:
         yield weights_pb2.FetchResponse(data=b"other bytes")
 
+    async def Put(
+        self, request_iterator: AsyncIterator[weights_pb2.PutRequest], context: Any
+    ) -> weights_pb2.PutResponse:
+        raise NotImplementedError
+
     async def ReleaseRun(self, request: weights_pb2.ReleaseRunRequest, context: Any) -> weights_pb2.ReleaseRunResponse:
         self.released.append(request.run)
         return weights_pb2.ReleaseRunResponse()

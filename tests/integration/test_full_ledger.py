@@ -61,7 +61,10 @@ async def test_a_full_ledger_ends_its_run_with_the_setting_and_no_other_run(mesh
     await fill(mesh)
     state = await mesh.state()
     assert state.ended.startswith("LEDGER_FULL: ")
-    assert f"`coordinator.streams.ledger_bytes_max` of {LIMIT} bytes" in state.ended
+    assert (
+        f" of {LIMIT} bytes, and the next record does not fit; raise `coordinator.streams.ledger_bytes_max`"
+        in state.ended
+    )
     assert state.samples.live == 0
     assert failure(mesh) is None
     assert (await audit_run(mesh.bus, "r")).holds
@@ -144,4 +147,6 @@ async def test_a_deleted_ledger_costs_its_run_and_not_the_coordinator(mesh: Mesh
 
     await eventually(noticed)
     assert failure(mesh) is None
+    await mesh.call(mesh.run.DeleteRun, run_pb2.DeleteRunRequest(run="r"))
+    assert (await mesh.create()).created
     assert await other.train(1)

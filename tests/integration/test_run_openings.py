@@ -64,7 +64,10 @@ def recovery(mesh: MeshParts, monkeypatch: pytest.MonkeyPatch) -> SlowRecovery:
 
 async def get(mesh: MeshParts, run: str = "r", timeout_s: float = 20.0) -> run_pb2.RunState:
     with typed_errors():
-        return (await mesh.decisions.GetRun(run_pb2.GetRunRequest(run=run), timeout=timeout_s)).state
+        response: run_pb2.GetRunResponse = await mesh.decisions.GetRun(
+            run_pb2.GetRunRequest(run=run), timeout=timeout_s
+        )
+    return response.state
 
 
 async def test_an_opening_survives_its_callers(mesh: MeshParts, recovery: SlowRecovery) -> None:

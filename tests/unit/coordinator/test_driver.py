@@ -343,7 +343,9 @@ async def test_a_full_ledger_ends_the_run_in_the_room_that_is_made_for_it(caplog
         assert await attach_until_ended(b) == 1
         reason = await b.driver.read(lambda core, _: core.state.ended)
         assert reason.startswith("LEDGER_FULL: RM_r_LEDGER holds ")
-        assert "`coordinator.streams.ledger_bytes_max` of 20000 bytes; raise it" in reason
+        assert (
+            " of 20000 bytes, and the next record does not fit; raise `coordinator.streams.ledger_bytes_max`" in reason
+        )
         assert {lease for one in b.services.cancelled for lease in one.lease_ids} == {x.lease_id for x in leases}
         assert (b.failures, b.lost) == ([], [])
         assert len([r for r in caplog.records if "ledger nearly full: run=r used=8" in r.getMessage()]) == 1

@@ -184,10 +184,8 @@ class RunDriver(Callers):
         bug = full = ""
         if isinstance(error, (PayloadTooLarge, LedgerFull, StreamFull)):
             is_full, self._full = self._full, not isinstance(error, PayloadTooLarge)
-            if not ticket and (
-                is_full or not self._full
-            ):  # no caller can get the error, and a recovery would repeat it
-                self._lose(self._ledger.failure(error))
+            if not ticket and (is_full or not self._full):
+                self._lose(self._ledger.failure(error))  # no caller can get it, and a recovery would repeat it
                 return
             _log.warning("run %s: a record was not stored: %s", self.run, error)
             answer = error

@@ -88,8 +88,8 @@ class Ledger:
     def full(self) -> str:
         """What a ledger without room for a record means for its run."""
         return (
-            f"{self._log.name} holds {self._num_bytes} bytes and has no room for the next record within "
-            f"`coordinator.streams.ledger_bytes_max` of {self._bytes_max} bytes; raise it and resume the run"
+            f"{self._log.name} holds {self._num_bytes} of {self._bytes_max} bytes, and the next record does not fit; raise "
+            "`coordinator.streams.ledger_bytes_max` and resume the run"
         )
 
     async def append(self, facts: Sequence[Fact]) -> asyncio.Future[int]:

@@ -161,11 +161,8 @@ class Runs:
                 await self.get(run)
             except UnknownRun:
                 _log.warning("run %s has a folder here but no ledger on this bus; it is skipped", run)
-            except (
-                MeshError,
-                OSError,
-            ) as error:  # the next request for this run tries again; other runs are not affected
-                _log.error("run %s cannot be led: %s", run, error)
+            except (MeshError, OSError) as error:  # other runs are not affected
+                _log.error("run %s cannot be led until a request for it tries again: %s", run, error)
 
     async def create(self, spec: RunSpec) -> bool:
         """Create a run. Return whether it is new. Raises RunExists if it exists with another spec, Overloaded, and
@@ -215,6 +212,7 @@ class Runs:
                 del self._led[run]
                 await led.stop()
             self._ended.pop(run, None)
+            self._lost.pop(run, None)
             if not await self._storage.delete(run):
                 raise UnknownRun(f"there is no run {run!r}", run=run)
 
@@ -280,7 +278,7 @@ class Runs:
             return await self._storage.make(run)
         except DiskFull:
             await self._retire(0.0)
-            for ended in self._ended:
+            for ended in list(self._ended):
                 await self._storage.shrink(ended)
             return await self._storage.make(run)
 

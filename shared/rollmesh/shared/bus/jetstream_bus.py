@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -417,7 +418,7 @@ class JetStreamLog:
             last_seq=state.last_seq,
             num_records=state.messages,
             num_bytes=state.bytes,
-            bytes_max=info.config.max_bytes or 0,
+            bytes_max=limit if (limit := info.config.max_bytes or 0) > 0 else sys.maxsize,
         )
 
     async def close(self) -> None:
