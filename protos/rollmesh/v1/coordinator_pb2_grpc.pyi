@@ -58,9 +58,10 @@ class CoordinatorServiceStub:
     """Reports finished episodes. The worker MUST store the payload first; the report has its sequence. Idempotent by (episode, attempt).
     A lease that has expired is still accepted if no other worker has the episode. Results are per report, and one report never
     affects another of the same request:
-      UNKNOWN_LEASE: another worker has the episode, it has ended, or the lease id is not that of (episode, attempt); discard it.
+      UNKNOWN_LEASE: the lease was granted to another node than `node_id`, another worker has the episode, it has ended, or the lease id is
+        not that of (episode, attempt); discard it.
       INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
-        or weights that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+        weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]
     """Drains a node: it gets no new work, finishes or transfers its work, and leaves. Idempotent. After that GetFleet lists the node as
@@ -123,9 +124,10 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Reports finished episodes. The worker MUST store the payload first; the report has its sequence. Idempotent by (episode, attempt).
     A lease that has expired is still accepted if no other worker has the episode. Results are per report, and one report never
     affects another of the same request:
-      UNKNOWN_LEASE: another worker has the episode, it has ended, or the lease id is not that of (episode, attempt); discard it.
+      UNKNOWN_LEASE: the lease was granted to another node than `node_id`, another worker has the episode, it has ended, or the lease id is
+        not that of (episode, attempt); discard it.
       INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
-        or weights that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+        weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]  # type: ignore[assignment]
     """Drains a node: it gets no new work, finishes or transfers its work, and leaves. Idempotent. After that GetFleet lists the node as
@@ -215,9 +217,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports finished episodes. The worker MUST store the payload first; the report has its sequence. Idempotent by (episode, attempt).
         A lease that has expired is still accepted if no other worker has the episode. Results are per report, and one report never
         affects another of the same request:
-          UNKNOWN_LEASE: another worker has the episode, it has ended, or the lease id is not that of (episode, attempt); discard it.
+          UNKNOWN_LEASE: the lease was granted to another node than `node_id`, another worker has the episode, it has ended, or the lease id is
+            not that of (episode, attempt); discard it.
           INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
-            or weights that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+            weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
         """
 
     @_abc_1.abstractmethod

@@ -114,6 +114,7 @@ class RunSpec(_message.Message):
     EXPORT_SPLIT_FIELD_NUMBER: _builtins.int
     STALL_S_FIELD_NUMBER: _builtins.int
     ADMIT_EARLY_FIELD_NUMBER: _builtins.int
+    EXTERNAL_SOURCES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -171,6 +172,12 @@ class RunSpec(_message.Message):
     """Admit groups as early as the bound allows. Absent means on demand: at most as many groups are ahead of the learner as it needs, so
     that it does not wait for them.
     """
+    @_builtins.property
+    def external_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Sources other than POLICY whose tokens the run trains, as lower-case names of SegmentSource, e.g. "dataset". Their age has no bound.
+        Empty means that all trained tokens MUST be POLICY tokens. A report with other trained tokens is INVALID_REPORT.
+        """
+
     def __init__(
         self,
         *,
@@ -200,10 +207,11 @@ class RunSpec(_message.Message):
         export_split: _builtins.str = ...,
         stall_s: _builtins.float = ...,
         admit_early: _builtins.bool = ...,
+        external_sources: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

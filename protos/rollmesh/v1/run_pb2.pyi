@@ -571,6 +571,8 @@ class LeasedSample(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     MASK_BELOW_STEP_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    REWARDS_AS_REPORTED_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Id of its group."""
     task: _builtins.str
@@ -584,6 +586,10 @@ class LeasedSample(_message.Message):
     """Set under bound policy MASK: the trainer MUST take loss_mask as 0 in segments of source POLICY, of this sample's policy, whose
     version.step is below this. 0 means that no token is masked.
     """
+    rewards_as_reported: _builtins.bool
+    """Whether the rewards in `meta` are those of the report, so that the payload MUST have the same names, segments, outcomes and values.
+    False if the finalizer replaced them, or if it is not known, in responses of earlier releases.
+    """
     @_builtins.property
     def meta(self) -> _types_pb2.SampleMeta:
         """Metadata, with the rewards as finalized. Its summary has no text, which only the members of the groups have."""
@@ -591,6 +597,10 @@ class LeasedSample(_message.Message):
     @_builtins.property
     def payload(self) -> _types_pb2.PayloadRef:
         """Payload of its episode, for the gateway."""
+
+    @_builtins.property
+    def key(self) -> _types_pb2.EpisodeKey:
+        """Episode and attempt that the payload MUST have in Episode.key. Absent in responses of earlier releases, which it is not compared with."""
 
     def __init__(
         self,
@@ -601,10 +611,12 @@ class LeasedSample(_message.Message):
         payload: _types_pb2.PayloadRef | None = ...,
         staleness: _builtins.int = ...,
         mask_below_step: _builtins.int = ...,
+        key: _types_pb2.EpisodeKey | None = ...,
+        rewards_as_reported: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["meta", b"meta", "payload", b"payload"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "meta", b"meta", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "mask_below_step", b"mask_below_step", "meta", b"meta", "payload", b"payload", "staleness", b"staleness", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key", b"key", "mask_below_step", b"mask_below_step", "meta", b"meta", "payload", b"payload", "rewards_as_reported", b"rewards_as_reported", "staleness", b"staleness", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -720,8 +732,8 @@ class FetchSamplesResponse(_message.Message):
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
         """Set if these samples cannot be trained on. The trainer MUST commit them as DROPPED with this reason. PAYLOAD_LOST: the stored
-        payload cannot be read. METADATA_MISMATCH: the reported metadata of a sample, for example `SampleMeta.steps`, contradicts the
-        stamps in the payload, so its staleness is unknown.
+        payload cannot be read. METADATA_MISMATCH: the payload is of another episode or attempt, contains a sample twice, trains POLICY
+        tokens of another policy, or contradicts the reported metadata, for example `SampleMeta.steps`, so its staleness is unknown.
         """
 
     def __init__(

@@ -474,7 +474,9 @@ class Segment(_message.Message):
     loss_mask: _builtins.bytes
     """u8 [n], 1 if the token may be trained on. Absent means 0 for all tokens. See also LeasedSample.mask_below_step."""
     kv_step_oldest: _builtins.int
-    """The oldest step of the weights behind the key-value cache that the span attended to. Set with `version`."""
+    """The oldest step of the weights behind the key-value cache that the span attended to, 0 to `version.step`. Set with `version`. The
+    staleness bound is computed from `version` alone: under kv policy `keep` this step MAY be older than the bound.
+    """
     sampling: _builtins.int
     """Index into Episode.sampling_params; -1 if the span was not sampled."""
     finish: Global___FinishReason.ValueType
@@ -544,7 +546,9 @@ class Reward(_message.Message):
     name: _builtins.str
     """Name within the run, e.g. "correct"."""
     value: _builtins.float
-    """The value. If outcome is OK it MUST be finite; otherwise the attempt counts as an infra failure."""
+    """The value. If outcome is OK it MUST be in [-1e30, 1e30], so that sums and squares of rewards are finite; otherwise the attempt counts
+    as an infra failure.
+    """
     segment: _builtins.int
     """Index of the rewarded segment; -1 is the whole sample."""
     scorer: _builtins.str
@@ -987,9 +991,36 @@ class StepSpan(_message.Message):
 Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
 
 @_typing.final
+class ExternalSpan(_message.Message):
+    """Number of trained tokens of a sample of one source that is not POLICY."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    source: Global___SegmentSource.ValueType
+    """Source of the tokens."""
+    num_tokens: _builtins.int
+    """Number of tokens with loss mask 1, at least 1."""
+    def __init__(
+        self,
+        *,
+        source: Global___SegmentSource.ValueType = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExternalSpan: _TypeAlias = ExternalSpan  # noqa: Y015
+
+@_typing.final
 class SampleMeta(_message.Message):
     """Metadata of a sample, as the rollout worker reported it to the coordinator. Payloads stay in the sample stream. Every reader of a
-    payload compares `policy`, `leaf`, `steps`, `num_tokens`, `trainable` and `summary` with it (METADATA_MISMATCH).
+    payload compares all fields with it (METADATA_MISMATCH), except for the evidence, scorer and answer of rewards. Rewards are compared if
+    LeasedSample.rewards_as_reported is set.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1003,6 +1034,7 @@ class SampleMeta(_message.Message):
     TRAINABLE_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique in the run: the episode's id, then one of - . / and letters, digits, - _ . /; at most 256 characters."""
     policy: _builtins.str
@@ -1010,7 +1042,7 @@ class SampleMeta(_message.Message):
     leaf: _builtins.int
     """Index of the leaf segment in the episode's payload."""
     num_tokens: _builtins.int
-    """Number of tokens on the path, 0 to 2^31 - 1, and at least those of `steps`."""
+    """Number of tokens on the path, 0 to 2^31 - 1, and at least those of `steps` and `external`."""
     trainable: _builtins.bool
     """False for samples that count in the group baseline only."""
     num_sampled_tokens: _builtins.int
@@ -1031,6 +1063,12 @@ class SampleMeta(_message.Message):
     def summary(self) -> Global___SampleSummary:
         """What the members of its group show to estimators and trainers, also if the sample is never leased."""
 
+    @_builtins.property
+    def external(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExternalSpan]:
+        """Tokens on the path with loss mask 1 whose source is not POLICY, in the order of the numbers of the sources, each source once. The run
+        MUST admit each source of a trainable sample (RunSpec.external_sources). Empty means that every trained token is a POLICY token.
+        """
+
     def __init__(
         self,
         *,
@@ -1043,10 +1081,11 @@ class SampleMeta(_message.Message):
         trainable: _builtins.bool = ...,
         num_sampled_tokens: _builtins.int = ...,
         summary: Global___SampleSummary | None = ...,
+        external: _abc.Iterable[Global___ExternalSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "num_sampled_tokens", b"num_sampled_tokens", "num_tokens", b"num_tokens", "policy", b"policy", "rewards", b"rewards", "sample_id", b"sample_id", "steps", b"steps", "summary", b"summary", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["external", b"external", "leaf", b"leaf", "num_sampled_tokens", b"num_sampled_tokens", "num_tokens", b"num_tokens", "policy", b"policy", "rewards", b"rewards", "sample_id", b"sample_id", "steps", b"steps", "summary", b"summary", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.codec.metadata import check_leased
 from rollmesh.shared.errors import MetadataMismatch, PayloadLost
 from rollmesh.v1 import run_pb2, types_pb2
 
@@ -79,7 +79,7 @@ class BatchAssembler:
         if not message.HasField("failure"):
             try:
                 for name in names:
-                    check_metadata(message.episode, self._leased[name].meta)
+                    check_leased(message.episode, self._leased[name])
             except MetadataMismatch as error:
                 reason, cause = error.reason, error.message
             else:
@@ -93,7 +93,7 @@ class BatchAssembler:
         names = [name for name in message.sample_ids if name in self._leased]
         with suppress(MetadataMismatch):
             for name in names:
-                check_metadata(message.episode, self._leased[name].meta)
+                check_leased(message.episode, self._leased[name])
             self._found.update({name: BatchSample(self._leased[name], message.episode) for name in names})
 
     def missing(self) -> list[str]:

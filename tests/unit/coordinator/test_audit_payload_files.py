@@ -72,5 +72,5 @@ async def test_a_damaged_file_and_another_episode_are_findings(stored: Stored) -
     (path,) = stored.files.folder.iterdir()
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     await stored.audit(at)
-    assert "the ledger says `episode` 'g.1', the payload 'g.0'" in stored.findings[0]
+    assert "`episode` must be 'g.1', got 'g.0'" in stored.findings[0]
     assert "another checksum than its header" in stored.findings[1]

@@ -37,5 +37,6 @@ def test_adjusted_rewards_reach_the_batch_and_its_group_contexts() -> None:
     batch = run.lease(1)
     leased = {s.meta.sample_id: s.meta.rewards[0].value for s in batch.samples}
     members = {m.sample_id: m.rewards[0].value for group in batch.groups for m in group.members}
+    assert {s.meta.sample_id: s.rewards_as_reported for s in batch.samples} == {s: not s.endswith(".0.0") for s in made}
     assert leased == members == {sample: 7.0 if sample.endswith(".0.0") else 1.0 for sample in made}
     assert {m.sample_id: m.episode for group in batch.groups for m in group.members} == {s: s[:-2] for s in made}

@@ -14,16 +14,18 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DeadLetter, Refusal
 from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
+    ExternalSpan,
     GroupDecision,
     Purpose,
     Reward,
     SampleEnd,
     SampleMeta,
     SampleSummary,
+    SegmentSource,
     StepSpan,
 )
-from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.core.state import GroupPhase
+from rollmesh.services.coordinator.core.records import ExternalSource, RunSpec
+from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.versions import PolicyVersion
 
@@ -367,9 +369,12 @@ def report_of(run: CoreRun, **changes: Any) -> tuple[str, str]:
         sample_id=f"{lease.episode}.0",
         policy=changes.pop("policy", "main"),
         steps=(span,),
-        num_tokens=1,
+        num_tokens=6,
         rewards=(reward,),
+        external=changes.pop("external", ()),
+        trainable=changes.pop("trainable", True),
     )
+    node_id = changes.pop("node_id", "w")
     values: dict[str, Any] = {
         "lease_id": lease.lease_id,
         "group": lease.group,
@@ -379,7 +384,7 @@ def report_of(run: CoreRun, **changes: Any) -> tuple[str, str]:
         "samples": (meta,),
     }
     report = i.EpisodeReport(**(values | changes))
-    (result,) = run.ask(i.ReportEpisodes, node_id="w", reports=(report,)).results
+    (result,) = run.ask(i.ReportEpisodes, node_id=node_id, reports=(report,)).results
     return result, run.core.state.groups[lease.group].episodes[lease.episode].cause
 
 
@@ -404,11 +409,49 @@ def test_a_report_that_contradicts_the_run_is_a_failed_attempt(changes: dict[str
     assert run.core.state.counters.live == run.core.state.counters.reserved
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_an_infra_failure(value: float) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.7e308, 1.1e30])
+def test_a_reward_without_a_finite_mean_is_an_infra_failure(value: float) -> None:
     run = CoreRun()
     run.begin()
-    assert report_of(run, value=value) == ("", f"scorer exact@1: reward 'correct' is {value}, expected a finite number")
+    why = f"scorer exact@1: reward 'correct' is {value}, expected a number in [-1e+30, 1e+30]"
+    assert report_of(run, value=value) == ("", why)
+
+
+@pytest.mark.parametrize("admitted", [(), ("dataset",), ("dataset", "peer")])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_trained_tokens_of_a_source_that_the_run_does_not_admit_are_rejected(
+    admitted: tuple[ExternalSource, ...], trainable: bool
+) -> None:
+    run = CoreRun(external_sources=admitted)
+    run.begin()
+    spans = (
+        ExternalSpan(source=SegmentSource.DATASET, num_tokens=3),
+        ExternalSpan(source=SegmentSource.PEER, num_tokens=2),
+    )
+    result, _ = report_of(run, external=spans, trainable=trainable)
+    missing = [name for name in ("dataset", "peer") if name not in admitted]
+    if missing and trainable:
+        assert f"tokens of source {missing[0]}, but `run.external_sources` is [{', '.join(admitted)}]" in result
+    else:
+        assert not result
+
+
+def test_a_report_of_a_node_without_the_lease_is_not_recorded() -> None:
+    run = CoreRun()
+    run.begin()
+    assert report_of(run, node_id="other") == ("UNKNOWN_LEASE", "")
+    assert not [
+        e for g in run.core.state.groups.values() for e in g.episodes.values() if e.status is EpisodeStatus.SCORED
+    ]
+
+
+def test_a_lease_names_the_attempt_that_stored_the_payload() -> None:
+    _, batch = leased()
+    for sample in batch.samples:
+        assert sample.rewards_as_reported
+        assert (sample.key.run, sample.key.group, sample.key.task) == ("r", sample.group, sample.task)
+        assert sample.meta.sample_id.startswith(f"{sample.key.episode}.")
+        assert sample.key.attempt == 1
 
 
 def test_a_report_under_another_lease_is_not_recorded() -> None:

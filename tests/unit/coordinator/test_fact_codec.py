@@ -46,6 +46,8 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return st.floats(allow_nan=False)
     if hint is int:
         return INTEGERS.get(name, st.integers(0, 2**63 - 1))
+    if origin is typing.Literal:
+        return st.sampled_from(args)
     if hint is records.RunSpec:
         return run_specs()
     if issubclass(hint, (records.Record, PolicyVersion)):

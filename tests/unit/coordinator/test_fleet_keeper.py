@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core.fleet import FleetConfig, WeightGoal
@@ -15,7 +17,7 @@ from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
-VERSION = PolicyVersion(policy="main", step=1, weights_digest="w1")
+VERSION = PolicyVersion(policy="main", step=1, weights_digest="ab" * 32)
 
 
 async def next_command(stream: NodeStream) -> pb.WeightCommand:
@@ -41,6 +43,38 @@ async def test_a_version_reaches_a_node_without_a_period_in_between() -> None:
     assert (await next_command(stream)).verb == pb.WeightCommand.VERB_ACTIVATE
     running.cancel()
     await asyncio.wait([running])
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"step": -4}, r"`report.weights\[0\].version.step` must be >= 0, got -4"),
+        ({"incarnation": -1}, "incarnation"),
+        ({"policy": "a b"}, "policy"),
+        ({"weights_digest": "w1"}, "weights_digest"),
+        ({"phase": 9}, "phase"),
+    ],
+)
+def test_a_weight_report_out_of_range_is_rejected_and_changes_nothing(changes: dict[str, Any], names: str) -> None:
+    keeper = keeper_with(ManualClock())
+    stream = keeper.join(pb.NodeHello(node_id="a", kind=pb.NODE_KIND_INFERENCE, address="127.0.0.1:1"))
+    phase = changes.pop("phase", pb.WeightReport.PHASE_ACTIVE)
+    version = encode_version(msgspec.structs.replace(VERSION, **changes))
+    with pytest.raises(InvalidInput, match=names):
+        keeper.report(stream, pb.NodeReport(weights=[pb.WeightReport(version=version, phase=phase)]))
+    assert not keeper.nodes(None)[0].HasField("active")
+
+
+def test_a_node_with_weights_of_a_policy_that_its_run_does_not_have_is_not_used() -> None:
+    goals = {"r": WeightGoal(versions=[VERSION])}
+    keeper = FleetKeeper(FleetConfig(), dict, lambda: goals, clock=ManualClock(), coordinator_id="c", commands_max=16)
+    stream = keeper.join(pb.NodeHello(node_id="a", kind=pb.NODE_KIND_INFERENCE, address="127.0.0.1:1", runs=["r"]))
+    other = encode_version(msgspec.structs.replace(VERSION, policy="other", step=0))
+    keeper.report(stream, pb.NodeReport(weights=[pb.WeightReport(version=other, phase=pb.WeightReport.PHASE_ACTIVE)]))
+    (node,) = keeper.nodes(None)
+    assert not node.HasField("active")
+    assert "for other@0" in node.cause
+    assert "the policy of its run is 'main'" in node.cause
 
 
 @pytest.mark.parametrize(

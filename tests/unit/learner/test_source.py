@@ -28,7 +28,7 @@ def given(parent: int, source: Source = Source.PROMPT) -> Segment:
     return Segment(parent=parent, role=Role.CONTEXT, source=source, token_ids=np.array([1, 2], np.int32))
 
 
-def sampled(parent: int, step: int, *, source: Source = Source.POLICY, policy: str = "main") -> Segment:
+def sampled(parent: int, step: int, *, source: Source = Source.POLICY) -> Segment:
     return Segment(
         parent=parent,
         role=Role.ACTION,
@@ -36,7 +36,7 @@ def sampled(parent: int, step: int, *, source: Source = Source.POLICY, policy: s
         token_ids=np.array([5, 6, 7], np.int32),
         logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
         loss_mask=np.array([0, 1, 1], np.uint8),
-        version=PolicyVersion(policy=policy, step=step),
+        version=PolicyVersion(policy="main", step=step),
         kv_step_oldest=step,
         sampling=1,
     )
@@ -95,15 +95,26 @@ def test_the_mask_takes_the_loss_of_older_tokens_of_the_policy_and_of_nothing_el
         sampled(0, 2),
         sampled(1, 3),
         sampled(2, 1, source=Source.PEER),
-        sampled(3, 1, policy="other"),
-        given(4, Source.TOOL),
-        sampled(5, 4),
+        given(3, Source.TOOL),
+        sampled(4, 4),
     )
     batch = assembler([leased(made, below=3)])
     batch.add(payload(made))
     segments = decode_batch(batch.finish()).samples[0].segments
-    assert [s.num_trainable for s in segments] == [0, 0, 2, 2, 2, 0, 2]
+    assert [s.num_trainable for s in segments] == [0, 0, 2, 2, 0, 2]
     np.testing.assert_array_equal(segments[1].token_ids, [5, 6, 7])
+
+
+def test_a_payload_of_another_attempt_is_unreadable_and_one_that_came_before_the_lease_is_missing() -> None:
+    made = episode("e", given(-1), sampled(0, 3))
+    one = leased(made)
+    one.key.CopyFrom(encode_episode(made).key)
+    one.key.attempt += 1
+    batch = assembler([one])
+    batch.add_ahead(run_pb2.PrefetchSamplesResponse(episode=encode_episode(made), sample_ids=["e"]))
+    assert batch.missing() == ["e"]
+    batch.add(payload(made))
+    assert batch.finish().unreadable == {"e": "METADATA_MISMATCH"}
 
 
 def test_no_mask_leaves_step_0_alone() -> None:

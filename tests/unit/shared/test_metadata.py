@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.services.coordinator.core.facts import SampleMeta
 from rollmesh.services.coordinator.fact_codec import decode, encode
-from rollmesh.shared.codec.metadata import check_metadata, sample_meta
+from rollmesh.shared.codec.metadata import check_leased, check_metadata, sample_meta
 from rollmesh.shared.codec.trajectory import decode_summary, encode_episode, summary_of
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.shared.trajectory import (
@@ -27,7 +27,7 @@ from rollmesh.shared.trajectory import (
     text_view,
 )
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import run_pb2, types_pb2
 
 from . import episodes
 
@@ -184,6 +184,7 @@ def one_turn(*, temperature: float) -> Episode:
         (lambda m: setattr(m.summary, "text", "other"), "summary"),
         (lambda m: setattr(m.summary, "greedy", True), "summary"),
         (lambda m: setattr(m, "trainable", False), "trainable"),
+        (lambda m: m.external.add(source=types_pb2.SEGMENT_SOURCE_DATASET, num_tokens=1), "external"),
         (lambda m: setattr(m, "sample_id", "e9.7"), "does not hold sample e9.7"),
     ],
 )
@@ -204,6 +205,12 @@ def test_metadata_that_contradicts_its_payload_is_found(change: Change, names: s
         (lambda e: setattr(e.segments[1], "loss_mask", b"\1"), "loss mask"),
         (lambda e: setattr(e.segments[1], "token_ids", b"\1"), "token ids"),
         (lambda e: e.segments[1].ClearField("version"), "no version"),
+        (lambda e: setattr(e.segments[1].version, "policy", "other"), "segment 1 trains 2 tokens of policy 'other'"),
+        (lambda e: setattr(e.segments[1], "kv_step_oldest", 4), "`kv_step_oldest` 4, expected a step in .0, 3."),
+        (lambda e: setattr(e.segments[1], "kv_step_oldest", -1), "`kv_step_oldest` -1"),
+        (lambda e: setattr(e.segments[1], "source", types_pb2.SEGMENT_SOURCE_REPLAY), "steps"),
+        (lambda e: setattr(e.segments[3], "loss_mask", b"\1\0"), "external"),
+        (lambda e: e.samples.append(e.samples[0]), "has 2 entries for sample e9.0"),
         (lambda e: setattr(e.segments[3], "parent", 3), "path"),
         (lambda e: setattr(e.samples[0], "leaf", 99), "path"),
         (lambda e: setattr(e.samples[0], "leaf", -2), "path"),
@@ -215,3 +222,47 @@ def test_a_payload_that_contradicts_its_metadata_is_found(change: Change, names:
     change(episode)
     with pytest.raises(MetadataMismatch, match=names):
         check_metadata(types_pb2.Episode.FromString(episode.SerializeToString()), meta)
+
+
+def test_tokens_of_other_sources_that_are_trained_are_counted_by_source() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    assert not sample_meta(episode, episode.samples[0]).external
+    episode.segments[0].loss_mask = b"\0\1\1"
+    spans = sample_meta(episode, episode.samples[1]).external
+    assert [(span.source, span.num_tokens) for span in spans] == [(Source.PROMPT, 2), (Source.PEER, 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda e: setattr(e.key, "run", "r2"), "`run` must be 'r1', got 'r2'"),
+        (lambda e: setattr(e.key, "task", "calc-8"), "`task` must be 'calc-7'"),
+        (lambda e: setattr(e.key, "group", "g4"), "`group` must be 'g3'"),
+        (lambda e: setattr(e.key, "episode", "e8"), "`episode` must be 'e9'"),
+        (lambda e: setattr(e.key, "attempt", 1), "`attempt` must be 2"),
+        (lambda e: setattr(e.samples[0].rewards[0], "value", 0.0), "rewards"),
+        (lambda e: setattr(e.samples[0].rewards[0], "name", "other"), "rewards"),
+        (lambda e: setattr(e.samples[0].rewards[1], "segment", 0), "rewards"),
+        (lambda e: setattr(e.samples[0].rewards[2], "outcome", types_pb2.REWARD_OUTCOME_OK), "rewards"),
+        (lambda e: e.samples[0].rewards.pop(), "rewards"),
+    ],
+)
+def test_a_payload_of_another_episode_or_with_other_rewards_contradicts_the_lease(change: Change, names: str) -> None:
+    episode = encode_episode(episodes.rich_episode())
+    meta = sample_meta(episode, episode.samples[0])
+    leased = run_pb2.LeasedSample(meta=meta, key=episode.key, rewards_as_reported=True)
+    leased.meta.rewards[0].evidence = "shortened"
+    check_leased(episode, leased)
+    change(episode)
+    with pytest.raises(MetadataMismatch, match=names):
+        check_leased(episode, leased)
+
+
+def test_rewards_of_the_finalizer_and_leases_of_earlier_releases_are_not_compared() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    leased = run_pb2.LeasedSample(meta=sample_meta(episode, episode.samples[0]), key=episode.key)
+    leased.meta.rewards[0].value = 7.0
+    check_leased(episode, leased)
+    leased.ClearField("key")
+    episode.key.attempt += 1
+    check_leased(episode, leased)

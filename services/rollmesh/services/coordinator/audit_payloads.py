@@ -17,11 +17,11 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.payload_bus import SampleStream, WrongHost
-from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.codec.metadata import check_key, check_leased
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.shared.formats import NewerFormat
 from rollmesh.shared.payload_files import UnreadableRecord, file_of, in_file
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import run_pb2, types_pb2
 
 READS_MAX = 16
 """Number of payloads that are read at once."""
@@ -32,6 +32,7 @@ class _Scored(NamedTuple):
 
     fact: f.EpisodeScored
     position: int
+    key: types_pb2.EpisodeKey
 
 
 class Payloads:
@@ -41,16 +42,34 @@ class Payloads:
         self._complain = complain
         self._scored: dict[int, _Scored] = {}
         """Scored episodes by the sequence of their payloads."""
+        self._run = ""
+        self._tasks: dict[str, str] = {}
+        """Task ids by group."""
+        self._attempts: dict[str, int] = {}
+        """Newest attempts of episodes that are not scored."""
 
     def enter(self, fact: f.Fact, position: int) -> None:
         """Fold one fact of the record at `position`."""
+        if isinstance(fact, f.RunCreated):
+            self._run = fact.spec.run
+        elif isinstance(fact, f.GroupReserved):
+            self._tasks[fact.group] = fact.task.task_id
+        elif isinstance(fact, f.EpisodeLeased):
+            self._attempts[fact.episode] = fact.attempt
         if not isinstance(fact, f.EpisodeScored):
             return
+        key = types_pb2.EpisodeKey(
+            run=self._run,
+            task=self._tasks.get(fact.group, ""),
+            group=fact.group,
+            episode=fact.episode,
+            attempt=self._attempts.pop(fact.episode, 0),
+        )
         sequence = fact.payload.sequence
         if sequence < 1:
             self._complain("payloads", f"episode {fact.episode} was scored without a payload")
             return
-        first = self._scored.setdefault(sequence, _Scored(fact, position)).fact
+        first = self._scored.setdefault(sequence, _Scored(fact, position, key)).fact
         if first.episode != fact.episode:
             self._complain(
                 "payloads", f"episode {fact.episode} has payload {sequence}, which belongs to {first.episode}"
@@ -78,7 +97,7 @@ class Payloads:
 
     async def _check(self, log: StreamLog, sequence: int, last_seq: int, newest_file: int) -> bool:
         """Return whether the payload exists."""
-        fact, position = self._scored[sequence]
+        fact, position, key = self._scored[sequence]
         try:
             payload = (await log.read_direct(sequence)).payload
         except (NewerFormat, UnreadableRecord, WrongHost) as error:
@@ -97,7 +116,7 @@ class Payloads:
                 self._complain("payloads", f"episode {fact.episode} has {what}", position)
             return False
         try:
-            self._compare(fact, types_pb2.Episode.FromString(payload), len(payload))
+            self._compare(fact, key, types_pb2.Episode.FromString(payload), len(payload))
         except DecodeError:
             what = f"record {sequence} of {log.name} is not an episode: {len(payload)} bytes"
             self._complain("payloads", f"the payload of episode {fact.episode} cannot be read: {what}", position)
@@ -105,16 +124,16 @@ class Payloads:
             self._complain("payloads", error.message, position)
         return True
 
-    def _compare(self, fact: f.EpisodeScored, episode: types_pb2.Episode, num_bytes: int) -> None:
+    def _compare(
+        self, fact: f.EpisodeScored, key: types_pb2.EpisodeKey, episode: types_pb2.Episode, num_bytes: int
+    ) -> None:
         """Compare metadata and payload. Raises MetadataMismatch for the first difference."""
-        for name, reported, stored in (
-            ("episode", fact.episode, episode.key.episode),
-            ("group", fact.group, episode.key.group),
-            ("size_bytes", fact.payload.size_bytes, num_bytes),
-        ):
-            if reported != stored:
-                raise MetadataMismatch(
-                    f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `{name}` {reported!r}, the payload {stored!r}"
-                )
+        if fact.payload.size_bytes != num_bytes:
+            raise MetadataMismatch(
+                f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `size_bytes` {fact.payload.size_bytes}, the "
+                f"payload has {num_bytes}"
+            )
+        check_key(episode, key)
         for meta in fact.samples:
-            check_metadata(episode, encode(meta, types_pb2.SampleMeta))
+            encoded = encode(meta, types_pb2.SampleMeta)
+            check_leased(episode, run_pb2.LeasedSample(meta=encoded, key=key, rewards_as_reported=True))

@@ -106,7 +106,7 @@ def _put_message(message: Message, name: str, value: object) -> None:
 
 
 def _tuple(name: str, item: Any) -> _Field:
-    if item in _SCALARS:
+    if item in _SCALARS or typing.get_origin(item) is typing.Literal:
         return _Field(name, lambda m, v: getattr(m, name).extend(v), lambda m: tuple(getattr(m, name)))
 
     def put(message: Message, values: Sequence[object]) -> None:

@@ -231,7 +231,7 @@ class FleetKeeper:
             self._fleet.weights_reported(
                 node.node_id,
                 version=decode(PolicyVersion, weights.version),
-                phase=_weight_phase(weights),
+                phase=fl.WeightPhase(weights.phase),
                 cause=weights.failure.message,
                 final=weights.failure.reason == WeightsRejected.reason,
                 run=run,
@@ -388,11 +388,3 @@ def _check_hello(hello: pb.NodeHello) -> None:
     if hello.address and not is_address(hello.address):
         what = f"must be host:port or unix:PATH, got {hello.address[:100]!r}"
         raise InvalidInput(f"`hello.address` {what}", violations=[FieldViolation("hello.address", what)])
-
-
-def _weight_phase(report: pb.WeightReport) -> fl.WeightPhase:
-    phase = known_member(fl.WeightPhase, report.phase)
-    if phase is None:
-        what = f"is {report.phase}; expected 1 to {len(fl.WeightPhase)}"
-        raise InvalidInput(f"weights.phase {what}", violations=[FieldViolation("weights.phase", what)])
-    return phase

@@ -162,6 +162,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return renewed
 
     async def ReportEpisodes(self, request: pb.ReportEpisodesRequest, context: Context) -> pb.ReportEpisodesResponse:
+        validation.check_id("node_id", request.node_id)
         if len(request.reports) > REPORTS_MAX:
             raise translate.invalid("reports", f"are {len(request.reports)}; expected at most {REPORTS_MAX}")
         results = [""] * len(request.reports)

@@ -20,13 +20,14 @@ from rollmesh.services.coordinator.core.facts import (
     TrainedGroup,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.core.reports import is_finite
+from rollmesh.services.coordinator.core.reports import in_range
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, State
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.shared import errors
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed
+from rollmesh.shared.reward_range import REWARD_RANGE
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
@@ -276,9 +277,9 @@ def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.Gro
             f"the finalizer returned decision {answer.decision} for group {group}; see the reward service's log"
         )
     adjusted = tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted)
-    if broken := [r for a in adjusted for r in a.rewards if not is_finite(r)]:
+    if broken := [r for a in adjusted for r in a.rewards if not in_range(r)]:
         raise ScorerFailed(
-            f"the finalizer changed reward {broken[0].name!r} of group {group} to {broken[0].value}, expected a finite number"
+            f"the finalizer changed reward {broken[0].name!r} of group {group} to {broken[0].value}, {REWARD_RANGE}"
         )
     return i.GroupDecided(
         group=group,

@@ -134,12 +134,12 @@ def check_publish(request: run_pb2.PublishVersionRequest) -> None:
     for name in ("step", "incarnation"):
         if getattr(version, name) < 0:
             reject(f"version.{name}", "be >= 0", getattr(version, name))
-    if not re.fullmatch(r"[0-9a-f]{64}", version.weights_digest):
-        reject(
-            "version.weights_digest",
-            "be the SHA-256 of the uploaded manifest in lower-case hex",
-            version.weights_digest,
-        )
+    _check_digest("version.weights_digest", version.weights_digest)
+
+
+def _check_digest(field: str, digest: str) -> None:
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        reject(field, "be the SHA-256 of the uploaded manifest in lower-case hex", digest)
 
 
 def check_change(request: run_pb2.ChangeRunRequest) -> None:
@@ -198,6 +198,12 @@ def check_node_report(report: coordinator_pb2.NodeReport) -> None:
         if getattr(report, name) < 0:
             reject(f"report.{name}", "be >= 0", getattr(report, name))
     _check_held("report.held", report.held)
+    for index, weights in enumerate(report.weights):
+        field = f"report.weights[{index}]"
+        _check_node_version(f"{field}.version", weights.version)
+        _check_digest(f"{field}.version.weights_digest", weights.version.weights_digest)
+        if weights.phase not in coordinator_pb2.WeightReport.Phase.values()[1:]:
+            reject(f"{field}.phase", "be PREPARED, ACTIVE, FAILED or PROBE_MISMATCH", weights.phase)
 
 
 def _check_held(field: str, held: Sequence[types_pb2.PolicyVersion]) -> None:
@@ -208,6 +214,7 @@ def _check_held(field: str, held: Sequence[types_pb2.PolicyVersion]) -> None:
 
 
 def _check_node_version(field: str, version: types_pb2.PolicyVersion) -> None:
+    check_name(f"{field}.policy", version.policy)
     for name in ("step", "incarnation"):
         if getattr(version, name) < 0:
             reject(f"{field}.{name}", "be >= 0", getattr(version, name))
@@ -252,7 +259,7 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
         reject(f"{field}.num_tokens", f"be in [0, {SAMPLE_TOKENS_MAX}]", sample.num_tokens)
     if not 0 <= sample.num_sampled_tokens <= sample.num_tokens:
         reject(f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens)
-    _check_steps(sample, f"{field}.steps")
+    _check_trained(sample, field)
     _check_summary(sample, f"{field}.summary")
     if len(sample.rewards) > REWARDS_MAX:
         reject(f"{field}.rewards", f"have at most {REWARDS_MAX} entries", len(sample.rewards))
@@ -260,7 +267,8 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
         _check_reward(reward, f"{field}.rewards[{index}]")
 
 
-def _check_steps(sample: types_pb2.SampleMeta, field: str) -> None:
+def _check_trained(sample: types_pb2.SampleMeta, at: str) -> None:
+    field = f"{at}.steps"
     if len(sample.steps) > SPANS_MAX:
         reject(field, f"have at most {SPANS_MAX} entries", len(sample.steps))
     for index, span in enumerate(sample.steps):
@@ -268,9 +276,16 @@ def _check_steps(sample: types_pb2.SampleMeta, field: str) -> None:
             if getattr(span, name) < least:
                 reject(f"{field}[{index}].{name}", f"be >= {least}", getattr(span, name))
     _check_unique(field, [f"step {span.step}, incarnation {span.incarnation}" for span in sample.steps])
-    trainable = sum(span.num_tokens for span in sample.steps)
-    if trainable > sample.num_tokens:
-        reject(field, f"have at most num_tokens = {sample.num_tokens} tokens", trainable)
+    known = types_pb2.SegmentSource.values()[2:]
+    for index, external in enumerate(sample.external):
+        if external.source not in known:
+            reject(f"{at}.external[{index}].source", "be a source other than POLICY", external.source)
+        if external.num_tokens < 1:
+            reject(f"{at}.external[{index}].num_tokens", "be >= 1", external.num_tokens)
+    _check_unique(f"{at}.external", [types_pb2.SegmentSource.Name(external.source) for external in sample.external])
+    trained = sum(span.num_tokens for span in (*sample.steps, *sample.external))
+    if trained > sample.num_tokens:
+        reject(field, f"have with `external` at most num_tokens = {sample.num_tokens} tokens", trained)
 
 
 def _check_summary(sample: types_pb2.SampleMeta, field: str) -> None:

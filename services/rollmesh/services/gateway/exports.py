@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.services.gateway.payloads import EpisodeRef, episode_ref, read_episode
+from rollmesh.services.gateway.payloads import EpisodeRef, read_episode, scored_ref
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
@@ -70,6 +70,8 @@ class _Story:
     ended: bool = False
     tasks: dict[str, types_pb2.Task] = field(default_factory=dict)
     num_open: dict[str, int] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Newest attempts of open episodes."""
 
     def enter(self, record: StreamRecord) -> Iterator[_ExportedEpisode]:
         """Yield the episodes that this record reports as scored."""
@@ -85,7 +87,10 @@ class _Story:
             case "group_reserved":
                 self.tasks[fact.group_reserved.group] = fact.group_reserved.task
                 self.num_open[fact.group_reserved.group] = fact.group_reserved.num_episodes
+            case "episode_leased":
+                self.attempts[fact.episode_leased.episode] = fact.episode_leased.attempt
             case "episode_ended":
+                self.attempts.pop(fact.episode_ended.episode, None)
                 self._close(fact.episode_ended.group)
             case "episode_scored":
                 return self._scored(fact.episode_scored, place)
@@ -100,7 +105,14 @@ class _Story:
     def _scored(self, fact: events_pb2.EpisodeScored, place: Place) -> _ExportedEpisode:
         task = self.tasks[fact.group]
         self._close(fact.group)
-        return _ExportedEpisode(place, task, episode_ref(fact.payload.sequence, fact.samples))
+        key = types_pb2.EpisodeKey(
+            run=self.run,
+            task=task.task_id,
+            group=fact.group,
+            episode=fact.episode,
+            attempt=self.attempts.pop(fact.episode, 0),
+        )
+        return _ExportedEpisode(place, task, scored_ref(fact, key))
 
     def _close(self, group: str) -> None:
         self.num_open[group] -= 1

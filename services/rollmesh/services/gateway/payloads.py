@@ -23,7 +23,7 @@ from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.failure import encode_failure
-from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.codec.metadata import check_leased
 from rollmesh.shared.errors import DataLoss, MeshError, MetadataMismatch, PayloadLost
 from rollmesh.shared.payload_files import UnreadableRecord
 from rollmesh.shared.telemetry.metrics import count
@@ -36,28 +36,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRef:
-    """An episode in the sample stream, with the reported metadata of its requested samples, sorted by id."""
+    """An episode in the sample stream, with its requested samples as the coordinator described them, sorted by id."""
 
     sequence: int
-    metas: tuple[types_pb2.SampleMeta, ...]
+    samples: tuple[run_pb2.LeasedSample, ...]
 
     @property
     def sample_ids(self) -> list[str]:
-        return [meta.sample_id for meta in self.metas]
+        return [sample.meta.sample_id for sample in self.samples]
 
 
-def episode_ref(sequence: int, metas: Iterable[types_pb2.SampleMeta]) -> EpisodeRef:
-    return EpisodeRef(sequence, tuple(sorted(metas, key=lambda meta: meta.sample_id)))
+def episode_ref(sequence: int, samples: Iterable[run_pb2.LeasedSample]) -> EpisodeRef:
+    return EpisodeRef(sequence, tuple(sorted(samples, key=lambda sample: sample.meta.sample_id)))
+
+
+def scored_ref(scored: events_pb2.EpisodeScored, key: types_pb2.EpisodeKey) -> EpisodeRef:
+    """Return the episode of a ledger record with all of its samples. No finalizer has changed their rewards."""
+    samples = (run_pb2.LeasedSample(meta=meta, key=key, rewards_as_reported=True) for meta in scored.samples)
+    return episode_ref(scored.payload.sequence, samples)
 
 
 def episodes_of(samples: Iterable[run_pb2.LeasedSample]) -> list[EpisodeRef]:
     """Return the episodes of `samples`, sorted by the id of their first sample. Raise PayloadLost for a sample without payload."""
-    found: dict[int, list[types_pb2.SampleMeta]] = {}
+    found: dict[int, list[run_pb2.LeasedSample]] = {}
     for sample in samples:
         if sample.payload.sequence == 0:
             raise _lost(sample.meta.sample_id, "it was reported without a payload")
-        found.setdefault(sample.payload.sequence, []).append(sample.meta)
-    episodes = [episode_ref(sequence, metas) for sequence, metas in found.items()]
+        found.setdefault(sample.payload.sequence, []).append(sample)
+    episodes = [episode_ref(sequence, of_episode) for sequence, of_episode in found.items()]
     return sorted(episodes, key=lambda episode: episode.sample_ids)
 
 
@@ -143,8 +149,8 @@ async def read_episode(log: StreamLog, ref: EpisodeRef) -> Read:
         what = f"record {ref.sequence} of {log.name} is not an episode: {len(record.payload)} bytes; drop its samples"
         return Read(ref, None, PayloadLost(what))
     try:
-        for meta in ref.metas:
-            check_metadata(episode, meta)
+        for sample in ref.samples:
+            check_leased(episode, sample)
     except MetadataMismatch as error:
         return Read(ref, None, error)
     count(EPISODES)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import Scorer, ScorerResult
 from rollmesh.shared.endpoints.metering import EndpointMeter, metered
 from rollmesh.shared.errors import GroupCodeFailed, Overloaded
+from rollmesh.shared.reward_range import REWARD_RANGE, in_reward_range
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import EndpointUse, GroupContext, Outcome, Reward
 from rollmesh.shared.user_code import explain, user_traceback
@@ -202,8 +202,8 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
         raise TypeError(
             f"the scorer returned a {type(reward).__name__}, expected a number, a Reward or a list of Rewards"
         )
-    if reward.outcome is Outcome.OK and not math.isfinite(reward.value):
-        raise ValueError(f"the scorer returned the value {reward.value}")
+    if reward.outcome is Outcome.OK and not in_reward_range(reward.value):
+        raise ValueError(f"the scorer returned the value {reward.value}, {REWARD_RANGE}")
     answer = reward.answer[:ANSWER_CHARS_MAX]
     return structs.replace(reward, name=reward.name or configured.name, scorer=configured.label, answer=answer)
 

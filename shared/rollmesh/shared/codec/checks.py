@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.codec.arrays import DTYPES
 from rollmesh.shared.codec.refusal import invalid
+from rollmesh.shared.reward_range import REWARD_RANGE, in_reward_range
 from rollmesh.shared.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
@@ -205,8 +206,8 @@ def _check_samples(episode: Episode, field: str) -> None:
 def _check_reward(reward: Reward, field: str, num_segments: int | None) -> None:
     if not reward.name:
         invalid(f"{field}.name", "empty")
-    if reward.outcome is Outcome.OK and not math.isfinite(reward.value):
-        invalid(f"{field}.value", f"{reward.value}, expected a finite number")
+    if reward.outcome is Outcome.OK and not in_reward_range(reward.value):
+        invalid(f"{field}.value", f"{reward.value}, {REWARD_RANGE}")
     if reward.segment < WHOLE_SAMPLE or (num_segments is not None and reward.segment >= num_segments):
         invalid(f"{field}.segment", f"{reward.segment}, expected {WHOLE_SAMPLE} (whole sample) or a segment's index")
 

@@ -1,15 +1,18 @@
 """Metadata of a sample, and its comparison with the stored payload.
 
 The coordinator judges the staleness bound by `SampleMeta.steps`, which a rollout worker reported. The stamps in the payload decide,
-because the engine wrote them: every reader that has a payload calls `check_metadata` before it trains on the tokens. The worker
+because the engine wrote them: every reader that has a payload calls `check_leased` before it trains on the tokens. The worker
 builds its report with `sample_meta`, so both sides count in the same way. Works on messages, because the gateway does not decode payloads.
+docs/staleness.md has a table of the fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rollmesh.shared.codec.summaries import sample_summary
 from rollmesh.shared.errors import MetadataMismatch
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import run_pb2, types_pb2
 
 DEFAULT_POLICY = "main"
 _TOKEN_BYTES = 4
@@ -19,30 +22,36 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
     """Return what the coordinator needs of a sample: above all, which weights sampled how many of its trainable tokens. `text_chars` is
     the maximum length of the text in its summary.
 
-    Raises `MetadataMismatch` for a sample whose path cannot be trained on.
+    Raises `MetadataMismatch` for a sample whose path cannot be trained on. A trainable one trains no POLICY token of another policy.
     """
     policy = sample.policy or DEFAULT_POLICY
     tokens: dict[tuple[int, int], int] = {}
+    external: dict[types_pb2.SegmentSource, int] = {}
     num_tokens = num_sampled = 0
     shared = _indices_before(episode, sample)
     path = _path(episode, sample)
     for index, segment, token_ids in reversed(path):
         num_here = len(token_ids) // _TOKEN_BYTES
         num_tokens += num_here
-        if segment.source != types_pb2.SEGMENT_SOURCE_POLICY:
-            continue
-        if index not in shared:
+        is_policy = segment.source == types_pb2.SEGMENT_SOURCE_POLICY
+        if is_policy and index not in shared:
             num_sampled += num_here
         loss_mask = segment.loss_mask
         num_trainable = len(loss_mask) - loss_mask.count(0)
         if not num_trainable:
             continue
-        if not segment.HasField("version"):
-            raise _mismatch(sample.sample_id, "a trainable POLICY segment has no version")
+        if not is_policy:
+            external[segment.source] = external.get(segment.source, 0) + num_trainable
+            continue
+        if problem := _stamp_problem(segment):
+            raise _mismatch(sample.sample_id, f"segment {index} is trainable, of source POLICY, and {problem}")
         version = segment.version
         if (version.policy or DEFAULT_POLICY) == policy:
             weights = (version.step, version.incarnation)
             tokens[weights] = tokens.get(weights, 0) + num_trainable
+        elif sample.trainable:
+            what = f"segment {index} trains {num_trainable} tokens of policy {version.policy!r}, expected policy {policy!r}"
+            raise _mismatch(sample.sample_id, what)
     return types_pb2.SampleMeta(
         sample_id=sample.sample_id,
         policy=policy,
@@ -56,25 +65,50 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
         trainable=sample.trainable,
         num_sampled_tokens=num_sampled,
         summary=sample_summary(episode, sample, path, text_chars=text_chars),
+        external=[types_pb2.ExternalSpan(source=source, num_tokens=external[source]) for source in sorted(external)],
     )
 
 
-def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> None:
-    """Compare reported metadata with the payload. Raises `MetadataMismatch`, which names the first field that differs.
+def check_leased(episode: types_pb2.Episode, leased: run_pb2.LeasedSample) -> None:
+    """Compare a leased sample with its payload. Raises `MetadataMismatch`, which names the first field that differs.
 
-    Rewards are not compared: the finalizer may change them after the payload was stored.
+    Rewards are compared unless the finalizer may have replaced them.
     """
-    sample = next((one for one in episode.samples if one.sample_id == meta.sample_id), None)
-    if sample is None:
+    check_key(episode, leased.key)
+    sample = check_metadata(episode, leased.meta)
+    if leased.rewards_as_reported and (reported := _rewards(leased.meta.rewards)) != (
+        stored := _rewards(sample.rewards)
+    ):
+        raise _differs(leased.meta, "rewards", reported, stored)
+
+
+def check_key(episode: types_pb2.Episode, key: types_pb2.EpisodeKey) -> None:
+    """Compare the key of a payload with the one that it must have. Absent fields are not compared. Raises `MetadataMismatch`."""
+    for name in ("run", "task", "group", "episode", "attempt"):
+        expected, stored = getattr(key, name), getattr(episode.key, name)
+        if expected and expected != stored:
+            raise MetadataMismatch(
+                f"the payload of episode {key.episode!r} has the key of another: `{name}` must be {expected!r}, got {stored!r}; drop its "
+                "samples"
+            )
+
+
+def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> types_pb2.Sample:
+    """Compare reported metadata without rewards with the payload, and return the sample there. Raises `MetadataMismatch`, as above."""
+    found = [one for one in episode.samples if one.sample_id == meta.sample_id]
+    if len(found) != 1:
+        what = "does not hold" if not found else f"has {len(found)} entries for"
         raise _mismatch(
-            meta.sample_id, f"the payload of episode {episode.key.episode!r} does not hold sample {meta.sample_id}"
+            meta.sample_id, f"the payload of episode {episode.key.episode!r} {what} sample {meta.sample_id}"
         )
+    sample = found[0]
     stamped = sample_meta(episode, sample, text_chars=len(meta.summary.text))
     for name, reported, stored in (
         ("policy", meta.policy or DEFAULT_POLICY, stamped.policy),
         ("leaf", meta.leaf, stamped.leaf),
         ("trainable", meta.trainable, stamped.trainable),
         ("steps", _spans(meta), _spans(stamped)),
+        ("external", _external(meta), _external(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
         # The next one is absent from reports of older workers and in older ledgers, as the summary is. The bound does not depend on them.
         ("num_sampled_tokens", meta.num_sampled_tokens or stamped.num_sampled_tokens, stamped.num_sampled_tokens),
@@ -85,6 +119,17 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> No
     # Equal fields in different messages: a newer worker reports further ones.
     if meta.summary != summary and (fields := _summary(meta.summary)) != (stored_fields := _summary(summary)):
         raise _differs(meta, "summary", fields, stored_fields)
+    return sample
+
+
+def _stamp_problem(segment: types_pb2.Segment) -> str:
+    """Return what no engine can have stamped on a sampled segment; empty if nothing."""
+    version, oldest = segment.version, segment.kv_step_oldest
+    if not segment.HasField("version"):
+        return "has no version"
+    if not 0 <= oldest <= version.step:
+        return f"has `kv_step_oldest` {oldest}, expected a step in [0, {version.step}], which sampled it"
+    return ""
 
 
 def _indices_before(episode: types_pb2.Episode, sample: types_pb2.Sample) -> set[int]:
@@ -123,6 +168,16 @@ def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> list[tuple[in
 
 def _spans(meta: types_pb2.SampleMeta) -> list[tuple[int, int, int]]:
     return sorted((span.step, span.incarnation, span.num_tokens) for span in meta.steps)
+
+
+def _external(meta: types_pb2.SampleMeta) -> list[tuple[int, int]]:
+    return sorted((span.source, span.num_tokens) for span in meta.external)
+
+
+def _rewards(rewards: Iterable[types_pb2.Reward]) -> list[tuple[str, int, int, float]]:
+    """Return what counts of rewards. The value of one whose outcome is not OK does not."""
+    ok = types_pb2.REWARD_OUTCOME_OK
+    return [(r.name, r.segment, r.outcome, r.value if r.outcome == ok else 0.0) for r in rewards]
 
 
 def _summary(summary: types_pb2.SampleSummary) -> list[object]:

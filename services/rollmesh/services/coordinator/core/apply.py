@@ -155,7 +155,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
     episode.payload = fact.payload
     for meta in fact.samples:
         assert meta.sample_id not in group.samples, f"sample {meta.sample_id} reported twice"
-        group.samples[meta.sample_id] = SampleState(meta=meta, episode=fact.episode)
+        group.samples[meta.sample_id] = SampleState(meta=meta, rewards_as_reported=True, episode=fact.episode)
         if group.purpose is Purpose.EVAL:
             count_eval(state, group, meta.rewards)
         else:
@@ -172,6 +172,7 @@ def _(fact: f.GroupFinalized, state: State) -> None:
     for adjusted in fact.adjusted:
         sample = group.samples[adjusted.sample_id]
         sample.meta = msgspec.structs.replace(sample.meta, rewards=adjusted.rewards)
+        sample.rewards_as_reported = False
     if fact.decision is GroupDecision.KEEP:
         group.phase = GroupPhase.READY
     elif fact.decision is GroupDecision.FILTER:

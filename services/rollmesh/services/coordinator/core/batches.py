@@ -119,7 +119,7 @@ def ready_ahead(ctx: DecisionContext, request: i.WatchReady, known: set[str]) ->
             fresh.append(group)
     known &= {group.group for group in ready}
     known |= {group.group for group in fresh}
-    return tuple(_ready_sample(group, sample) for group in fresh for sample in group.live_samples())
+    return tuple(_ready_sample(ctx, group, sample) for group in fresh for sample in group.live_samples())
 
 
 def _wanted(ctx: DecisionContext, request: i.LeaseBatch | i.WatchReady | None) -> tuple[i.GeometryUnit, int]:
@@ -211,32 +211,40 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.BatchGrant:
     groups = [ctx.state.groups[name] for name in batch.groups]
     return i.BatchGrant(
         lease_id=batch.lease_id,
-        samples=tuple(_leased_sample(g, s, batch) for g in groups for s in g.live_samples()),
+        samples=tuple(_leased_sample(ctx, g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(group_members(g) for g in groups),
         lease_s=max(0.0, ctx.ephemeral.batch_deadlines[batch.lease_id] - ctx.now),
     )
 
 
-def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
+def _leased_sample(ctx: DecisionContext, group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
     spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=batch.bound)
     return replace(
-        _ready_sample(group, sample),
+        _ready_sample(ctx, group, sample),
         staleness=bound.sample_staleness(spans, update=batch.update),
         mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=batch.bound),
     )
 
 
-def _ready_sample(group: GroupState, sample: SampleState) -> i.LeasedSample:
-    meta = sample.meta
+def _ready_sample(ctx: DecisionContext, group: GroupState, sample: SampleState) -> i.LeasedSample:
+    meta, episode = sample.meta, group.episodes[sample.episode]
     if meta.summary.text:  # the members of the groups have it
         meta = msgspec.structs.replace(meta, summary=msgspec.structs.replace(meta.summary, text=""))
     return i.LeasedSample(
         meta=meta,
         group=group.group,
         task=group.task.task_id,
-        payload=group.episodes[sample.episode].payload,
+        payload=episode.payload,
         staleness=0,
         mask_below_step=0,
+        key=i.EpisodeKey(
+            run=ctx.spec.run,
+            task=group.task.task_id,
+            group=group.group,
+            episode=episode.episode,
+            attempt=episode.attempt,
+        ),
+        rewards_as_reported=sample.rewards_as_reported,
     )
 
 
@@ -261,7 +269,7 @@ def get_batch(ctx: DecisionContext, request: i.GetBatch) -> None:
         refuse("FENCED", f"trainer epoch {request.trainer_epoch} is fenced by {ctx.clock.trainer_epoch}")
     batch, wanted = held_batch(ctx, request.lease_id), set(request.sample_ids)
     samples = ((g, s) for g in (ctx.state.groups[name] for name in batch.groups) for s in g.live_samples())
-    found = tuple(_leased_sample(g, s, batch) for g, s in samples if not wanted or s.sample_id in wanted)
+    found = tuple(_leased_sample(ctx, g, s, batch) for g, s in samples if not wanted or s.sample_id in wanted)
     ctx.reply(request.ticket, i.BatchGrant(lease_id=batch.lease_id, samples=found))
 
 

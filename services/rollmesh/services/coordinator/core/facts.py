@@ -172,10 +172,33 @@ class SampleSummary(Record, frozen=True, kw_only=True, omit_defaults=True):
     greedy: bool = False
 
 
+class SegmentSource(IntEnum):
+    """Source of a segment. Only POLICY and PEER tokens were sampled. The staleness bound applies to POLICY tokens.
+    Every other source has separate bounds and counters."""
+
+    POLICY = 1
+    PROMPT = 2
+    TOOL = 3
+    HINT = 4
+    SUMMARY = 5
+    DATASET = 6
+    REPLAY = 7
+    REWRITTEN = 8
+    PEER = 9
+    HUMAN = 10
+
+
+class ExternalSpan(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Number of trained tokens of a sample of one source that is not POLICY."""
+
+    source: SegmentSource = SegmentSource.POLICY
+    num_tokens: int = 0
+
+
 class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Metadata of a sample, as the rollout worker reported it to the coordinator. Payloads stay in the sample stream.
-    Every reader of a payload compares `policy`, `leaf`, `steps`, `num_tokens`, `trainable` and `summary` with it
-    (METADATA_MISMATCH)."""
+    Every reader of a payload compares all fields with it (METADATA_MISMATCH), except for the evidence, scorer and
+    answer of rewards. Rewards are compared if LeasedSample.rewards_as_reported is set."""
 
     sample_id: str = ""
     policy: str = ""
@@ -186,6 +209,7 @@ class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
     trainable: bool = True
     num_sampled_tokens: int = 0
     summary: SampleSummary = SampleSummary()
+    external: tuple[ExternalSpan, ...] = ()
 
 
 class EpisodeScored(Record, frozen=True, kw_only=True, tag=True):

@@ -525,6 +525,8 @@ def contradiction(version: PolicyVersion, goal: WeightGoal) -> str:
     for other in known:
         if (other.policy, age(other)) == (version.policy, age(version)):
             return f"with digest {version.weights_digest!r}, but the one published is {other.weights_digest!r}"
+    if known and known[-1].policy != version.policy:  # a run has one policy
+        return f"but the policy of its run is {known[-1].policy!r}"
     if age(version) > max(map(age, known), default=(-1, -1)):
         return "which was not published"
     return ""

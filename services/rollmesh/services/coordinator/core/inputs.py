@@ -243,6 +243,15 @@ class WatchReady(TrainerRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeKey:
+    run: str
+    task: str
+    group: str
+    episode: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSample:
     meta: SampleMeta
     group: str
@@ -250,6 +259,8 @@ class LeasedSample:
     payload: PayloadRef
     staleness: int
     mask_below_step: int
+    key: EpisodeKey
+    rewards_as_reported: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

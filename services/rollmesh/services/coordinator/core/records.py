@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,8 @@ EPISODES_LIVE_MAX = 131_072
 """Maximum number of episodes that admission reserves at once, so that one decision, such as StopRun, fits into a ledger
 record."""
 SpecName = Annotated[str, Meta(max_length=64)]
+ExternalSource = Literal["prompt", "tool", "hint", "summary", "dataset", "replay", "rewritten", "peer", "human"]
+"""A source of tokens that no policy of the run sampled: a lower-case name of `SegmentSource`."""
 _Count = Annotated[int, Meta(ge=0, le=10**9)]
 _Lease = Annotated[float, Meta(ge=0.01, le=86_400)]
 _Duration = Annotated[float, Meta(ge=0.01, le=604_800)]
@@ -58,6 +60,9 @@ class RunSettings(Settings):
     admit_early: Annotated[bool, LIVE] = False
     """Whether groups are admitted as early as the bound allows. By default they are admitted on demand: samples that would only wait for a
     busy learner are generated later, from newer weights (docs/staleness.md)."""
+    external_sources: Annotated[tuple[ExternalSource, ...], LIVE] = ()
+    """Sources other than the policy whose tokens the run trains, such as `dataset` for given solutions. The staleness bound does not concern
+    them (docs/staleness.md). Without the source here, an attempt that trains such tokens is rejected at its report."""
     batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Groups (tasks) per update."""
     group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16

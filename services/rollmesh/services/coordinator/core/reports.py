@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from math import isfinite
-
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, ScoredEpisode
-from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, SampleMeta
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState
+from rollmesh.shared.reward_range import REWARD_RANGE, in_reward_range
 
 
 def report(ctx: DecisionContext, request: i.ReportEpisodes) -> None:
-    results = tuple(_record(ctx, one) for one in request.reports)
+    results = tuple(_record(ctx, request.node_id, one) for one in request.reports)
     ctx.reply(request.ticket, i.Reported(results=results))
 
 
-def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
-    """Record one report. Idempotent by (episode, attempt). A late report counts if no other worker has the episode.
+def _record(ctx: DecisionContext, node_id: str, report: i.EpisodeReport) -> str:
+    """Record one report of the node with the lease. Idempotent by (episode, attempt). A late report counts if no other worker has the
+    episode. A report of another node changes nothing, so that the ledger names the node that made the samples. The coordinator, which has
+    no node id, returns leases of any node.
 
     A report that cannot be recorded counts as a failed attempt, so that a broken worker cannot hold an episode.
     """
@@ -26,7 +27,7 @@ def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
     episode = group.episodes.get(report.episode) if group else None
     if group is None or episode is None or report.attempt < 1:
         return "UNKNOWN_LEASE"
-    if (episode.attempt, episode.lease_id) != (report.attempt, report.lease_id):
+    if (episode.attempt, episode.lease_id) != (report.attempt, report.lease_id) or node_id not in ("", episode.node_id):
         return "UNKNOWN_LEASE"
     if episode.status is EpisodeStatus.SCORED:
         return ""
@@ -52,6 +53,20 @@ def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeRepor
         for span in sample.steps:
             if not bound.was_published(span, ctx.clock):
                 return f"sample {sample.sample_id}: no weights of step {span.step}, incarnation {span.incarnation} were published"
+        if sample.trainable and group.purpose is Purpose.TRAIN and (what := _why_not_admitted(ctx, sample)):
+            return f"sample {sample.sample_id}: {what}"
+    return ""
+
+
+def _why_not_admitted(ctx: DecisionContext, sample: SampleMeta) -> str:
+    """Return which trained tokens have a source that the run does not admit; empty if none has."""
+    admitted = ctx.spec.external_sources
+    for span in sample.external:
+        if (name := span.source.name.lower()) not in admitted:
+            return (
+                f"it trains {span.num_tokens} tokens of source {name}, but `run.external_sources` is [{', '.join(admitted)}]; add {name} "
+                "to it, or give these tokens no loss"
+            )
     return ""
 
 
@@ -62,14 +77,14 @@ def _broken_reward(report: i.EpisodeReport) -> tuple[str, str]:
             if reward.outcome is RewardOutcome.INFRA_FAILURE:
                 cause, _, traceback = reward.evidence.partition("\n")
                 return f"scorer {reward.scorer}: {cause}", traceback
-            if not is_finite(reward):
-                return f"scorer {reward.scorer}: reward {reward.name!r} is {reward.value}, expected a finite number", ""
+            if not in_range(reward):
+                return f"scorer {reward.scorer}: reward {reward.name!r} is {reward.value}, {REWARD_RANGE}", ""
     return "", ""
 
 
-def is_finite(reward: Reward) -> bool:
-    """Return whether a reward is finite, if its value counts."""
-    return reward.outcome is not RewardOutcome.OK or isfinite(reward.value)
+def in_range(reward: Reward) -> bool:
+    """Return whether a reward is in its range, if its value counts."""
+    return reward.outcome is not RewardOutcome.OK or in_reward_range(reward.value)
 
 
 def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:

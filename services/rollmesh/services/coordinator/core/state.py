@@ -61,6 +61,8 @@ class EpisodeState(msgspec.Struct, kw_only=True):
 class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     meta: SampleMeta
     """As reported. A finalizer may change the rewards."""
+    rewards_as_reported: bool = False
+    """Whether no finalizer has replaced them. False if it is not known, in snapshots of earlier releases."""
     episode: str
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""

@@ -25,7 +25,7 @@ from rollmesh.shared.errors import ConfigError, DataLoss, DeadlineExceeded, Mesh
 from rollmesh.shared.extras import install_hint
 from rollmesh.shared.trajectory import IntArray, Sample, Segment
 from rollmesh.trainer.estimators.base import UNDECIDED
-from rollmesh.v1 import events_pb2, types_pb2
+from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 TOKENS_MAX = 20_000
 """Number of tokens of a transcript. The rest is counted."""
@@ -203,9 +203,11 @@ class Transcripts:
         if not scored.payload.sequence:
             shown.missing.append("The sample was reported without a payload, so it has no tokens.")
             return
+        key = types_pb2.EpisodeKey(run=run, group=scored.group, episode=scored.episode)
+        sample = run_pb2.LeasedSample(meta=meta, key=key, rewards_as_reported=True)
         try:
             log = await self._bus.open(run_streams(run).samples.name)
-            read: Read = await read_episode(log, episode_ref(scored.payload.sequence, [meta]))
+            read: Read = await read_episode(log, episode_ref(scored.payload.sequence, [sample]))
         except (PayloadLost, UnknownStream):
             shown.missing.append(
                 "The payload is no longer stored, so the tokens cannot be shown. Payloads are removed when a checkpoint contains their "
