@@ -354,12 +354,13 @@ def learner_config(layout: RunLayout) -> LearnerConfig:
 
 
 def located_learner(config: MeshConfig, base_dir: Path) -> LearnerConfig:
-    """Return the learner's config with absolute files of a user, and with the rewards and outputs of the run. Raises ConfigError if the
-    reference model does not exist."""
+    """Return the learner's config with absolute files of a user, and with the rewards, outputs and external sources of the run. Raises
+    ConfigError if the reference model does not exist."""
     return msgspec.structs.replace(
         config.learner.located(base_dir),
         reward_weights=config.reward.weights,
         outputs=array_names(config.rollout.outputs),
+        external_sources=config.run.external_sources,
     )
 
 

@@ -30,6 +30,7 @@ from rollmesh.services.rollout.tokenizer import load_tokenizer as load_chat_toke
 from rollmesh.sft.chats import EncodedChat, read_chats
 from rollmesh.sft.config import SftConfig
 from rollmesh.shared.errors import ConfigError, InvalidInput
+from rollmesh.shared.trajectory import Source
 from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointPosition, folder_name
 from rollmesh.trainer.forward import logprobs_of
@@ -148,6 +149,7 @@ class FineTuning:
                 model,
                 config.learner,
                 seed=config.seed,
+                sources=[Source.DATASET],
                 initial_model=lambda: load_model(config.model, device=config.learner.device),
                 encode=partial(self._tokenizer.encode, add_special_tokens=False),
             )

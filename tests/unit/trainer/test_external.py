@@ -52,7 +52,13 @@ def with_solutions(num_groups: int = 3) -> tuple[list[TrainingSample], list[Grou
 
 def trainer(*loss: LossTerm, **settings: Any) -> BatchTrainer:
     chosen = {"update_rule": minibatches(1), "optimizer": OptimizerConfig(lr=1e-3, warmup_updates=0), **settings}
-    return BatchTrainer(build_tiny_model(SMALL, seed=1), UpdateConfig(loss=loss, **chosen), seed=7, outputs=["entropy"])
+    return BatchTrainer(
+        build_tiny_model(SMALL, seed=1),
+        UpdateConfig(loss=loss, **chosen),
+        seed=7,
+        outputs=["entropy"],
+        sources=[Source.DATASET],
+    )
 
 
 def weights(made: BatchTrainer) -> dict[str, torch.Tensor]:
@@ -354,7 +360,7 @@ def test_red_counts_a_refreshed_batch_once_and_restores_its_averages() -> None:
 def test_a_recipe_learns_a_given_solution(recipe: str) -> None:
     _, tree = read_recipe(find_recipe(recipe))
     config = config_from_dict(UpdateConfig, {**tree["learner"], "optimizer": {"lr": 3e-3, "warmup_updates": 0}})
-    made = BatchTrainer(build_tiny_model(SMALL, seed=1), config, seed=7)
+    made = BatchTrainer(build_tiny_model(SMALL, seed=1), config, seed=7, sources=[Source.DATASET])
     samples, groups = with_solutions()
     for index, of in enumerate(groups):  # own samples fail
         groups[index] = replace(

@@ -9,7 +9,7 @@ Collaborators: `update` calls this module, `packing` takes the sequences, `batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -70,6 +70,10 @@ class DropReason(StrEnum):
     """A token id is outside the model's vocabulary."""
     MALFORMED = "MALFORMED"
     """An array does not have one entry per token, or a mask has values other than 0 and 1."""
+    OTHER_POLICY = "OTHER_POLICY"
+    """A trained POLICY token has no version, or that of another policy than the sample's, so it has no staleness."""
+    SOURCE_NOT_ADMITTED = "SOURCE_NOT_ADMITTED"
+    """A trained token has a source that `run.external_sources` does not name."""
     NO_LOGPROBS = "NO_LOGPROBS"
     """A trained token has no finite behavior log-prob, and it was sampled, or no part of the run can use it without one."""
     NO_OUTPUT = "NO_OUTPUT"
@@ -141,11 +145,12 @@ def drop_reason(
     vocab_size: int,
     outputs: Sequence[str] = (),
     external: bool = False,
+    sources: Collection[Source] = (),
     rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
 ) -> DropReason | None:
     """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs, and `rewrites`
     make the other sequences. `external`: the update can train on tokens that were not sampled, which have neither log-probs nor these
-    arrays."""
+    arrays. `sources` are those other than POLICY whose tokens the run trains."""
     if not all(_is_well_formed(s) for s in sample.segments):
         return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
@@ -153,6 +158,10 @@ def drop_reason(
         return DropReason.NOT_TRAINABLE
     if not trained:
         return DropReason.NO_TRAINED_TOKENS
+    if any(s.source is not Source.POLICY and s.source not in sources for s in trained):
+        return DropReason.SOURCE_NOT_ADMITTED
+    if any(s.source is Source.POLICY and _policy_of(s) != sample.sample.policy for s in trained):
+        return DropReason.OTHER_POLICY
     if context_max is not None and sum(s.num_tokens for s in sample.segments) > context_max:
         return DropReason.TOO_LONG
     if any(_has_unknown(s.token_ids, vocab_size) for s in sample.segments):
@@ -235,6 +244,10 @@ def _is_well_formed(segment: Segment) -> bool:
     if any(a is not None and a.shape[:1] != segment.token_ids.shape for a in arrays):
         return False
     return segment.loss_mask is None or bool((segment.loss_mask <= 1).all())
+
+
+def _policy_of(segment: Segment) -> str | None:
+    return None if segment.version is None else segment.version.policy
 
 
 def _has_unknown(token_ids: IntArray, vocab_size: int) -> bool:

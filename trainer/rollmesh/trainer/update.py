@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainedGroup, TrainingSample
 from rollmesh.trainer import forward
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig
@@ -107,14 +107,15 @@ class BatchTrainer:
         seed: int,
         step: int = 0,
         outputs: Collection[str] = (),
+        sources: Collection[Source] = (),
         reward_weights: Mapping[str, float] | None = None,
         initial_model: Callable[[], PreTrainedModel] | None = None,
         encode: Callable[[str], list[int]] | None = None,
         ranks: Ranks = ONE_RANK,
         device: torch.device | None = None,
     ) -> None:
-        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry. `reward_weights`
-        are the estimator's, all 1 by default. `initial_model` loads the weights with which the run began, for a reference of kind
+        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry, and `sources`
+        those other than POLICY whose tokens are trained, see `run.external_sources`. `reward_weights` are the estimator's, all 1 by default. `initial_model` loads the weights with which the run began, for a reference of kind
         `initial`; by default they are those of `model`. `encode` is the model's tokenizer for features that read text, without special
         tokens around the text. With several `ranks`, each of them makes a trainer with equal arguments and makes the same calls, and the
         model of rank 0 is divided between them. Those of the others may be without values (`model_files.open_model`). `device` is that of
@@ -150,6 +151,7 @@ class BatchTrainer:
             self.forward_plan = replace(self.forward_plan, square=square_tokens(hidden_size(model)))
         self.seed = seed
         self.step = step
+        self.sources = sources
         self.plugins = Plugins(config, reward_weights=reward_weights)
         self.plugins.check_outputs(outputs)
         self.plugins.use_tokenizer(encode)
@@ -182,6 +184,7 @@ class BatchTrainer:
                 outputs=self.plugins.outputs,
                 rewrites=self.plugins.rewrites,
                 external=self.plugins.takes_external,
+                sources=self.sources,
             )
             for s in samples
         ]

@@ -53,6 +53,8 @@ class LearnerConfig(UpdateConfig):
     """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, which the finalizer uses too."""
     outputs: tuple[str, ...] = ()
     """Arrays of engine outputs in the samples. A mesh sets it to those of `rollout.outputs`."""
+    external_sources: Annotated[tuple[str, ...], LIVE] = ()
+    """Sources other than the policy whose tokens are trained. A mesh sets it to `run.external_sources`."""
     seed: NonNegativeInt = 0
     """Seed of the trainer's draws (minibatches). A checkpoint can only be resumed with its own seed."""
     device: Annotated[str, LIVE] = "cpu"

@@ -24,7 +24,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
 from rollmesh.services.learner.engines.rank_group import RankGroup, device_of, size_of_torchrun
 from rollmesh.shared.errors import ConfigError, FailedPrecondition
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
 from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, ROUNDED_PROBE_TOLERANCE
 from rollmesh.trainer.checkpoint import Checkpoint, copy_checkpoint, latest_checkpoint, save_checkpoint, save_part
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
@@ -238,7 +238,7 @@ def open_part(
         torch.cuda.set_device(config.device)  # where NCCL sends from
     ranks.agree(
         "the settings",
-        msgspec.json.encode([_settings(config), config.seed, config.outputs]),
+        msgspec.json.encode([_settings(config), config.seed, config.outputs, config.external_sources]),
         torch.__version__,
         transformers.__version__,
     )
@@ -297,6 +297,7 @@ def _trainer(
             config,
             seed=config.seed,
             outputs=config.outputs,
+            sources=[Source[name.upper()] for name in config.external_sources],
             reward_weights=config.reward_weights,
             initial_model=lambda: open_model(Path(config.model), device=config.device, ranks=ranks),
             encode=encode,
