@@ -44,11 +44,11 @@ class Ends:
             await node.wait_joined()
             yield hello.node_id
 
-    async def store(self, episode: types_pb2.Episode) -> types_pb2.PayloadRef:
-        """Write a payload to the sample stream of its run."""
+    async def store(self, episode: types_pb2.Episode, key: types_pb2.EpisodeKey) -> types_pb2.PayloadRef:
+        """Write the payload of the attempt `key` to the sample stream of its run."""
         payload = episode.SerializeToString()
-        stream = await self.bus.open(run_streams(episode.key.run).samples.name)
-        sequence = await stream.append(payload, msg_id=f"{episode.key.episode}.{episode.key.attempt}")
+        stream = await self.bus.open(run_streams(key.run).samples.name)
+        sequence = await stream.append(payload, msg_id=f"{key.episode}.{key.attempt}")
         return types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload))
 
     async def upload(self, depot: str, content: bytes, owner: str) -> str:

@@ -45,11 +45,10 @@ class MadeSample:
     """By the payload."""
     reported: tuple[Stamp, ...]
     """By the metadata."""
-
-    @property
-    def contradicted(self) -> bool:
-        """Whether metadata and payload differ."""
-        return self.stamps != self.reported
+    contradicted: bool = False
+    """Whether metadata and payload differ."""
+    external: str = ""
+    """Source of trained tokens that no policy sampled; empty if there are none."""
 
 
 @dataclass(slots=True)
@@ -113,6 +112,7 @@ class RunModel:
     eta: int
     mask: bool
     keeps_no_checkpoints: bool
+    external_sources: tuple[str, ...] = ()
     epoch: int = 0
     incarnation: int = 0
     commits: list[Commit] = field(default_factory=list)
@@ -152,6 +152,10 @@ class RunModel:
     def versions(self) -> list[tuple[int, int]]:
         """(step, incarnation) of all published versions, the newest last."""
         return list(self.published)
+
+    def admits(self, samples: Iterable[MadeSample]) -> bool:
+        """Return whether the run trains the sources of these samples."""
+        return all(not s.trainable or s.external in ("", *self.external_sources) for s in samples)
 
     def is_void(self, stamp: Stamp) -> bool:
         return any(stamp.incarnation < began and stamp.step > to for to, began in self.rollbacks)

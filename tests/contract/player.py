@@ -45,6 +45,7 @@ class Result:
     samples_used: int = 0
     batches_short: int = 0
     rejected: int = 0
+    withheld: int = 0
     violation: str = ""
     log: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Player:
             eta=self._spec.max_staleness,
             mask=self._spec.beyond == events_pb2.BOUND_POLICY_MASK,
             keeps_no_checkpoints=rng.random() < 0.12,
+            external_sources=tuple(self._spec.external_sources),
         )
         self.calls = Calls(patience_s=90.0 if plan.kills else 0.0)
         lenient = plan.kills or self._spec.episode_lease_s <= 1.0
@@ -89,6 +91,7 @@ class Player:
         result.calls = sum(self.calls.counts.values())
         result.counts = dict(self.calls.counts)
         result.updates, result.undone = self._model.applied, self._model.num_undone
+        result.withheld = len(self._trainer.withheld)
         result.batches_short, result.rejected = self._trainer.num_short, self._num_rejected
         return result
 
@@ -113,6 +116,7 @@ class Player:
             (2.0, self._invalid),
             (0.4, worker.malformed),
             (0.3, worker.repeat),
+            (0.3, worker.foreign),
             (0.2, worker.renew),
             (0.6, trainer.repeat),
             (0.6, trainer.checkpoint),
@@ -277,4 +281,5 @@ def draw_spec(rng: random.Random, run: str, *, kills: bool) -> events_pb2.RunSpe
         group_s_max=120.0,
         eval_s_max=5.0,
         success_reward="correct",
+        external_sources=rng.choice([(), ("dataset",), ("dataset", "replay", "peer", "human")]),
     )

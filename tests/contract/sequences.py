@@ -45,6 +45,7 @@ def to_text(results: Sequence[Result]) -> str:
         "samples used": sum(r.samples_used for r in results),
         "batches short": sum(r.batches_short for r in results),
         "invalid requests": sum(r.rejected for r in results),
+        "contradicted samples withheld": sum(r.withheld for r in results),
     }
     lines = [
         f"{len(results)} sequences: " + ", ".join(f"{num} {what}" for what, num in totals.items()),

@@ -42,6 +42,8 @@ class Trainer:
     ahead: list[tuple[Checkpoint, HeldBatch]] = field(default_factory=list)
     """Checkpoints with an update that was not committed when they were written."""
     depot: str = ""
+    withheld: set[str] = field(default_factory=set)
+    """Samples whose report contradicts their payload, and which FetchSamples did not deliver."""
     num_short: int = 0
     """Number of batches with less than the requested amount."""
 
@@ -313,6 +315,8 @@ class Trainer:
         if message.HasField("failure"):
             episode = [s for s in self.model.samples.values() if s.episode == sample.episode]
             require(any(s.contradicted for s in episode), f"{name} is withheld: {message.failure}")
+            require(message.failure.reason == "METADATA_MISMATCH", f"{name} is withheld: {message.failure}")
+            self.withheld.add(name)
             batch.unreadable.add(name)
             return
         require(not sample.contradicted, f"metadata of {name} contradicts its payload, and it was delivered")

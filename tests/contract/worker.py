@@ -7,13 +7,14 @@ import math
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import types_pb2
 
 from .calls import Answer, Calls
 from .ends import Ends
+from .lies import EXTERNAL, LIES, other_key
 from .model import MadeSample, RunModel, Stamp, require
 
 OK = types_pb2.REWARD_OUTCOME_OK
@@ -78,6 +79,10 @@ class Worker:
         require(answer.ok, f"a valid report was answered {answer}")
         require(len(answer.response.results) == len(reports), "not one result per report")
         for (report, samples), result in zip(reports, answer.response.results, strict=True):
+            if result and not self.model.admits(samples):
+                require(result.startswith(("INVALID_REPORT", "UNKNOWN_LEASE")), f"a source was answered {result!r}")
+                continue
+            require(self.model.admits(samples), f"a source that the run does not admit was recorded: {report}")
             if result:
                 lost = self.lenient or bool(self.model.rollbacks) or self.model.stopped
                 require(result == "UNKNOWN_LEASE" and lost, f"report of {report.lease_id} was answered {result!r}")
@@ -106,21 +111,32 @@ class Worker:
     async def _complete(self, lease: pb.EpisodeLease, report: pb.EpisodeReport) -> list[MadeSample]:
         num = self.rng.choices((0, 1, 2), (2, 80, 18))[0]
         episode = types_pb2.Episode(key=lease.key, purpose=lease.purpose, sampling_params=[PARAMS])
-        made = []
+        made: list[MadeSample] = []
         for number in range(num):
             sample_id = f"{lease.key.episode}-{number}"
             stamps = self._stamps()
-            leaf = _add_path(episode, stamps)
+            external = self.rng.choice(EXTERNAL) if self.rng.random() < 0.06 else None
+            leaf = _add_path(episode, stamps, external)
             reward = float(self.rng.random() < 0.5)
             trainable = self.rng.random() < 0.96
             value = types_pb2.Reward(name="correct", value=reward, segment=-1, scorer="player@1", outcome=OK)
             episode.samples.add(
                 sample_id=sample_id, leaf=leaf, policy="main", rewards=[value], weight=1.0, trainable=trainable
             )
-            reported = self._lie(stamps) if self.rng.random() < 0.03 else stamps
-            report.samples.append(_meta(sample_id, leaf, reported, value, stamps, trainable=trainable))
-            made.append(MadeSample(sample_id, lease.key.group, lease.key.episode, reward, trainable, stamps, reported))
-        report.payload.CopyFrom(await self.calls.persist(lambda: self.ends.store(episode)))
+            meta = _meta(sample_id, leaf, value, stamps, external, trainable=trainable)
+            lies = self.rng.random() < 0.08
+            contradicted = lies and self.rng.choice(LIES)(self.rng, self.model.versions, episode, meta)
+            reported = tuple(Stamp(span.step, span.incarnation, span.num_tokens) for span in meta.steps)
+            report.samples.append(meta)
+            source = types_pb2.SegmentSource.Name(external).removeprefix("SEGMENT_SOURCE_").lower() if external else ""
+            key = lease.key
+            made.append(
+                MadeSample(sample_id, key.group, key.episode, reward, trainable, stamps, reported, contradicted, source)
+            )
+        if self.rng.random() < 0.01:
+            other_key(self.rng, episode.key)
+            made = [replace(sample, contradicted=True) for sample in made]
+        report.payload.CopyFrom(await self.calls.persist(lambda: self.ends.store(episode, lease.key)))
         return made
 
     def _stamps(self) -> tuple[Stamp, ...]:
@@ -137,12 +153,17 @@ class Worker:
             chosen = [self.rng.choice(versions)]
         return tuple(Stamp(step, incarnation, self.rng.randint(1, 4)) for step, incarnation in chosen)
 
-    def _lie(self, stamps: tuple[Stamp, ...]) -> tuple[Stamp, ...]:
-        """Return metadata that contradicts the payload: a step that seems newer, or tokens that do not exist."""
-        step, incarnation = self.model.versions[-1]
-        if len(stamps) == 1 and (stamps[0].step, stamps[0].incarnation) != (step, incarnation):
-            return (Stamp(step, incarnation, stamps[0].num_tokens),)
-        return tuple(Stamp(s.step, s.incarnation, s.num_tokens + 1) for s in stamps)
+    async def foreign(self) -> None:
+        """Report under another node, which must change nothing, and then correctly."""
+        if not self.leases:
+            return
+        report, samples = await self.finished(self.leases.pop())
+        for node_id, expected in (("stranger", ""), ("", "INVALID_ARGUMENT")):
+            request = pb.ReportEpisodesRequest(node_id=node_id, reports=[report])
+            answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request)
+            refused = answer.code == expected or _results(answer) == ["UNKNOWN_LEASE"]
+            require(refused, f"a report of node {node_id!r} was answered {answer} {_results(answer)}")
+        await self.report([(report, samples)])
 
     # Malformed --------------------------------------------------------------------------------------------------------
 
@@ -154,7 +175,7 @@ class Worker:
         report, samples = await self.finished(lease)
         broken = pb.EpisodeReport()
         broken.CopyFrom(report)
-        spoil = self.rng.choice(SPOILS if samples else SPOILS_WITHOUT_SAMPLES)
+        spoil = self.rng.choice(SPOILS if samples and self.model.admits(samples) else SPOILS_WITHOUT_SAMPLES)
         spoil(broken)
         request = pb.ReportEpisodesRequest(node_id=self.node_id, reports=[broken])
         answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
@@ -172,8 +193,8 @@ def _results(answer: Answer) -> list[str]:
 PARAMS = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=8, seed=1)
 
 
-def _add_path(episode: types_pb2.Episode, stamps: tuple[Stamp, ...]) -> int:
-    """Append a root and one action per stamp. Return the index of the leaf."""
+def _add_path(episode: types_pb2.Episode, stamps: tuple[Stamp, ...], external: types_pb2.SegmentSource | None) -> int:
+    """Append a root, one action per stamp, and a given action of the source `external`. Return the index of the leaf."""
     episode.segments.add(
         parent=-1,
         role=types_pb2.SEGMENT_ROLE_CONTEXT,
@@ -195,28 +216,38 @@ def _add_path(episode: types_pb2.Episode, stamps: tuple[Stamp, ...]) -> int:
             kv_step_oldest=stamp.step,
             sampling=0,
         )
+    if external is not None:
+        episode.segments.add(
+            parent=len(episode.segments) - 1,
+            role=types_pb2.SEGMENT_ROLE_ACTION,
+            source=external,
+            token_ids=struct.pack("<2i", 1, 2),
+            loss_mask=bytes([0, 1]),
+            sampling=-1,
+        )
     return len(episode.segments) - 1
 
 
 def _meta(
     sample_id: str,
     leaf: int,
-    reported: tuple[Stamp, ...],
     reward: types_pb2.Reward,
-    real: tuple[Stamp, ...],
+    stamps: tuple[Stamp, ...],
+    external: types_pb2.SegmentSource | None,
     *,
     trainable: bool,
 ) -> types_pb2.SampleMeta:
-    spans = [types_pb2.StepSpan(step=s.step, incarnation=s.incarnation, num_tokens=s.num_tokens) for s in reported]
+    num_sampled = sum(stamp.num_tokens for stamp in stamps)
     return types_pb2.SampleMeta(
         sample_id=sample_id,
         policy="main",
         leaf=leaf,
-        steps=spans,
-        num_tokens=3 + sum(s.num_tokens for s in real),
-        num_sampled_tokens=sum(s.num_tokens for s in real),
+        steps=[types_pb2.StepSpan(step=s.step, incarnation=s.incarnation, num_tokens=s.num_tokens) for s in stamps],
+        num_tokens=3 + num_sampled + (2 if external else 0),
+        num_sampled_tokens=num_sampled,
         rewards=[reward],
         trainable=trainable,
+        external=[types_pb2.ExternalSpan(source=external, num_tokens=1)] if external else [],
     )
 
 
@@ -245,6 +276,26 @@ def _nan(report: pb.EpisodeReport) -> None:
 
 def _infinity(report: pb.EpisodeReport) -> None:
     report.samples[0].rewards[0].value = math.inf
+
+
+def _large(report: pb.EpisodeReport) -> None:
+    report.samples[0].rewards[0].value = -1e31
+
+
+def _given_by_none(report: pb.EpisodeReport) -> None:
+    report.samples[0].external.add(source=types_pb2.SEGMENT_SOURCE_UNSPECIFIED, num_tokens=1)
+
+
+def _given_by_policy(report: pb.EpisodeReport) -> None:
+    report.samples[0].external.add(source=types_pb2.SEGMENT_SOURCE_POLICY, num_tokens=1)
+
+
+def _given_no_tokens(report: pb.EpisodeReport) -> None:
+    report.samples[0].external.add(source=types_pb2.SEGMENT_SOURCE_HINT, num_tokens=0)
+
+
+def _given_many_tokens(report: pb.EpisodeReport) -> None:
+    report.samples[0].external.add(source=types_pb2.SEGMENT_SOURCE_HINT, num_tokens=2**40)
 
 
 def _same_id(report: pb.EpisodeReport) -> None:
@@ -299,13 +350,18 @@ def _negative_leaf(report: pb.EpisodeReport) -> None:
     report.samples[0].leaf = -7
 
 
-INFRA_FAILURES = (_nan, _infinity)
+INFRA_FAILURES = (_nan, _infinity, _large)
 """A scorer without a finite number has failed. This is not a result of the model."""
 SPOILS_WITHOUT_SAMPLES: list[Callable[[pb.EpisodeReport], None]] = [_no_lease, _attempt, _outcome, _lease_of_another]
 SPOILS: list[Callable[[pb.EpisodeReport], None]] = [
     *SPOILS_WITHOUT_SAMPLES,
     _nan,
     _infinity,
+    _large,
+    _given_by_none,
+    _given_by_policy,
+    _given_no_tokens,
+    _given_many_tokens,
     _same_id,
     _empty_id,
     _long_id,
