@@ -18,3 +18,4 @@ async def test_random_sequences_agree_with_the_model_of_the_contract(tmp_path: P
     assert not [result for result in results if result.violation], to_text(results)
     assert sum(result.updates for result in results) >= SEQUENCES
     assert sum(result.rejected for result in results) >= SEQUENCES
+    assert sum(result.withheld for result in results) >= 1

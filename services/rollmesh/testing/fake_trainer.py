@@ -25,7 +25,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainedGroup, TrainingSample
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, Source, TrainedGroup, TrainingSample
 from rollmesh.trainer.checkpoint_files import (
     SNAPSHOT_NAME,
     TEMPORARY,
@@ -104,6 +104,7 @@ class FakeTrainer:
         self._root = config.checkpoints
         self._keep_last = config.keep_last
         self._seed = config.seed
+        self._sources = {Source[name.upper()] for name in config.external_sources}
         self.history = hashlib.sha256(f"fake trainer {config.seed}".encode()).hexdigest()
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
@@ -111,7 +112,7 @@ class FakeTrainer:
             raise ValueError(f"update {k} does not follow step {self.step}")
         scored = {m.sample_id for g in groups for m in g.members if any(r.outcome is Outcome.OK for r in m.rewards)}
         broken = "NON_FINITE" if k in self._options.non_finite_updates else None
-        verdicts = tuple((s.sample.sample_id, _drop_reason(s, scored) or broken) for s in samples)
+        verdicts = tuple((s.sample.sample_id, _drop_reason(s, scored, self._sources) or broken) for s in samples)
         used = [s for s, (_, reason) in zip(samples, verdicts, strict=True) if reason is None]
         if used:
             self.history = _after(self.history, k, used)
@@ -193,12 +194,18 @@ class FakeTrainer:
         return len(header).to_bytes(8, "little") + header + values
 
 
-def _drop_reason(sample: TrainingSample, scored: set[str]) -> str | None:
+def _drop_reason(sample: TrainingSample, scored: set[str], sources: set[Source]) -> str | None:
     """Return the reason of `rollmesh.trainer.samples.drop_reason`, except those that need a model."""
     if not sample.sample.trainable:
         return "NOT_TRAINABLE"
     if not _num_trained(sample):
         return "NO_TRAINED_TOKENS"
+    trained = [s for s in sample.segments if s.num_trainable]
+    if any(s.source not in {Source.POLICY, *sources} for s in trained):
+        return "SOURCE_NOT_ADMITTED"
+    own = sample.sample.policy
+    if any(s.source is Source.POLICY and (s.version is None or s.version.policy != own) for s in trained):
+        return "OTHER_POLICY"
     return None if sample.sample.sample_id in scored else "UNSCORED"
 
 

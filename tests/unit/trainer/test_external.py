@@ -95,6 +95,13 @@ def test_a_given_solution_is_used_if_every_part_allows_it(loss: Any, settings: A
     assert all(v.reason is None for v in result.verdicts if not v.sample_id.startswith("given"))
 
 
+def test_a_given_solution_is_dropped_if_the_run_does_not_admit_its_source() -> None:
+    made = BatchTrainer(
+        build_tiny_model(SMALL, seed=1), UpdateConfig(loss=(PPO, IMITATION)), seed=7, sources=[Source.HINT]
+    )
+    assert reasons(made.update(1, *with_solutions())) == {DropReason.SOURCE_NOT_ADMITTED}
+
+
 def test_a_sampled_token_without_log_prob_is_never_trained() -> None:
     samples, groups = with_solutions()
     lost = replace(samples[0].segments[1], logprobs=None)

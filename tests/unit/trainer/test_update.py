@@ -15,6 +15,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import FinishReason, Outcome, SamplingParams, Source, TrainingSample
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.config import LossTerm, Normalization, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.recipe import recipe_names
@@ -174,6 +175,15 @@ def test_untrainable_samples_are_dropped_with_their_reason() -> None:
         "short": ([good[0], replace(good[1], logprobs=np.zeros(1, np.float32))], True, DropReason.MALFORMED),
         "mask": ([good[0], replace(good[1], loss_mask=np.full(2, 3, np.uint8))], True, DropReason.MALFORMED),
         "infra": (good, True, DropReason.UNSCORED),
+        "other": (
+            [good[0], replace(good[1], version=PolicyVersion(policy="other", step=0))],
+            True,
+            DropReason.OTHER_POLICY,
+        ),
+        "nobody": ([good[0], replace(good[1], version=None)], True, DropReason.OTHER_POLICY),
+        "peer": ([good[0], replace(good[1], source=Source.PEER)], True, DropReason.SOURCE_NOT_ADMITTED),
+        "replay": ([good[0], good[1], replace(good[1], source=Source.REPLAY)], True, DropReason.SOURCE_NOT_ADMITTED),
+        "unmasked": ([good[0], replace(masked, source=Source.PEER), good[1]], True, None),
     }
     samples = [training_sample(i, segments, trainable=on) for i, (segments, on, _) in cases.items()]
     members = [
