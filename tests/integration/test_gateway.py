@@ -134,7 +134,7 @@ async def test_a_payload_that_is_not_what_was_reported_is_answered_with_its_fail
     await mesh.report([report])
     batch = await mesh.lease(1)
     (answer,) = await mesh.fetch(batch.lease_id)
-    assert "does not hold sample" in answer.failure.message
+    assert "`episode` must be 'g0.0', got 'g1.0'" in answer.failure.message
     assert list(answer.sample_ids) == [report.samples[0].sample_id]
     assert not answer.HasField("episode")
 

@@ -84,7 +84,7 @@ def check_leased(episode: types_pb2.Episode, leased: run_pb2.LeasedSample) -> No
 
 def check_key(episode: types_pb2.Episode, key: types_pb2.EpisodeKey) -> None:
     """Compare the key of a payload with the one that it must have. Absent fields are not compared. Raises `MetadataMismatch`."""
-    for name in ("run", "task", "group", "episode", "attempt"):
+    for name in ("run", "episode", "attempt", "group", "task"):
         expected, stored = getattr(key, name), getattr(episode.key, name)
         if expected and expected != stored:
             raise MetadataMismatch(
