@@ -193,7 +193,9 @@ def _results(answer: Answer) -> list[str]:
 PARAMS = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=8, seed=1)
 
 
-def _add_path(episode: types_pb2.Episode, stamps: tuple[Stamp, ...], external: types_pb2.SegmentSource | None) -> int:
+def _add_path(
+    episode: types_pb2.Episode, stamps: tuple[Stamp, ...], external: types_pb2.SegmentSource.ValueType | None
+) -> int:
     """Append a root, one action per stamp, and a given action of the source `external`. Return the index of the leaf."""
     episode.segments.add(
         parent=-1,
@@ -233,7 +235,7 @@ def _meta(
     leaf: int,
     reward: types_pb2.Reward,
     stamps: tuple[Stamp, ...],
-    external: types_pb2.SegmentSource | None,
+    external: types_pb2.SegmentSource.ValueType | None,
     *,
     trainable: bool,
 ) -> types_pb2.SampleMeta:

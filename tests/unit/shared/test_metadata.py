@@ -229,7 +229,7 @@ def test_tokens_of_other_sources_that_are_trained_are_counted_by_source() -> Non
     assert not sample_meta(episode, episode.samples[0]).external
     episode.segments[0].loss_mask = b"\0\1\1"
     spans = sample_meta(episode, episode.samples[1]).external
-    assert [(span.source, span.num_tokens) for span in spans] == [(Source.PROMPT, 2), (Source.PEER, 2)]
+    assert [(Source(span.source), span.num_tokens) for span in spans] == [(Source.PROMPT, 2), (Source.PEER, 2)]
 
 
 @pytest.mark.parametrize(

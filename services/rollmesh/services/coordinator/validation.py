@@ -283,7 +283,7 @@ def _check_trained(sample: types_pb2.SampleMeta, at: str) -> None:
         if external.num_tokens < 1:
             reject(f"{at}.external[{index}].num_tokens", "be >= 1", external.num_tokens)
     _check_unique(f"{at}.external", [types_pb2.SegmentSource.Name(external.source) for external in sample.external])
-    trained = sum(span.num_tokens for span in (*sample.steps, *sample.external))
+    trained = sum(span.num_tokens for span in sample.steps) + sum(span.num_tokens for span in sample.external)
     if trained > sample.num_tokens:
         reject(field, f"have with `external` at most num_tokens = {sample.num_tokens} tokens", trained)
 

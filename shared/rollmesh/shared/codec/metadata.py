@@ -26,7 +26,7 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
     """
     policy = sample.policy or DEFAULT_POLICY
     tokens: dict[tuple[int, int], int] = {}
-    external: dict[types_pb2.SegmentSource, int] = {}
+    external: dict[types_pb2.SegmentSource.ValueType, int] = {}
     num_tokens = num_sampled = 0
     shared = _indices_before(episode, sample)
     path = _path(episode, sample)
