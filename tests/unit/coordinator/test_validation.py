@@ -10,8 +10,8 @@ import pytest
 
 from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core.inputs import EpisodeOutcome
-from rollmesh.shared.errors import InvalidInput, InvalidSpec
-from rollmesh.v1 import coordinator_pb2, events_pb2, run_pb2, types_pb2
+from rollmesh.shared.errors import InvalidInput, InvalidSpec, ScorerFailed
+from rollmesh.v1 import coordinator_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
 Change = Callable[[Any], object]
 HELD: dict[str, Any] = {"run": "r", "trainer_epoch": 1}
@@ -189,3 +189,48 @@ def test_the_ledger_keeps_a_bounded_part_of_the_evidence() -> None:
     one = report()
     one.samples[0].rewards[0].evidence = "x" * 60_000
     assert len(translate.episode_report(one).samples[0].rewards[0].evidence) == translate.EVIDENCE_CHARS_MAX
+
+
+# Decisions on groups --------------------------------------------------------------------------------------------------
+
+
+def _ok(name: str = "r", value: float = 1.0, **values: Any) -> types_pb2.Reward:
+    return types_pb2.Reward(name=name, value=value, outcome=types_pb2.REWARD_OUTCOME_OK, **values)
+
+
+def _adjusted(*rewards: types_pb2.Reward, num: int = 1) -> dict[str, Any]:
+    one = reward_pb2.SampleRewards(sample_id="a", rewards=rewards)
+    return {"decision": reward_pb2.GROUP_DECISION_KEEP, "adjusted": [one] * num}
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"decision": 0}, "`decision` must be KEEP, FILTER or EXTEND, got 0"),
+        ({"decision": 77}, "`decision` must be KEEP, FILTER or EXTEND, got 77"),
+        ({"reason": "x" * 3_000_000}, "`reason` must have at most 64 characters of A-Z"),
+        ({"reason": "mean 0.1"}, "`reason` must have at most 64 characters of A-Z"),
+        ({"decision": reward_pb2.GROUP_DECISION_EXTEND, "num_extend": -5}, "`num_extend` must be in [1, 49152], got -5"),
+        ({"decision": reward_pb2.GROUP_DECISION_EXTEND, "num_extend": 2**31 - 1}, "`num_extend` must be in [1, 49152], got 2147483647"),
+        ({"decision": reward_pb2.GROUP_DECISION_EXTEND}, "`num_extend` must be in [1, 49152], got 0"),
+        (_adjusted(_ok("n" * 100_000)), "`adjusted[0].rewards[0].name` must have 1 to 64 characters"),
+        (_adjusted(*[_ok()] * 10_000), "`adjusted[0].rewards` must have at most 1024 entries, got 10000"),
+        (_adjusted(_ok(value=float("nan"))), "`adjusted[0].rewards[0].value` must be finite, got nan"),
+        (_adjusted(_ok(segment=-7)), "`adjusted[0].rewards[0].segment` must be >= -1, got -7"),
+        (_adjusted(types_pb2.Reward(name="r", outcome=99)), "`adjusted[0].rewards[0].outcome` must be OK"),  # type: ignore[arg-type]
+        (_adjusted(_ok(), num=2), "`adjusted` must name each once, got 'a'"),
+    ],
+)  # fmt: skip
+def test_a_decision_out_of_range_is_refused_with_its_field(values: dict[str, Any], what: str) -> None:
+    answer = reward_pb2.FinalizeGroupResponse(**{"decision": reward_pb2.GROUP_DECISION_FILTER, **values})
+    with pytest.raises(ScorerFailed) as caught:
+        translate.group_decided("g7", answer)
+    assert "the finalizer's decision on group g7 is rejected" in caught.value.message
+    assert what in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+def test_the_evidence_of_adjusted_rewards_is_not_recorded() -> None:
+    answer = reward_pb2.FinalizeGroupResponse(**_adjusted(_ok(evidence="e" * 5000)))
+    (sample,) = translate.group_decided("g7", answer).adjusted
+    assert sample.rewards[0].evidence == ""

@@ -10,9 +10,10 @@ import pytest
 from msgspec import structs
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine, build_scorer
-from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine, Uses, run_scorer
+from rollmesh.services.reward.engine import EVIDENCE_CHARS_MAX, ConfiguredScorer, RewardEngine, Uses, run_scorer
+from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
 from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
-from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.shared.clients.inference import InferenceRouter
@@ -277,6 +278,68 @@ def test_an_estimator_that_raises_is_reported_with_its_name_and_the_users_line()
     assert cause == "estimator mine.py:Misnamed: AttributeError: 'MemberOutcome' object has no attribute 'rewardz'"
     assert "member.rewardz for member in group.members" in frames
     assert "reward/engine.py" not in frames
+
+
+class _Says:
+    """A finalizer with a given verdict."""
+
+    def __init__(self, verdict: Any) -> None:
+        self._verdict = verdict
+
+    def decide(self, group: Group) -> Any:
+        return self._verdict
+
+
+def _filter(**values: Any) -> Verdict:
+    return Verdict(**{"decision": FinalizerDecision.FILTER, **values})
+
+
+def _adjusted(*rewards: Reward) -> Verdict:
+    return Verdict(decision=FinalizerDecision.KEEP, adjusted={"a": rewards})
+
+
+@pytest.mark.parametrize(
+    ("verdict", "cause"),
+    [
+        (None, "the finalizer returned a NoneType, expected a Verdict"),
+        (_filter(decision=77), "`Verdict.decision` must be a FinalizerDecision, got 77"),
+        (_filter(reason="mean 0.123"), "`Verdict.reason` must have at most 64 characters of A-Z a-z 0-9 _ . : / -, got 'mean 0.123'"),
+        (_filter(reason="x" * 3_000_000), "`Verdict.reason` must have at most 64 characters"),
+        (_filter(decision=FinalizerDecision.EXTEND, num_extend=-5), "`Verdict.num_extend` must be in [1, 49152] for EXTEND, got -5"),
+        (_filter(decision=FinalizerDecision.EXTEND, num_extend=2**31 - 1), "must be in [1, 49152] for EXTEND, got 2147483647"),
+        (_filter(decision=FinalizerDecision.EXTEND), "must be in [1, 49152] for EXTEND, got 0"),
+        (_adjusted(Reward(name="n" * 100_000, value=1.0)), "the name of a reward must have 1 to 64 characters, got 'nnnn"),
+        (_adjusted(*[Reward(name=f"r{n}", value=1.0) for n in range(10_000)]), "at most 1024 rewards, got 10000"),
+        (_adjusted(Reward(name="r", value=float("inf"))), "Verdict.adjusted['a'][0].value"),
+    ],
+)  # fmt: skip
+def test_a_verdict_out_of_range_names_the_finalizer(verdict: Any, cause: str) -> None:
+    broken = engine()
+    broken.finalizer, broken.finalizer_name = _Says(verdict), "mine.py:Mine"
+    with pytest.raises(GroupCodeFailed) as caught:
+        broken.finalize(Group(group="g", task=TaskView(task_id="t"), members=()))
+    assert str(caught.value).startswith("finalizer mine.py:Mine: ")
+    assert cause in str(caught.value)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (Reward(name="n" * 100_000, value=1.0), "ValueError: the name of a reward must have 1 to 64 characters"),
+        ([Reward(name=f"r{n}", value=1.0) for n in range(10_000)], "ValueError: a sample must have at most 1024 rewards"),
+    ],
+)  # fmt: skip
+async def test_a_scorer_with_too_many_rewards_or_too_long_names_fails_with_the_cause(result: Any, cause: str) -> None:
+    (reward,) = await run_scorer(configured(Returns(result)), item("42"))
+    assert reward.outcome is Outcome.INFRA_FAILURE
+    assert reward.evidence.startswith(cause)
+
+
+async def test_the_evidence_of_a_reward_is_cut() -> None:
+    (reward,) = await run_scorer(configured(Returns(Reward(name="", value=1.0, evidence="e" * 9_000_000))), item("42"))
+    assert reward.outcome is Outcome.OK
+    assert len(reward.evidence) == EVIDENCE_CHARS_MAX
 
 
 # Columns --------------------------------------------------------------------------------------------------------------

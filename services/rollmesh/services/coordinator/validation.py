@@ -12,12 +12,16 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from rollmesh.services.coordinator.core.records import EPISODES_LIVE_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
+from rollmesh.services.coordinator.core.records import (
+    EPISODES_LIVE_MAX,
+    SAMPLE_TOKENS_MAX,
+    SAMPLES_PER_EPISODE_MAX,
+)
 from rollmesh.shared.codec import summaries
+from rollmesh.shared.codec.checks import EXTEND_MAX, NAME_CHARS_MAX, REASON_FORM, REWARDS_MAX, is_reason
 from rollmesh.shared.errors import FieldViolation, InvalidInput
-from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
+from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2, types_pb2
 
-NAME_CHARS_MAX = 64
 ID_CHARS_MAX = 256
 TEXT_CHARS_MAX = 1024
 DIGEST_CHARS_MAX = 128
@@ -37,10 +41,7 @@ VERSIONS_MAX = 64
 """Most sets of weights that an engine holds."""
 CAPACITY_MAX = 1_000_000
 SPANS_MAX = 4096
-REWARDS_MAX = 1024
-REASON_CHARS_MAX = 64
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
-_REASON = re.compile(r"[A-Za-z0-9_.:/-]*")
 _SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
 
 
@@ -261,10 +262,7 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
         reject(f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens)
     _check_trained(sample, field)
     _check_summary(sample, f"{field}.summary")
-    if len(sample.rewards) > REWARDS_MAX:
-        reject(f"{field}.rewards", f"have at most {REWARDS_MAX} entries", len(sample.rewards))
-    for index, reward in enumerate(sample.rewards):
-        _check_reward(reward, f"{field}.rewards[{index}]")
+    _check_rewards(sample.rewards, f"{field}.rewards")
 
 
 def _check_trained(sample: types_pb2.SampleMeta, at: str) -> None:
@@ -302,6 +300,13 @@ def _check_summary(sample: types_pb2.SampleMeta, field: str) -> None:
         reject(f"{field}.turns", f"have at most num_tokens = {sample.num_tokens} tokens", num_tokens)
 
 
+def _check_rewards(rewards: Sequence[types_pb2.Reward], field: str) -> None:
+    if len(rewards) > REWARDS_MAX:
+        reject(field, f"have at most {REWARDS_MAX} entries", len(rewards))
+    for index, reward in enumerate(rewards):
+        _check_reward(reward, f"{field}[{index}]")
+
+
 def _check_reward(reward: types_pb2.Reward, field: str) -> None:
     if not 1 <= len(reward.name) <= NAME_CHARS_MAX:
         reject(f"{field}.name", f"have 1 to {NAME_CHARS_MAX} characters", reward.name)
@@ -311,6 +316,25 @@ def _check_reward(reward: types_pb2.Reward, field: str) -> None:
         reject(f"{field}.segment", "be >= -1", reward.segment)
     if reward.outcome not in types_pb2.RewardOutcome.values()[1:]:
         reject(f"{field}.outcome", "be OK, INFRA_FAILURE or NOT_APPLICABLE", reward.outcome)
+
+
+# Decisions on groups --------------------------------------------------------------------------------------------------
+
+
+def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
+    """Check the decision of a finalizer."""
+    if answer.decision not in reward_pb2.GroupDecision.values()[1:]:
+        reject("decision", "be KEEP, FILTER or EXTEND", answer.decision)
+    if not is_reason(answer.reason):
+        reject("reason", REASON_FORM, answer.reason)
+    if answer.decision == reward_pb2.GROUP_DECISION_EXTEND and not 1 <= answer.num_extend <= EXTEND_MAX:
+        reject("num_extend", f"be in [1, {EXTEND_MAX}]", answer.num_extend)
+    _check_unique("adjusted", [sample.sample_id for sample in answer.adjusted])
+    for index, sample in enumerate(answer.adjusted):
+        _check_rewards(sample.rewards, f"adjusted[{index}].rewards")
+        for place, reward in enumerate(sample.rewards):
+            if reward.outcome == types_pb2.REWARD_OUTCOME_OK and not math.isfinite(reward.value):
+                reject(f"adjusted[{index}].rewards[{place}].value", "be finite", reward.value)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -329,9 +353,8 @@ def _check_dispositions(samples: Sequence[run_pb2.DisposedSample]) -> None:
         check_id(f"samples[{index}].sample_id", sample.sample_id)
         if sample.disposition not in known:
             reject(f"samples[{index}].disposition", "be USED or DROPPED", sample.disposition)
-        if len(sample.reason) > REASON_CHARS_MAX or not _REASON.fullmatch(sample.reason):
-            must = f"have at most {REASON_CHARS_MAX} characters of A-Z a-z 0-9 _ . : / -"
-            reject(f"samples[{index}].reason", must, sample.reason)
+        if not is_reason(sample.reason):
+            reject(f"samples[{index}].reason", REASON_FORM, sample.reason)
 
 
 def _check_unique(field: str, values: Iterable[str]) -> None:

@@ -15,11 +15,12 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
+from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict, checked_verdict
 from rollmesh.services.reward.item import AnswerKey, ScoreItem
 from rollmesh.services.reward.metrics import SCORES
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import Scorer, ScorerResult
+from rollmesh.shared.codec.checks import check_reward_names
 from rollmesh.shared.endpoints.metering import EndpointMeter, metered
 from rollmesh.shared.errors import GroupCodeFailed, Overloaded
 from rollmesh.shared.reward_range import REWARD_RANGE, in_reward_range
@@ -32,6 +33,8 @@ CAUSE_CHARS_MAX = 500
 ANSWER_CHARS_MIN = 3
 ANSWER_CHARS_MAX = 256
 """Maximum length of `Reward.answer`."""
+EVIDENCE_CHARS_MAX = 16_384
+"""Maximum length of `Reward.evidence`."""
 FRAMES_CHARS_MAX = 900
 """Cause and frames of a GroupCodeFailed fit in the message of a gRPC status."""
 
@@ -120,8 +123,9 @@ class RewardEngine:
         return [task.result() for task in tasks]
 
     def finalize(self, group: Group) -> Verdict:
-        """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises."""
-        return call_group_code(f"finalizer {self.finalizer_name}", self.finalizer.decide, group)
+        """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises, or returns an invalid verdict."""
+        decide = self.finalizer.decide
+        return call_group_code(f"finalizer {self.finalizer_name}", lambda group: checked_verdict(decide(group)), group)
 
     def advantages(self, group: GroupContext) -> dict[str, float]:
         """Return the advantages that the estimator gives the members of a group. Raise GroupCodeFailed if it raises."""
@@ -194,6 +198,7 @@ def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward
     keys = [(reward.name, reward.segment) for reward in named]
     if len(set(keys)) != len(keys):
         raise ValueError(f"the scorer returned two rewards of one name for one segment: {keys}")
+    check_reward_names(named)
     return named
 
 
@@ -205,7 +210,13 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
     if reward.outcome is Outcome.OK and not in_reward_range(reward.value):
         raise ValueError(f"the scorer returned the value {reward.value}, {REWARD_RANGE}")
     answer = reward.answer[:ANSWER_CHARS_MAX]
-    return structs.replace(reward, name=reward.name or configured.name, scorer=configured.label, answer=answer)
+    return structs.replace(
+        reward,
+        name=reward.name or configured.name,
+        scorer=configured.label,
+        answer=answer,
+        evidence=reward.evidence[:EVIDENCE_CHARS_MAX],
+    )
 
 
 def _without(answer: str, message: str) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.services.reward.item import TaskView
+from rollmesh.shared.codec.checks import EXTEND_MAX, REASON_FORM, check_reward_names, check_rewards, is_reason
 from rollmesh.shared.registry import Registry
 from rollmesh.shared.trajectory import MemberOutcome, Reward
 
@@ -40,13 +41,33 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision, with `reason` for FILTER and `num_extend` (at least 1) for EXTEND."""
+    """The decision, with `reason` for FILTER (at most 64 characters of A-Z a-z 0-9 _ . : / -) and `num_extend` (at least 1) for
+    EXTEND."""
 
     decision: FinalizerDecision
     reason: str = ""
     num_extend: int = 0
     adjusted: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)
     """Rewards that the finalizer changed, by sample id. Absent samples keep their rewards."""
+
+
+def checked_verdict(verdict: object) -> Verdict:
+    """Return the verdict. Raise TypeError or ValueError for one that no coordinator would record."""
+    if not isinstance(verdict, Verdict):
+        raise TypeError(f"the finalizer returned a {type(verdict).__name__}, expected a Verdict")
+    if verdict.decision not in list(FinalizerDecision):
+        raise ValueError(f"`Verdict.decision` must be a FinalizerDecision, got {verdict.decision!r}")
+    if not is_reason(verdict.reason):
+        raise ValueError(
+            f"`Verdict.reason` must {REASON_FORM}, got {verdict.reason[:100]!r}: samples are counted by reason, so name the case without "
+            "its numbers"
+        )
+    if verdict.decision is FinalizerDecision.EXTEND and not 1 <= verdict.num_extend <= EXTEND_MAX:
+        raise ValueError(f"`Verdict.num_extend` must be in [1, {EXTEND_MAX}] for EXTEND, got {verdict.num_extend}")
+    for sample_id, rewards in verdict.adjusted.items():
+        check_rewards(rewards, f"Verdict.adjusted[{sample_id!r}]")
+        check_reward_names(rewards)
+    return verdict
 
 
 class Finalizer(Protocol):

@@ -38,7 +38,21 @@ ARRAYS_MAX = 16
 """Most `Segment.arrays` of one segment."""
 ARRAY_BYTES_MAX = 1 << 20
 """Largest of them, in bytes: 262144 tokens of float32. A whole episode must fit into one message."""
+NAME_CHARS_MAX = 64
+"""Maximum length of the name of a reward."""
+REWARDS_MAX = 1024
+"""Most rewards of one sample."""
+EXTEND_MAX = 49_152
+"""Most episodes that a finalizer may request at once: three times the largest `group_size`, because a group may grow to four times it."""
+REASON_FORM = "have at most 64 characters of A-Z a-z 0-9 _ . : / -"
+"""Form of the reason for which a sample ends. A run counts its samples by reason, so a reason names a case and holds no numbers of it."""
+_REASON = re.compile(r"[A-Za-z0-9_.:/-]{0,64}")
 _ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+def is_reason(text: str) -> bool:
+    """Return whether a text has `REASON_FORM`."""
+    return _REASON.fullmatch(text) is not None
 
 
 def check_episode(episode: Episode, field: str = "episode") -> None:
@@ -109,6 +123,17 @@ def check_rewards(rewards: Sequence[Reward], field: str, *, num_segments: int | 
     """`num_segments` limits the segment of a reward; None if the episode is not available."""
     for index, reward in enumerate(rewards):
         _check_reward(reward, f"{field}[{index}]", num_segments)
+
+
+def check_reward_names(rewards: Sequence[Reward]) -> None:
+    """Raise ValueError for more rewards of a sample, or a longer name, than a coordinator records."""
+    if len(rewards) > REWARDS_MAX:
+        raise ValueError(f"a sample must have at most {REWARDS_MAX} rewards, got {len(rewards)}")
+    for reward in rewards:
+        if not 1 <= len(reward.name) <= NAME_CHARS_MAX:
+            raise ValueError(
+                f"the name of a reward must have 1 to {NAME_CHARS_MAX} characters, got {reward.name[:100]!r}"
+            )
 
 
 def check_group_context(group: GroupContext, field: str = "group") -> None:
