@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 REWARD_ABS_MAX = 1e30
+RANGE_FORM = f"be in [{-REWARD_ABS_MAX:g}, {REWARD_ABS_MAX:g}]"
 REWARD_RANGE = f"expected a number in [{-REWARD_ABS_MAX:g}, {REWARD_ABS_MAX:g}]"
 
 

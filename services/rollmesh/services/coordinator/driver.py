@@ -329,7 +329,8 @@ class RunDriver(Callers):
                 self._on_live()
         for effect in release.effects:
             if isinstance(effect, Reply):
-                self._answer(effect.ticket, effect.value, release.head)
+                value = to_error(effect.value) if isinstance(effect.value, Refusal) else effect.value
+                self._answer(effect.ticket, value, release.head)
             else:
                 self._effects.perform(effect, release.head.position)
         if release.act is not None:

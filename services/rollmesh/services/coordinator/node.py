@@ -159,7 +159,16 @@ class CoordinatorNode:
         coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh)
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
         self._server.add(add_coordinator, coordinator, limits=RECORDED)
-        run = RunServicer(runs, keeper, outgoing, dead, mesh, clock=self._clock, deadline_s=limit_s)
+        run = RunServicer(
+            runs,
+            keeper,
+            outgoing,
+            dead,
+            mesh,
+            clock=self._clock,
+            deadline_s=limit_s,
+            message_bytes_max=self._config.server.message_bytes_max,
+        )
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED_TEXTS)
 
     def _on_loop_ended(self, task: asyncio.Task[None]) -> None:

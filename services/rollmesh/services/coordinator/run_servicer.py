@@ -23,6 +23,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.rpc.handlers import Context
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.text import count_of
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
@@ -43,8 +44,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         *,
         clock: Clock,
         deadline_s: float,
+        message_bytes_max: int,
     ) -> None:
-        """`deadline_s` is the server's limit for a call without a deadline."""
+        """`deadline_s` is the server's limit for a call without a deadline, `message_bytes_max` that of its messages."""
+        # Channels have the default limit.
+        self._message_bytes_max = min(message_bytes_max, MESSAGE_BYTES_MAX)
         self._deadline_s = deadline_s
         self._dead = dead
         self._clock = clock
@@ -92,7 +96,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_update(request.update)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
-        batch: i.BatchGrant = await driver.submit(lambda ticket: translate.lease_batch(ticket, request, wait_s))
+        batch: i.BatchGrant = await driver.submit(
+            lambda ticket: translate.lease_batch(ticket, request, wait_s, self._message_bytes_max)
+        )
         return translate.batch_response(batch)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:

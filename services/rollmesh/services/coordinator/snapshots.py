@@ -21,9 +21,9 @@ KEPT = 2
 """Number of snapshots that are kept per run: the newest, and one as a fallback."""
 _SUFFIX = ".snapshot"
 _DIGEST_BYTES = 32
-FORMAT = 1
-"""Format of the files. It rises with every change of `State`, because an older release would drop new fields, and this one would fill them
-with defaults. A test compares it with the fields of `State`."""
+FORMAT = 2
+"""Format of the files. It rises with every change of `State` or of what the fold keeps in it, because an older release would drop new
+fields, and this one would fill them with defaults. A test compares it with the fields of `State`."""
 
 _log = logging.getLogger(__name__)
 

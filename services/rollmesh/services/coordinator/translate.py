@@ -20,14 +20,12 @@ from rollmesh.services.coordinator.core.facts import (
     TrainedGroup,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.core.reports import in_range
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, State
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.shared import errors
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed
-from rollmesh.shared.reward_range import REWARD_RANGE
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
@@ -128,7 +126,8 @@ def _sample_meta(message: types_pb2.SampleMeta) -> SampleMeta:
 # Batches --------------------------------------------------------------------------------------------------------------
 
 
-def lease_batch(ticket: int, request: run_pb2.LeaseBatchRequest, wait: float) -> i.LeaseBatch:
+def lease_batch(ticket: int, request: run_pb2.LeaseBatchRequest, wait: float, bytes_max: int) -> i.LeaseBatch:
+    """`bytes_max` is the maximum size of the reply, bytes."""
     unit, amount = _geometry(request)
     return i.LeaseBatch(
         ticket=ticket,
@@ -139,6 +138,8 @@ def lease_batch(ticket: int, request: run_pb2.LeaseBatchRequest, wait: float) ->
         unit=unit,
         amount=amount,
         wait_s=wait,
+        size_of=lambda grant: batch_response(grant).ByteSize(),
+        bytes_max=bytes_max,
     )
 
 
@@ -270,23 +271,22 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
 
 
 def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.GroupDecided:
-    """Return the decision as an input. Raises ScorerFailed for a response without a decision."""
-    decision = known_member(GroupDecision, answer.decision)
-    if decision is None:
+    """Return the decision as an input, without the evidence of its rewards. Raises ScorerFailed if it is out of range."""
+    try:
+        validation.check_decision(answer)
+    except InvalidInput as error:
         raise ScorerFailed(
-            f"the finalizer returned decision {answer.decision} for group {group}; see the reward service's log"
-        )
-    adjusted = tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted)
-    if broken := [r for a in adjusted for r in a.rewards if not in_range(r)]:
-        raise ScorerFailed(
-            f"the finalizer changed reward {broken[0].name!r} of group {group} to {broken[0].value}, {REWARD_RANGE}"
-        )
+            f"the finalizer's decision on group {group} is rejected: {error.message}; correct the finalizer that the reward service runs"
+        ) from error
+    for sample in answer.adjusted:
+        for reward in sample.rewards:
+            reward.evidence = ""
     return i.GroupDecided(
         group=group,
-        decision=decision,
+        decision=GroupDecision(answer.decision),
         reason=answer.reason,
         num_extend=answer.num_extend,
-        adjusted=adjusted,
+        adjusted=tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted),
     )
 
 
@@ -341,6 +341,7 @@ BY_REASON: dict[str, type[errors.MeshError]] = {
     "WRONG_UPDATE": errors.WrongUpdate,
     "NOT_PUBLISHED": errors.NotPublished,
     "COMMIT_CONFLICT": errors.CommitConflict,
+    "PAYLOAD_TOO_LARGE": errors.PayloadTooLarge,
     "LEASE_OUT": errors.LeaseOut,
     "INVALID_INPUT": errors.InvalidInput,
     "UNKNOWN_SAMPLE": errors.InvalidInput,

@@ -333,8 +333,8 @@ def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
     for index, sample in enumerate(answer.adjusted):
         _check_rewards(sample.rewards, f"adjusted[{index}].rewards")
         for place, reward in enumerate(sample.rewards):
-            if reward.outcome == types_pb2.REWARD_OUTCOME_OK and not math.isfinite(reward.value):
-                reject(f"adjusted[{index}].rewards[{place}].value", "be finite", reward.value)
+            if reward.outcome == types_pb2.REWARD_OUTCOME_OK and not in_reward_range(reward.value):
+                reject(f"adjusted[{index}].rewards[{place}].value", RANGE_FORM, reward.value)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

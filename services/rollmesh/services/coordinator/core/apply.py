@@ -21,6 +21,7 @@ from rollmesh.services.coordinator.core.group_changes import (
     finish,
     open_eval,
     settle,
+    without_evidence,
 )
 from rollmesh.services.coordinator.core.records import Bound
 from rollmesh.services.coordinator.core.state import (
@@ -155,6 +156,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
     episode.payload = fact.payload
     for meta in fact.samples:
         assert meta.sample_id not in group.samples, f"sample {meta.sample_id} reported twice"
+        meta = msgspec.structs.replace(meta, rewards=without_evidence(meta.rewards))
         group.samples[meta.sample_id] = SampleState(meta=meta, rewards_as_reported=True, episode=fact.episode)
         if group.purpose is Purpose.EVAL:
             count_eval(state, group, meta.rewards)
@@ -171,7 +173,7 @@ def _(fact: f.GroupFinalized, state: State) -> None:
     assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalized while {group.phase.name}"
     for adjusted in fact.adjusted:
         sample = group.samples[adjusted.sample_id]
-        sample.meta = msgspec.structs.replace(sample.meta, rewards=adjusted.rewards)
+        sample.meta = msgspec.structs.replace(sample.meta, rewards=without_evidence(adjusted.rewards))
         sample.rewards_as_reported = False
     if fact.decision is GroupDecision.KEEP:
         group.phase = GroupPhase.READY

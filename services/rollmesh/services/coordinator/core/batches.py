@@ -10,7 +10,7 @@ from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import RELEASED
-from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext, refuse
+from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext, Refusal, refuse
 from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
@@ -27,7 +27,10 @@ def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:
     if held is not None and held.in_doubt:
         refuse_expired(held.lease_id)
     if held is not None:
-        ctx.reply(request.ticket, _describe_batch(ctx, held))
+        grant = _describe_batch(ctx, held, ctx.ephemeral.batch_deadlines[held.lease_id])
+        if refusal := _too_large(ctx, request, grant):
+            raise refusal
+        ctx.reply(request.ticket, grant)
         return
     _check_update(ctx, request.update)
     ctx.ephemeral.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, ctx.now + request.wait_s))
@@ -189,31 +192,59 @@ def _why_no_group(ctx: DecisionContext) -> str:
     return rollouts.why_no_work(ctx)
 
 
-def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]) -> i.BatchGrant:
-    sample_ids = tuple(s.sample_id for g in chosen for s in g.live_samples())
-    lease_id = f"b{request.trainer_epoch}.{request.update}.{ctx.clock.incarnation}.{ctx.state.num_batches}"
+def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]) -> i.BatchGrant | Refusal:
+    """Lease the groups, unless the reply would exceed a message: the trainer could never receive that lease."""
+    batch = BatchState(
+        lease_id=f"b{request.trainer_epoch}.{request.update}.{ctx.clock.incarnation}.{ctx.state.num_batches}",
+        trainer_epoch=request.trainer_epoch,
+        update=request.update,
+        groups=tuple(g.group for g in chosen),
+        sample_ids=tuple(s.sample_id for g in chosen for s in g.live_samples()),
+        bound=ctx.spec.bound,
+    )
+    deadline = ctx.now + ctx.spec.batch_lease_s
+    grant = _describe_batch(ctx, batch, deadline)
+    if refusal := _too_large(ctx, request, grant):
+        return refusal
     ctx.emit(
         f.BatchLeased(
-            lease_id=lease_id,
+            lease_id=batch.lease_id,
             policy=request.policy,
             learner=request.learner,
-            trainer_epoch=request.trainer_epoch,
-            update=request.update,
-            groups=tuple(g.group for g in chosen),
-            sample_ids=sample_ids,
+            trainer_epoch=batch.trainer_epoch,
+            update=batch.update,
+            groups=batch.groups,
+            sample_ids=batch.sample_ids,
         )
     )
-    ctx.ephemeral.batch_deadlines[lease_id] = ctx.now + ctx.spec.batch_lease_s
-    return _describe_batch(ctx, ctx.state.batches[lease_id])
+    ctx.ephemeral.batch_deadlines[batch.lease_id] = deadline
+    return grant
 
 
-def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.BatchGrant:
+def _too_large(ctx: DecisionContext, request: i.LeaseBatch, grant: i.BatchGrant) -> Refusal | None:
+    """Return the refusal of a grant whose reply exceeds a message; None if it fits."""
+    if (size := request.size_of(grant)) <= request.bytes_max:
+        return None
+    spec = ctx.spec
+    return Refusal(
+        "PAYLOAD_TOO_LARGE",
+        f"the metadata of the batch of update {request.update} has {size} bytes ({count_of(len(grant.samples), 'sample')} in "
+        f"{count_of(len(grant.groups), 'group')}), expected at most {request.bytes_max}: no batch was leased; lower `run.batch_groups` "
+        f"(now {spec.batch_groups}), `run.group_size` (now {spec.group_size}) or `geometry.amount`, let scorers return fewer rewards or "
+        "shorter answers, or raise `coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
+        bytes=size,
+        bytes_max=request.bytes_max,
+        lease_id=grant.lease_id,
+    )
+
+
+def _describe_batch(ctx: DecisionContext, batch: BatchState, deadline: float) -> i.BatchGrant:
     groups = [ctx.state.groups[name] for name in batch.groups]
     return i.BatchGrant(
         lease_id=batch.lease_id,
         samples=tuple(_leased_sample(ctx, g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(group_members(g) for g in groups),
-        lease_s=max(0.0, ctx.ephemeral.batch_deadlines[batch.lease_id] - ctx.now),
+        lease_s=max(0.0, deadline - ctx.now),
     )
 
 

@@ -41,7 +41,7 @@ def refuse(reason: str, message: str, field: str = "", **metadata: object) -> No
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply to the caller with `ticket`."""
+    """Reply to the caller with `ticket`. A Refusal rejects a request that waited."""
 
     ticket: int
     value: object

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
@@ -38,6 +40,14 @@ def finish(state: State, group: GroupState, episode: EpisodeState, status: Episo
         state.pending_of(group.purpose).remove((group.group, episode.episode))
     episode.status = status
     group.num_unfinished -= 1
+
+
+def without_evidence(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
+    """Return the rewards as groups, batches and finalizers have them. The evidence remains in EpisodeScored and in the payload,
+    because no decision reads it."""
+    if not any(reward.evidence for reward in rewards):
+        return rewards
+    return tuple(msgspec.structs.replace(reward, evidence="") for reward in rewards)
 
 
 def settle(state: State, group: GroupState) -> None:

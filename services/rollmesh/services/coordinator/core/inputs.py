@@ -3,6 +3,7 @@ file."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -232,6 +233,10 @@ class LeaseBatch(TrainerRequest):
     amount: int = 0
     """Size of the batch in `unit`; 0 means the run's batch_groups."""
     wait_s: float = 0.0
+    size_of: Callable[[BatchGrant], int] = lambda grant: 0
+    """Size of the reply with a grant, bytes."""
+    bytes_max: int = 0
+    """Maximum size of the reply, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from math import ceil
 
+import msgspec
+
 from rollmesh.services.coordinator.core import bound, demand
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
@@ -21,6 +23,12 @@ from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, Sam
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState
 
+REWARDS_BYTES_MAX = 3 * 1024 * 1024
+"""Maximum size of the rewards of a group, bytes. The decision on a group names them up to twice, and must fit into a ledger record."""
+_REWARD_BYTES = 40
+"""Size of a reward without its texts, bytes, rounded up."""
+LEASES_BYTES_MAX = 4 * 1024 * 1024
+"""Maximum size of the tasks that a worker gets at once, bytes, so that its leases fit into a message."""
 DRAW_MAX = 64
 """Maximum number of tasks per request. The selector then gets new outcomes between draws."""
 
@@ -35,15 +43,22 @@ def grant(ctx: DecisionContext) -> None:
     waiting = ctx.ephemeral.workers
     while waiting and (ctx.state.pending or ctx.state.pending_eval):
         worker = waiting.pop(0)
-        leases = [_lease(ctx, worker.node_id) for _ in range(min(worker.num_max, _num_pending(ctx)))]
-        ctx.reply(worker.ticket, i.Acquired(leases=tuple(leases)))
+        ctx.reply(worker.ticket, i.Acquired(leases=_leases(ctx, worker)))
     for worker in [w for w in waiting if ctx.now >= w.deadline]:
         waiting.remove(worker)
         ctx.reply(worker.ticket, i.Acquired(waiting_for=why_no_work(ctx)))
 
 
-def _num_pending(ctx: DecisionContext) -> int:
-    return len(ctx.state.pending) + len(ctx.state.pending_eval)
+def _leases(ctx: DecisionContext, worker: WorkerWait) -> tuple[i.EpisodeLease, ...]:
+    """Lease pending episodes to a worker: at least one, at most `num_max`, and at most as many as fit into the reply."""
+    leases: list[i.EpisodeLease] = []
+    num_bytes = 0
+    while len(leases) < worker.num_max and (pending := ctx.state.pending_eval or ctx.state.pending):
+        num_bytes += len(msgspec.json.encode(ctx.state.groups[pending[0][0]].task))
+        if leases and num_bytes > LEASES_BYTES_MAX:
+            break
+        leases.append(_lease(ctx, worker.node_id))
+    return tuple(leases)
 
 
 def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
@@ -352,6 +367,13 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
         SampleRewards(sample_id=s.sample_id, rewards=adjusted.get(s.sample_id, s.meta.rewards))
         for s in group.samples.values()
     )
+    if (size := _rewards_bytes(members)) > REWARDS_BYTES_MAX:
+        cause = (
+            f"scorer: the rewards of group {group.group} have {size} bytes, expected at most {REWARDS_BYTES_MAX}: let scorers and the "
+            f"finalizer return fewer rewards or shorter answers, or lower `run.group_size` (now {ctx.spec.group_size})"
+        )
+        finalize_failed(ctx, i.FinalizeFailed(group=group.group, cause=cause))
+        return
     extend = answer.decision is GroupDecision.EXTEND and _may_grow(ctx, group, answer.num_extend)
     decision = GroupDecision.KEEP if answer.decision is GroupDecision.EXTEND and not extend else answer.decision
     ctx.emit(
@@ -369,6 +391,15 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
         _drop_untrainable(ctx, group)
     if group.group not in ctx.state.groups:
         ctx.ephemeral.overdue.discard(group.group)
+
+
+def _rewards_bytes(members: Iterable[SampleRewards]) -> int:
+    """Return an upper bound of the size of the rewards in a record."""
+    return sum(
+        _REWARD_BYTES + len(reward.name.encode()) + len(reward.scorer.encode()) + len(reward.answer.encode())
+        for member in members
+        for reward in member.rewards
+    )
 
 
 def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:

@@ -60,7 +60,7 @@ class EpisodeState(msgspec.Struct, kw_only=True):
 
 class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     meta: SampleMeta
-    """As reported. A finalizer may change the rewards."""
+    """As reported, without the evidence of its rewards. A finalizer may change the rewards."""
     rewards_as_reported: bool = False
     """Whether no finalizer has replaced them. False if it is not known, in snapshots of earlier releases."""
     episode: str
@@ -188,6 +188,14 @@ class PolicyClock(msgspec.Struct, kw_only=True):
         return record.digest if record else ""
 
 
+REASON_CHARS_MAX = 64
+"""Maximum length of a reason that is counted separately. Ledgers of older releases may have longer ones."""
+REASONS_MAX = 256
+"""Number of reasons that are counted separately. Later ones are counted together as `OTHER`, because the state of a run must fit into a
+message."""
+OTHER = "OTHER"
+
+
 class SampleCounters(msgspec.Struct, kw_only=True):
     """Counts of samples: reserved = live + ends, at every moment. `live` is counted separately, so that a violation
     shows."""
@@ -205,6 +213,8 @@ class SampleCounters(msgspec.Struct, kw_only=True):
         self.live -= num
         self.ends[end] = self.ends.get(end, 0) + num
         key = end_text(end, reason)
+        if key not in self.reasons and reason and (len(self.reasons) >= REASONS_MAX or len(reason) > REASON_CHARS_MAX):
+            key = end_text(end, OTHER)
         self.reasons[key] = self.reasons.get(key, 0) + num
 
     def void_trained(self, num: int) -> None:
