@@ -704,7 +704,7 @@ class GroupFinalized(_message.Message):
     """Why the finalizer decided so, e.g. "ZERO_VARIANCE". Empty for KEEP."""
     @_builtins.property
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.SampleRewards]:
-        """Rewards that the finalizer changed."""
+        """Rewards that the finalizer changed, without evidence."""
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.SampleRewards]:

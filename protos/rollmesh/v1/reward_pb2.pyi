@@ -266,12 +266,16 @@ class FinalizeGroupResponse(_message.Message):
     decision: Global___GroupDecision.ValueType
     """MUST be set."""
     reason: _builtins.str
-    """Reason of FILTER, e.g. "ZERO_VARIANCE". Otherwise empty."""
+    """Reason of FILTER, e.g. "ZERO_VARIANCE": at most 64 characters of A-Z a-z 0-9 _ . : / -. Otherwise empty. It names a case and MUST NOT
+    contain numbers of it, because samples are counted by reason.
+    """
     num_extend: _builtins.int
-    """Number of further episodes for EXTEND, at least 1. Otherwise 0."""
+    """Number of further episodes for EXTEND, in [1, 49152]. Otherwise 0. A group that would grow to more than four times group_size is
+    kept as it is.
+    """
     @_builtins.property
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRewards]:
-        """Rewards that the finalizer changed. Samples that are not listed keep theirs."""
+        """Rewards that the finalizer changed, at most 1024 per sample. Samples that are not listed keep theirs."""
 
     def __init__(
         self,

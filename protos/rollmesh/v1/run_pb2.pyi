@@ -592,7 +592,9 @@ class LeasedSample(_message.Message):
     """
     @_builtins.property
     def meta(self) -> _types_pb2.SampleMeta:
-        """Metadata, with the rewards as finalized. Its summary has no text, which only the members of the groups have."""
+        """Metadata, with the rewards as finalized and without their evidence. Its summary has no text, which only the members of the groups
+        have.
+        """
 
     @_builtins.property
     def payload(self) -> _types_pb2.PayloadRef:
@@ -1616,7 +1618,9 @@ class SampleCounts(_message.Message):
     """Ended EXPORTED: returned by StreamSamples, or evaluated."""
     @_builtins.property
     def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Ends by reason, e.g. {"stale/BEYOND_BOUND": 12}."""
+        """Ends by reason, e.g. {"stale/BEYOND_BOUND": 12}. At most 256 reasons are counted separately, the rest of each end as "OTHER", e.g.
+        "filtered/OTHER".
+        """
 
     def __init__(
         self,

@@ -217,6 +217,9 @@ class RunServiceServicer(object):
         roll-back); publish the weights first.
         FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
         OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
+        RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the metadata of the batch exceed a message, and no lease was granted. Do not repeat the
+        call: use a smaller geometry, or a run with smaller batches. The metadata `bytes` and `bytes_max` have both sizes. For a held
+        lease, the metadata `lease_id` names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

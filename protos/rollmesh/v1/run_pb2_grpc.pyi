@@ -114,6 +114,9 @@ class RunServiceStub:
         roll-back); publish the weights first.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
       OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the metadata of the batch exceed a message, and no lease was granted. Do not repeat the
+        call: use a smaller geometry, or a run with smaller batches. The metadata `bytes` and `bytes_max` have both sizes. For a held
+        lease, the metadata `lease_id` names it.
     """
     FetchSamples: _grpc.UnaryStreamMultiCallable[_run_pb2.FetchSamplesRequest, _run_pb2.FetchSamplesResponse]
     """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable until the lease ends.
@@ -294,6 +297,9 @@ class RunServiceAsyncStub(RunServiceStub):
         roll-back); publish the weights first.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
       OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the metadata of the batch exceed a message, and no lease was granted. Do not repeat the
+        call: use a smaller geometry, or a run with smaller batches. The metadata `bytes` and `bytes_max` have both sizes. For a held
+        lease, the metadata `lease_id` names it.
     """
     FetchSamples: _aio.UnaryStreamMultiCallable[_run_pb2.FetchSamplesRequest, _run_pb2.FetchSamplesResponse]  # type: ignore[assignment]
     """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable until the lease ends.
@@ -507,6 +513,9 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
             roll-back); publish the weights first.
           FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
           OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
+          RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the metadata of the batch exceed a message, and no lease was granted. Do not repeat the
+            call: use a smaller geometry, or a run with smaller batches. The metadata `bytes` and `bytes_max` have both sizes. For a held
+            lease, the metadata `lease_id` names it.
         """
 
     @_abc_1.abstractmethod

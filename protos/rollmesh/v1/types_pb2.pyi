@@ -554,7 +554,10 @@ class Reward(_message.Message):
     scorer: _builtins.str
     """Scorer and its version, e.g. "exact@1"."""
     evidence: _builtins.str
-    """Explanation of the value. Informational. It MUST NOT contain the answer key of a task that may be sampled again."""
+    """Explanation of the value. Informational. It MUST NOT contain the answer key of a task that may be sampled again. The reward service
+    keeps at most 16384 characters. The payload and EpisodeScored (at most 4096 characters) have it. It is empty in leases, in
+    GroupContext and in GroupFinalized.
+    """
     outcome: Global___RewardOutcome.ValueType
     """Whether `value` counts."""
     answer: _builtins.str
@@ -1216,7 +1219,7 @@ class MemberOutcome(_message.Message):
     """Id of its episode. A baseline counts episodes, not samples. Empty means that the sample counts as one episode."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
-        """Its rewards, as finalized."""
+        """Its rewards, as finalized, without evidence."""
 
     @_builtins.property
     def summary(self) -> Global___SampleSummary:
