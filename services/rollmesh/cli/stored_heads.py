@@ -33,7 +33,9 @@ def stored_heads(folder: RunFolder, run: str, checkpoint: Path | None) -> list[S
     found = list(_of_gateways(folder.root, run))
     if checkpoint is not None:
         paths = dict.fromkeys([*list_checkpoints(folder.checkpoints), checkpoint])
-        found += [StoredHead(f"checkpoint {path.name}", head) for path in paths if (head := _of_checkpoint(path)).hash]
+        found += [
+            StoredHead(f"checkpoint {path.name}", head) for path in paths if (head := head_of_checkpoint(path)).hash
+        ]
     summary = _read(folder.summary, _Summary)
     if summary is not None and summary.run == run and summary.ledger_head.hash:
         found.append(StoredHead(folder.summary.name, summary.ledger_head))
@@ -47,7 +49,8 @@ def _of_gateways(root: Path, run: str) -> Iterator[StoredHead]:
             yield StoredHead(path.parent.name, head)
 
 
-def _of_checkpoint(path: Path) -> LedgerHead:
+def head_of_checkpoint(path: Path) -> LedgerHead:
+    """Return the head in a checkpoint folder; EMPTY if it has none, or cannot be read."""
     meta = _read(path / META_NAME, CheckpointMeta)
     return meta.head if meta is not None else EMPTY
 

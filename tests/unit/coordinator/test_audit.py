@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.services.coordinator.audit import Audit
-from rollmesh.services.coordinator.audit_checkpoint import open_list
+from rollmesh.services.coordinator.audit import Audit, audit_run
+from rollmesh.services.coordinator.audit_checkpoint import open_checkpoint
 from rollmesh.services.coordinator.audit_history import sample_history
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
@@ -20,7 +20,9 @@ from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.checkpoint_files import CheckpointMeta
 from rollmesh.trainer.trained_log import TrainedLog
+from tests.tamper.ledger_copy import made, store
 
 from .core_run import CoreRun
 
@@ -31,8 +33,8 @@ def audit(records: Sequence[StoredRecord], checkpoint: Path | None = None) -> Au
     found = Audit()
     for record in records:
         found.enter(record)
-    with nullcontext() if checkpoint is None else open_list(checkpoint) as trained:
-        return found.report(trained)
+    with nullcontext() if checkpoint is None else open_checkpoint(checkpoint) as opened:
+        return found.report(opened)
 
 
 def honest() -> CoreRun:
@@ -226,12 +228,15 @@ def test_a_skipped_update_that_used_samples_is_found() -> None:
 # The trainer's own list -----------------------------------------------------------------------------------------------
 
 
-def write_list(path: Path, updates: Sequence[Sequence[str]]) -> Path:
+def write_list(path: Path, updates: Sequence[Sequence[str]], **changes: Any) -> Path:
+    """Write a checkpoint of these updates: the files that the audit reads. `changes`: other values in rollmesh.json."""
     log = TrainedLog()
     for number, ids in enumerate(updates, start=1):
         log.append(number, ids, incarnation=0, outcome="APPLIED")
     path.mkdir(parents=True)
     log.write_to(path / "trained.jsonl")
+    values: dict[str, Any] = {"update": log.update, "digest": log.digest}
+    (path / "rollmesh.json").write_bytes(msgspec.json.encode(CheckpointMeta(**(values | changes))))
     return path
 
 
@@ -287,6 +292,56 @@ def test_a_list_with_a_broken_chain_is_found(tmp_path: Path) -> None:
     path = write_list(tmp_path / "c", used(run)) / "trained.jsonl"
     path.write_text(path.read_text().replace('"update":2', '"update":5'))
     assert broken(audit(run.records, tmp_path / "c")) == {"checkpoint"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"digest": "0" * 64}, f"the digest after update 3 is '{'0' * 64}', '"),
+        ({"update": 2}, "the digest after update 2 is"),
+        ({"update": 7}, "the checkpoint is of update 7, the ledger ends at 3"),
+        ({"update": 0, "digest": ""}, "update 0 with digest '', trained.jsonl ends with update 3"),
+        ({"incarnation": 4}, "update 3 of incarnation 4, the folder is update-00000003.0"),
+        ({"policy": "other"}, "the weights are of policy 'other', the run trains 'main'"),
+        ({"files": {"trained.jsonl": "0" * 64}}, "the SHA-256 of trained.jsonl is not the recorded one"),
+    ],
+    ids=str,
+)
+def test_a_position_that_differs_from_the_ledger_is_found(tmp_path: Path, changes: Any, message: str) -> None:
+    run = honest()
+    report = audit(run.records, write_list(tmp_path / "update-00000003.0", used(run), **changes))
+    assert broken(report) == {"checkpoint"}
+    assert any(message in x.message for x in report.findings), report.to_text()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b'{"update": "x"}'], ids=repr)
+def test_a_checkpoint_without_a_readable_position_is_found(tmp_path: Path, content: bytes | None) -> None:
+    run = honest()
+    path = write_list(tmp_path / "c", used(run)) / "rollmesh.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    report = audit(run.records, tmp_path / "c")
+    assert broken(report) == {"checkpoint"}
+    assert "rollmesh.json cannot be read: " in report.to_text()
+
+
+@pytest.mark.parametrize(("old", "new"), [('"APPLIED"', '"SKIPPED"'), ('"incarnation":0', '"incarnation":1')])
+def test_another_outcome_or_incarnation_in_the_list_is_found(tmp_path: Path, old: str, new: str) -> None:
+    run = honest()
+    path = write_list(tmp_path / "c", used(run)) / "trained.jsonl"
+    path.write_text(path.read_text().replace(old, new, 1))
+    report = audit(run.records, tmp_path / "c")
+    assert broken(report) == {"checkpoint"}
+    assert "update 1 of the checkpoint is" in report.to_text()
+
+
+async def test_the_ledger_of_another_run_is_found_without_a_head() -> None:
+    bus = await store(made(record.facts for record in honest().records), run="mine")
+    report = await audit_run(bus, "mine")
+    assert broken(report) == {"ledger"}
+    assert report.run == "mine"
+    assert "this is the ledger of run 'r', expected that of run 'mine'" in report.to_text()
 
 
 def test_a_folder_without_a_list_is_refused(tmp_path: Path) -> None:

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO
 
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
-from rollmesh.services.coordinator.audit_checkpoint import check_checkpoint, open_list
+from rollmesh.services.coordinator.audit_checkpoint import OpenCheckpoint, check_checkpoint, open_checkpoint
 from rollmesh.services.coordinator.audit_conservation import Conservation
 from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.audit_payloads import Payloads
@@ -35,7 +34,7 @@ from rollmesh.services.coordinator.audit_report import (
 )
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, Purpose, SampleEnd
+from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, Purpose, RunCreated, SampleEnd
 from rollmesh.services.coordinator.core.state import SampleCounters, State
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
@@ -56,7 +55,9 @@ _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError,
 class Audit:
     """Folds records one after the other, and collects findings."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: str = "") -> None:
+        """`run`: name of the run whose ledger it should be; empty if it is not known."""
+        self._run = run
         self.state = State()
         self.updates = Updates(self.complain)
         self.payloads = Payloads(self.complain)
@@ -94,6 +95,10 @@ class Audit:
             self._take("conservation", self._conservation.enter, fact)
             self._take("payloads", lambda fact: self.payloads.enter(fact, record.position), fact)
             self._take("ledger", lambda fact: self._changes.enter(fact, record), fact)
+            if isinstance(fact, RunCreated) and self._run and fact.spec.run != self._run:
+                self.complain(
+                    "ledger", f"this is the ledger of run {fact.spec.run!r}, expected that of run {self._run!r}"
+                )
             self._fold(fact)
         self._compare()
 
@@ -147,22 +152,23 @@ class Audit:
 
     def report(
         self,
-        trained: BinaryIO | None = None,
+        checkpoint: OpenCheckpoint | None = None,
         *,
         head: LedgerHead = EMPTY,
         heads: tuple[HeadLine, ...] = (),
         payloads: PayloadCounts | None = None,
         history: tuple[HistoryLine, ...] = (),
     ) -> AuditReport:
-        """Return the report over all records. `trained`: the open list of a checkpoint (`open_list`), which is compared."""
+        """Return the report over all records. `checkpoint` is compared with them."""
         if self._folds:
             self._compare_conservation()
         summary = None
-        if trained is not None:
-            summary = check_checkpoint(trained, self.updates, lambda what: self.complain("checkpoint", what, 0))
         state, updates = self.state, self.updates
+        if checkpoint is not None:
+            policy = state.spec.policy if state.spec is not None else ""
+            summary = check_checkpoint(checkpoint, updates, policy, lambda what: self.complain("checkpoint", what, 0))
         return AuditReport(
-            run=state.spec.run if state.spec is not None else "",
+            run=self._run or (state.spec.run if state.spec is not None else ""),
             holds=self._num_findings == 0,
             num_records=self._num_records,
             head=str(head),
@@ -225,13 +231,13 @@ async def audit_run(
             f"there is no ledger of run {run!r} on this bus; name a run that was created here (`rollmesh audit FOLDER --run-name NAME`)",
             run=run,
         ) from error
-    audit = Audit()
+    audit = Audit(run)
     chain = Chain(log.name, heads, audit.complain, audit.warn)
     # Opened before the ledger is read: the trainer of a live run removes checkpoints, and writes others that are newer than the records.
-    with nullcontext() if checkpoint is None else open_list(checkpoint) as trained:
+    with nullcontext() if checkpoint is None else open_checkpoint(checkpoint) as opened:
         records = await _read(log, chain, audit, keep=bool(sample))
         return audit.report(
-            trained,
+            opened,
             head=chain.head,
             heads=chain.heads,
             payloads=await audit.payloads.compare(bus, streams.samples.name) if payloads else None,

@@ -1,42 +1,108 @@
-"""Compare the ledger with the samples that a checkpoint lists, update by update."""
+"""Compare the ledger with a checkpoint: with the position in its `rollmesh.json`, and update by update with the samples that it lists."""
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from rollmesh.services.coordinator.audit_report import CheckpointSummary
 from rollmesh.services.coordinator.audit_updates import Updates
+from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.digest import INITIAL_DIGEST
 from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.checkpoint_files import META_NAME, CheckpointMeta, age
 from rollmesh.trainer.trained_log import TrainedUpdate, read_lines
 
 TRAINED_NAME = "trained.jsonl"
 _FOLDER = re.compile(r"^update-(\d+)\.(\d+)$")
 
 
-def check_checkpoint(trained: BinaryIO, updates: Updates, complain: Callable[[str], None]) -> CheckpointSummary:
-    """Compare the list of a checkpoint, which `open_list` opened, with the remaining updates."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheckpoint:
+    """The files of a checkpoint that an audit reads. Its trainer may remove the folder meanwhile."""
+
+    path: Path
+    meta: bytes | OSError
+    """Content of rollmesh.json, or why it cannot be read."""
+    trained: BinaryIO
+
+
+@contextmanager
+def open_checkpoint(folder: Path) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint with the list that `find_list` returns. Raises ConfigError."""
+    path = find_list(folder)
+    try:
+        meta: bytes | OSError = (path.parent / META_NAME).read_bytes()
+    except OSError as error:
+        meta = error
+    with path.open("rb") as trained:
+        yield OpenCheckpoint(path=path.parent, meta=meta, trained=trained)
+
+
+def check_checkpoint(
+    checkpoint: OpenCheckpoint, updates: Updates, policy: str, complain: Callable[[str], None]
+) -> CheckpointSummary:
+    """Compare a checkpoint with the remaining updates of `policy`."""
     seen: dict[str, int] = {}
     last: TrainedUpdate | None = None
+    list_hash = hashlib.file_digest(checkpoint.trained, "sha256").hexdigest()
+    checkpoint.trained.seek(0)
     try:
-        for line in read_lines(trained):
+        for line in read_lines(checkpoint.trained):
             last = line
             _check_line(line, updates, seen, complain)
     except ValueError as error:
         complain(str(error))
+    _check_meta(checkpoint, updates, policy, last, list_hash, complain)
     return CheckpointSummary(
-        path=str(Path(trained.name).parent),
+        path=str(checkpoint.path),
         updates=last.update if last is not None else 0,
         samples=len(seen),
         digest=last.digest if last is not None else "",
     )
 
 
-def open_list(folder: Path) -> BinaryIO:
-    """Open the list that `find_list` returns, so that it can be read after its trainer has removed the checkpoint. Raises ConfigError."""
-    return find_list(folder).open("rb")
+def _check_meta(
+    checkpoint: OpenCheckpoint,
+    updates: Updates,
+    policy: str,
+    last: TrainedUpdate | None,
+    list_hash: str,
+    complain: Callable[[str], None],
+) -> None:
+    """Compare `rollmesh.json` with the ledger, the name of its folder, and the end of the list, which is `last`."""
+    where = checkpoint.path / META_NAME
+    try:
+        if isinstance(checkpoint.meta, OSError):
+            raise checkpoint.meta
+        meta = msgspec.json.decode(checkpoint.meta, type=CheckpointMeta)
+    except (OSError, *UNDECODABLE) as error:
+        complain(f"{where} cannot be read: {error}")
+        return
+    if meta.update in updates.standing or meta.update == 0:
+        if meta.digest != (digest := updates.digest_after(meta.update)):
+            complain(f"{where}: the digest after update {meta.update} is {meta.digest!r}, {digest!r} in the ledger")
+    elif last is None or not _in_doubt(last, updates):
+        complain(f"{where}: the checkpoint is of update {meta.update}, the ledger ends at {updates.applied}")
+    if (meta.update, meta.digest) != (end := (last.update, last.digest) if last is not None else (0, INITIAL_DIGEST)):
+        complain(
+            f"{where}: update {meta.update} with digest {meta.digest!r}, {TRAINED_NAME} ends with update {end[0]}, {end[1]!r}"
+        )
+    if _FOLDER.match(checkpoint.path.name) and age(checkpoint.path) != (meta.incarnation, meta.update):
+        complain(
+            f"{where}: update {meta.update} of incarnation {meta.incarnation}, the folder is {checkpoint.path.name}"
+        )
+    if meta.policy != policy:
+        complain(f"{where}: the weights are of policy {meta.policy!r}, the run trains {policy!r}")
+    if meta.files.get(TRAINED_NAME, list_hash) != list_hash:
+        complain(f"{where}: the SHA-256 of {TRAINED_NAME} is not the recorded one")
 
 
 def find_list(folder: Path) -> Path:
@@ -65,6 +131,12 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
             complain(f"the checkpoint contains update {line.update}, the ledger ends at {updates.applied}")
         return
     _compare(line, set(standing.used), complain)
+    outcome = "APPLIED" if standing.applied else "SKIPPED"
+    if (line.outcome, line.incarnation) != (outcome, standing.incarnation):
+        complain(
+            f"update {line.update} of the checkpoint is {line.outcome} in incarnation {line.incarnation}, {outcome} in incarnation "
+            f"{standing.incarnation} in the ledger"
+        )
     if line.digest != standing.digest:
         complain(
             f"digest after update {line.update}: {line.digest!r} in the checkpoint, {standing.digest!r} in the ledger"

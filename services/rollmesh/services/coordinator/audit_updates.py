@@ -28,6 +28,7 @@ class StandingUpdate:
     digest: str
     used: tuple[str, ...]
     applied: bool
+    incarnation: int
 
 
 class Updates:
@@ -92,7 +93,9 @@ class Updates:
                 self._complain("once", f"sample {sample} is used by update {k} and by update {self._used_in[sample]}")
             self._used_in[sample] = k
             self._check_bound(sample, fact, spec)
-        self.standing[k] = StandingUpdate(digest=fact.digest, used=fact.used, applied=fact.applied)
+        self.standing[k] = StandingUpdate(
+            digest=fact.digest, used=fact.used, applied=fact.applied, incarnation=fact.incarnation
+        )
 
     def _roll_back(self, fact: f.RolledBack) -> None:
         for update in [u for u in self.standing if u > fact.to_update]:
