@@ -1,4 +1,4 @@
-"""Kinds of changes to a copy of a ledger. Each kind chooses its record before the newest stored head.
+"""Kinds of changes to a copy of a ledger, or of a checkpoint. Each kind of the ledger chooses its record before the newest stored head.
 
 Some kinds leave the chain unchanged. Others act as a forger: they change facts and recompute every hash, so that only
 the facts, the payloads, or a stored head can show the change.
@@ -6,6 +6,7 @@ the facts, the payloads, or a stored head can show the change.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,9 @@ from rollmesh.services.coordinator.core.facts import DroppedSample, StepSpan
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
 from rollmesh.services.coordinator.ledger import CHECKSUM
 from rollmesh.shared.digest import next_digest
-from tests.tamper.ledger_copy import RawRecord, rechained, sealed
+from rollmesh.trainer.checkpoint_files import META_NAME, TRAINED_NAME, CheckpointMeta
+from rollmesh.trainer.trained_log import TrainedUpdate
+from tests.tamper.ledger_copy import RawRecord, rechained, sealed, with_facts
 from tests.tamper.real_run import RealRun
 
 change = msgspec.structs.replace
@@ -31,6 +34,9 @@ class Copy:
     records: list[RawRecord]
     removed: frozenset[int] = field(default_factory=frozenset)
     """Sequences deleted from the stream."""
+    checkpoint: dict[str, bytes] = field(default_factory=dict)
+    """Files of the newest checkpoint; empty if it is not compared."""
+    checkpoint_name: str = ""
 
 
 Kind = Callable[[random.Random, RealRun], Copy | None]
@@ -284,7 +290,17 @@ def steps_of(step: int, incarnation: int) -> Callable[[random.Random, Any, RealR
     return lambda rng, fact, run: _meta(fact, steps=(StepSpan(step=step, incarnation=incarnation, num_tokens=1),))
 
 
+def foreign(_: random.Random, run: RealRun) -> Copy:
+    """Return the ledger with another name of the run, which is what the ledger of another run is for an audit."""
+    first = decode_record(run.records[0].payload)
+    (created,) = first.facts
+    assert isinstance(created, f.RunCreated)
+    spec = change(created.spec, run="another")
+    return _with(run, 0, with_facts(run.records[0], [change(created, spec=spec)]))
+
+
 FORGERIES: dict[str, Kind] = {
+    "the ledger of another run, with the heads of this one": forged(foreign),
     **{f"{name}, chain recomputed": forged(DAMAGES[name]) for name in ("record dropped", "neighbors swapped")},
     "tail cut, chain recomputed": forged(tail_cut),
     "any publication removed, chain recomputed": facts_changed(f.VersionPublished, lambda *_: None),
@@ -319,11 +335,117 @@ CONTRADICTIONS: dict[str, Kind] = {
     "a payload reference of nothing": facts_changed(
         f.EpisodeScored, lambda _, x, __: change(x, payload=change(x.payload, sequence=0))
     ),
+    "the ledger of another run": forged(foreign),
     "an impossible spec": facts_changed(
         f.RunCreated, lambda _, x, __: f.RunCreated(spec=_unchecked(x.spec, max_staleness=0, publish_every=2))
     ),
 }
 """Kinds that are found without any stored head."""
+
+
+# The checkpoint is changed ---------------------------------------------------------------------------------------------
+
+
+def meta_changed(edit: Callable[[random.Random, CheckpointMeta], dict[str, Any]]) -> Kind:
+    """Return a kind that changes fields of `rollmesh.json`."""
+
+    def strike(rng: random.Random, run: RealRun) -> Copy | None:
+        if not run.checkpoint:
+            return None
+        meta = msgspec.json.decode(run.checkpoint[META_NAME], type=CheckpointMeta)
+        made = msgspec.json.encode(change(meta, **edit(rng, meta)))
+        return _checkpoint(run, {META_NAME: made}, run.checkpoint_name)
+
+    return strike
+
+
+def _checkpoint(run: RealRun, files: dict[str, bytes], name: str) -> Copy:
+    return Copy(run.records, checkpoint=run.checkpoint | files, checkpoint_name=name)
+
+
+def _other_digit(rng: random.Random, text: str) -> str:
+    """Return the text with another hex digit at one place."""
+    at = rng.randrange(len(text))
+    return text[:at] + rng.choice([digit for digit in "0123456789abcdef" if digit != text[at]]) + text[at + 1 :]
+
+
+def renamed(rng: random.Random, run: RealRun) -> Copy | None:
+    """Give the folder the name of another update."""
+    if not run.checkpoint:
+        return None
+    update, _, incarnation = run.checkpoint_name.removeprefix("update-").partition(".")
+    return _checkpoint(run, {}, f"update-{int(update) + rng.randint(1, 9):08d}.{incarnation}")
+
+
+def list_changed(edit: Callable[[random.Random, list[TrainedUpdate]], list[TrainedUpdate]]) -> Kind:
+    """Return a kind that changes the list of trained samples. The forger recomputes its digests, and its hash in `rollmesh.json`."""
+
+    def strike(rng: random.Random, run: RealRun) -> Copy | None:
+        if not run.checkpoint:
+            return None
+        lines = [msgspec.json.decode(raw, type=TrainedUpdate) for raw in run.checkpoint[TRAINED_NAME].splitlines()]
+        digest, made = "", b""
+        for line in edit(rng, lines):
+            digest = next_digest(digest, line.update, line.sample_ids)
+            made += msgspec.json.encode(change(line, digest=digest)) + b"\n"
+        meta = msgspec.json.decode(run.checkpoint[META_NAME], type=CheckpointMeta)
+        files = meta.files | {TRAINED_NAME: hashlib.sha256(made).hexdigest()}
+        meta = change(meta, update=len(made.splitlines()), digest=digest, files=files)
+        name = f"update-{meta.update:08d}.{meta.incarnation}"
+        return _checkpoint(run, {TRAINED_NAME: made, META_NAME: msgspec.json.encode(meta)}, name)
+
+    return strike
+
+
+def _one(
+    rng: random.Random, lines: list[TrainedUpdate], edit: Callable[[TrainedUpdate], TrainedUpdate]
+) -> list[TrainedUpdate]:
+    """Return the lines with one of those that have samples edited."""
+    at = rng.choice([number for number, line in enumerate(lines) if line.sample_ids])
+    return [*lines[:at], edit(lines[at]), *lines[at + 1 :]]
+
+
+def list_garbled(rng: random.Random, run: RealRun) -> Copy | None:
+    if not run.checkpoint:
+        return None
+    content = bytearray(run.checkpoint[TRAINED_NAME])
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    return _checkpoint(run, {TRAINED_NAME: bytes(content)}, run.checkpoint_name)
+
+
+CHECKPOINTS: dict[str, Kind] = {
+    "checkpoint: digest altered": meta_changed(lambda rng, meta: {"digest": _other_digit(rng, meta.digest)}),
+    "checkpoint: digest removed": meta_changed(lambda *_: {"digest": ""}),
+    "checkpoint: update altered": meta_changed(
+        lambda rng, meta: {"update": rng.choice([meta.update - 1, meta.update + 1, 0, 10**6])}
+    ),
+    "checkpoint: incarnation altered": meta_changed(lambda _, meta: {"incarnation": meta.incarnation + 1}),
+    "checkpoint: policy altered": meta_changed(lambda *_: {"policy": "other"}),
+    "checkpoint: hash of the head altered": meta_changed(
+        lambda rng, meta: {"head": change(meta.head, hash=_other_digit(rng, meta.head.hash))}
+    ),
+    "checkpoint: position of the head altered": meta_changed(
+        lambda rng, meta: {"head": change(meta.head, position=meta.head.position + rng.choice([-1, 1, 1000]))}
+    ),
+    "checkpoint: folder renamed": renamed,
+    "trained.jsonl: byte altered": list_garbled,
+    "trained.jsonl: sample removed, digests recomputed": list_changed(
+        lambda rng, lines: _one(rng, lines, lambda x: change(x, sample_ids=x.sample_ids[1:]))
+    ),
+    "trained.jsonl: sample added, digests recomputed": list_changed(
+        lambda rng, lines: _one(rng, lines, lambda x: change(x, sample_ids=sorted([*x.sample_ids, "g0.0.x"])))
+    ),
+    "trained.jsonl: outcome altered, digests recomputed": list_changed(
+        lambda rng, lines: _one(rng, lines, lambda x: change(x, outcome="SKIPPED"))
+    ),
+    "trained.jsonl: incarnation altered, digests recomputed": list_changed(
+        lambda rng, lines: _one(rng, lines, lambda x: change(x, incarnation=x.incarnation + 1))
+    ),
+    "trained.jsonl: update added, digests recomputed": list_changed(
+        lambda _, lines: [*lines, change(lines[-1], update=len(lines) + 1, sample_ids=["g0.0.x"])]
+    ),
+}
+"""Kinds that are found by comparing the checkpoint, with no stored head but its own."""
 
 
 def _unchecked(spec: Any, **values: Any) -> Any:

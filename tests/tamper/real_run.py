@@ -19,7 +19,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.trainer.checkpoint_files import list_checkpoints
+from rollmesh.trainer.checkpoint_files import META_NAME, TRAINED_NAME, list_checkpoints
 from tests.chaos.world import mesh_config
 from tests.integration.test_mesh import HoldOne, Operator, policy
 from tests.tamper.ledger_copy import RawRecord, read_raw
@@ -45,6 +45,10 @@ class RealRun:
     """Payloads by sequence."""
     last_payload: int
     """Sequence of the newest payload that was ever stored."""
+    checkpoint: dict[str, bytes]
+    """The files of the newest checkpoint that an audit reads, by name; empty if the run has none."""
+    checkpoint_name: str = ""
+    """Name of its folder."""
 
     @property
     def newest(self) -> int:
@@ -105,5 +109,15 @@ async def _read(name: str, mesh: Mesh, *heads: StoredHead) -> RealRun:
     finally:
         await bus.close()
     folder = RunFolder(mesh.layout.run_dir)
-    found = [*stored_heads(folder, mesh.run, folder.newest_checkpoint()), *heads]
-    return RealRun(name=name, run=mesh.run, records=records, heads=found, payloads=payloads, last_payload=last)
+    newest = folder.newest_checkpoint()
+    found = [*stored_heads(folder, mesh.run, newest), *heads]
+    return RealRun(
+        name=name,
+        run=mesh.run,
+        records=records,
+        heads=found,
+        payloads=payloads,
+        last_payload=last,
+        checkpoint={file: (newest / file).read_bytes() for file in (META_NAME, TRAINED_NAME)} if newest else {},
+        checkpoint_name=newest.name if newest else "",
+    )

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from rollmesh.cli.stored_heads import head_of_checkpoint
 from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.testing.memory_bus import MemoryBus
-from tests.tamper.kinds import CONTRADICTIONS, DAMAGES, FORGERIES, PAYLOADS, Copy, Kind
+from tests.tamper.kinds import CHECKPOINTS, CONTRADICTIONS, DAMAGES, FORGERIES, PAYLOADS, Copy, Kind
 from tests.tamper.ledger_copy import store
 from tests.tamper.real_run import RealRun
 
-KINDS: dict[str, Kind] = {**DAMAGES, **FORGERIES, **CONTRADICTIONS, **PAYLOADS}
+KINDS: dict[str, Kind] = {**DAMAGES, **FORGERIES, **CONTRADICTIONS, **PAYLOADS, **CHECKPOINTS}
 
 
 @dataclass(slots=True)
@@ -40,7 +44,8 @@ class Tally:
 
 async def untouched(run: RealRun) -> AuditReport:
     """Audit an unchanged copy, with everything it can be compared with."""
-    return await _audit(run, Copy(run.records), heads=True, payloads=True)
+    whole = Copy(run.records, checkpoint=run.checkpoint, checkpoint_name=run.checkpoint_name)
+    return await _audit(run, whole, heads=True, payloads=True)
 
 
 async def tamper(runs: Sequence[RealRun], *, num: int, seed: int) -> Tally:
@@ -82,7 +87,16 @@ async def _audit(run: RealRun, copy: Copy, *, heads: bool, payloads: bool) -> Au
         del log._records[sequence]
     if payloads:
         await _store_payloads(bus, run)
-    return await audit_run(bus, run.run, heads=run.heads if heads else (), payloads=payloads)
+    stored = run.heads if heads else []
+    if not copy.checkpoint:
+        return await audit_run(bus, run.run, heads=stored, payloads=payloads)
+    with tempfile.TemporaryDirectory(prefix="rollmesh-tamper-") as folder:
+        path = Path(folder) / copy.checkpoint_name
+        path.mkdir()
+        for name, content in copy.checkpoint.items():
+            (path / name).write_bytes(content)
+        stored = [*stored, StoredHead(f"checkpoint {path.name}", head_of_checkpoint(path))]
+        return await audit_run(bus, run.run, checkpoint=path, heads=stored, payloads=payloads)
 
 
 async def _store_payloads(bus: MemoryBus, run: RealRun) -> None:
