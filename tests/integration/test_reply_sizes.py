@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
+from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.errors import PayloadTooLarge
-from rollmesh.v1 import run_pb2, types_pb2
+from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
-from .coordinator_mesh import MeshParts, coordinator_mesh
+from .coordinator_mesh import CONFIG, MIB, MeshParts, coordinator_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _numbers = itertools.count()
@@ -19,7 +21,8 @@ _numbers = itertools.count()
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MeshParts]:
-    async with coordinator_mesh(tmp_path_factory.mktemp("mesh")) as parts:
+    config = structs.replace(CONFIG, streams=StreamLimits(ledger_bytes_max=64 * MIB, dead_bytes_max=16 * MIB))
+    async with coordinator_mesh(tmp_path_factory.mktemp("mesh"), config) as parts:
         yield parts
 
 
@@ -72,3 +75,32 @@ async def test_a_batch_that_does_not_fit_into_a_message_is_refused_and_not_lease
     batch = await mesh.lease(1, geometry=smaller)
     assert len(batch.samples) == 4
     await mesh.commit(1, [batch.lease_id])
+
+
+@pytest.mark.slow
+async def test_samples_that_are_ready_are_streamed_in_parts_and_prefetched(mesh: MeshParts) -> None:
+    """Their metadata exceed a message. A lease of a part of them does not."""
+    await mesh.begin(group_size=4, batch_groups=4)
+    reward = lambda name: _reward(name + "-" * 59, scorer="s" * 256, answer="a" * 256)
+    await _generate(mesh, 16, reward, 1020)
+    found = await mesh.prefetch(16)
+    assert len({sample for response in found for sample in response.sample_ids}) == 16
+
+
+async def test_dead_letters_are_listed_in_parts_that_fit_into_a_message(mesh: MeshParts) -> None:
+    await mesh.begin()
+    dead = await mesh.bus.open(run_streams(mesh.name).dead.name)
+    letter = events_pb2.DeadLetter(kind=events_pb2.DEAD_KIND_TASK, subject="e", traceback="x" * 900_000)
+    for number in range(12):
+        await dead.append(letter.SerializeToString(), msg_id=f"dead-{number}")
+    found: list[int] = []
+    sizes: list[int] = []
+    while True:
+        request = run_pb2.ListDeadRequest(run=mesh.name, after=found[-1] if found else 0)
+        page = (await mesh.call(mesh.run.ListDead, request)).letters
+        if not page:
+            break
+        found += [listed.letter.dead_id for listed in page]
+        sizes.append(len(page))
+    assert found == list(range(1, 13))
+    assert sizes == [4, 4, 4]

@@ -102,7 +102,9 @@ class NextTasksResponse(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrawnTask]:
-        """In the order of draws. Fewer than `num` only at the end of a finite source."""
+        """In the order of draws. Fewer than `num` at the end of a finite source, and if more would exceed 4 MiB; at least one. The caller
+        continues after the last of them.
+        """
 
     def __init__(
         self,

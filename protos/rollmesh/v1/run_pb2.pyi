@@ -1498,7 +1498,7 @@ class ListDeadResponse(_message.Message):
     LETTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListedLetter]:
-        """In order. Fewer than `num_max` only at the end."""
+        """In order. Fewer than `num_max` at the end, and if more would exceed 4 MiB. The list ends with an empty response."""
 
     def __init__(
         self,
@@ -1717,7 +1717,7 @@ class EvalResult(_message.Message):
 
     @_builtins.property
     def success_by_label(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Mean of the run's success reward by task label, e.g. {"level=3": 0.5}."""
+        """Mean of the run's success reward by task label, e.g. {"level=3": 0.5}; at most the first 256 labels."""
 
     def __init__(
         self,
@@ -1970,7 +1970,7 @@ class RunState(_message.Message):
 
     @_builtins.property
     def evals(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalResult]:
-        """Evaluations in the order of steps; the newest 1000."""
+        """Evaluations in the order of steps; the newest, at most 1000 and 2 MiB."""
 
     @_builtins.property
     def waiting(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

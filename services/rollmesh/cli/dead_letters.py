@@ -37,7 +37,7 @@ async def list_dead(root: Path) -> list[run_pb2.ListedLetter]:
                 request = run_pb2.ListDeadRequest(run=run, after=after, num_max=PAGE)
                 page = (await stub.ListDead(request, timeout=CALL_S)).letters
             found.extend(page)
-            if len(page) < PAGE:
+            if not page:
                 return found
 
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
@@ -22,7 +24,7 @@ from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.shared.bus.bus import StreamLog, StreamSpec
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import MeshError, Unavailable
+from rollmesh.shared.errors import MeshError, OutOfRange, Unavailable
 from rollmesh.shared.ids import SeededIds
 from rollmesh.shared.ledger_head import EMPTY
 from rollmesh.shared.versions import PolicyVersion
@@ -76,6 +78,12 @@ class Services:
     def __init__(self) -> None:
         self.draws_failing = 0
         self.draws_empty = 0
+        self.draws_max = 10**9
+        """Number of tasks at which the source ends."""
+        self.page_max = 10**9
+        """Most tasks in a response."""
+        self.text = ""
+        """Text of every task."""
         self.decisions_failing = 0
         self.asked: list[str] = []
         self.finalized: list[reward_pb2.FinalizeGroupRequest] = []
@@ -92,10 +100,15 @@ class Services:
         if self.draws_empty > 0:
             self.draws_empty -= 1
             return data_pb2.NextTasksResponse()
-        draws = range(request.first_draw, request.first_draw + request.num)
+        if request.first_draw >= self.draws_max:
+            raise OutOfRange(f"draw {request.first_draw} is beyond the end")
+        last = min(request.first_draw + min(request.num, self.page_max), self.draws_max)
+        messages = [types_pb2.Message(role="user", content=self.text)] if self.text else []
         tasks = [
-            data_pb2.DrawnTask(draw=draw, task=types_pb2.Task(task_id=f"t{draw}", labels={"level": str(draw)}))
-            for draw in draws
+            data_pb2.DrawnTask(
+                draw=draw, task=types_pb2.Task(task_id=f"t{draw}", labels={"level": str(draw)}, messages=messages)
+            )
+            for draw in range(request.first_draw, last)
         ]
         return data_pb2.NextTasksResponse(tasks=tasks)
 
@@ -155,8 +168,8 @@ class Bench:
     def asking(self, kind: Callable[..., Any], **fields: Any) -> asyncio.Task[Any]:
         return asyncio.create_task(self.ask(kind, **fields))
 
-    async def begin(self) -> None:
-        await self.ask(i.CreateRun, spec=SPEC)
+    async def begin(self, **changes: Any) -> None:
+        await self.ask(i.CreateRun, spec=msgspec.structs.replace(SPEC, **changes))
         attached = await self.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
         version = PolicyVersion(policy="main", step=0, weights_digest="w")
         await self.ask(i.PublishVersion, **NAMES, trainer_epoch=attached.trainer_epoch, version=version)

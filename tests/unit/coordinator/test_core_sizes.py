@@ -13,6 +13,7 @@ from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Refusal, Reply
 from rollmesh.services.coordinator.core.facts import (
     BatchLeased,
+    EpisodeScored,
     GroupDecision,
     GroupFinalized,
     Message,
@@ -199,3 +200,31 @@ def test_a_ledger_of_an_older_release_with_many_reasons_gives_a_state_that_fits_
         replayed.replay([fact])
     assert run_state(replayed, EMPTY).ByteSize() < 64 * 1024
     assert replayed.state.counters.conserved
+
+
+# States ---------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluations_of_tasks_with_unlike_labels_give_a_state_that_fits_into_a_message() -> None:
+    run = CoreRun(eval_every=1, eval_tasks=1000, success_reward="correct")
+    run.begin()
+    asked = i.AcquireRollouts(ticket=5, node_id="w", num_max=1000, wait_s=1.0)
+    (reply,) = [e for e in run.core.handle(asked, 0.0).effects if isinstance(e, Reply)]
+    state = run.core.state
+    for number, lease in enumerate(reply.value.leases):  # type: ignore[attr-defined]
+        group = state.groups[lease.group]
+        group.task = msgspec.structs.replace(group.task, labels={"id": f"{number:0100}"})
+        meta = SampleMeta(
+            sample_id=f"{lease.episode}.0", rewards=(Reward(name="correct", value=1.0, segment=-1),), trainable=False
+        )
+        fact = EpisodeScored(group=lease.group, episode=lease.episode, payload=PayloadRef(sequence=1), samples=(meta,))
+        run.core.replay([fact])
+    (evaluated,) = state.evals
+    assert evaluated.num_samples == 1000
+    assert evaluated.reward_sums == {"correct": 1000.0}
+    assert len(evaluated.label_sums) == len(evaluated.label_nums) == 256
+    state.evals = [msgspec.structs.replace(evaluated, step=step) for step in range(1000)]
+    found = run_state(run.core, EMPTY)
+    assert found.ByteSize() < 3 * 1024 * 1024
+    assert found.evals[-1].step == 999
+    assert [e.step for e in found.evals] == list(range(1000 - len(found.evals), 1000))

@@ -46,6 +46,40 @@ async def test_an_empty_answer_is_no_hot_loop() -> None:
         assert (await acquired).leases
 
 
+@pytest.mark.parametrize(
+    ("eval_tasks", "page_max", "draws_max", "num", "asked"),
+    [
+        (1500, 10**9, 10**9, 1500, ["draw 0+1024", "draw 1024+476"]),
+        (1500, 10**9, 1100, 1100, ["draw 0+1024", "draw 1024+476", "draw 1100+400"]),
+        (5, 2, 10**9, 5, ["draw 0+5", "draw 2+3", "draw 4+1"]),
+    ],
+    ids=["above one page", "split ends", "response cut"],
+)
+async def test_the_tasks_of_an_evaluation_are_drawn_page_by_page(
+    eval_tasks: int, page_max: int, draws_max: int, num: int, asked: list[str]
+) -> None:
+    async with bench(payload_bytes_max=8 << 20) as b:
+        b.services.page_max, b.services.draws_max = page_max, draws_max
+        await b.begin(eval_every=1, eval_tasks=eval_tasks)
+        await settle()
+        assert b.services.asked == asked
+        assert b.core.state.eval_counters.reserved == num
+
+
+async def test_an_evaluation_whose_tasks_fit_into_no_record_is_dropped_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench() as b:
+        b.services.text, b.services.page_max = "x" * (1 << 20), 1
+        await b.begin(eval_every=1, eval_tasks=100)
+        await settle()
+        assert len(b.services.asked) == 6
+        assert b.core.state.eval_counters.reserved == 0
+        assert b.core.ephemeral.evals_dropped == {(0, 0)}
+    assert "no evaluation of step 0: the first 6 tasks have more than 6291456 bytes" in caplog.text
+    assert "lower `run.eval_tasks` (now 100)" in caplog.text
+
+
 async def test_a_reward_service_that_is_away_never_decides_by_its_absence() -> None:
     async with bench() as b:
         await b.begin()

@@ -14,15 +14,15 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.facts import Purpose, Task
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import decode
-from rollmesh.services.coordinator.translate import invalid
+from rollmesh.services.coordinator.translate import invalid, pieces
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 LIST_MAX = 1000
-PIECE_BYTES = 1 << 20
-"""Maximum size of the letters that one decision replays, in bytes."""
+LIST_BYTES_MAX = 4 * 1024 * 1024
+"""Maximum size of the letters that are listed at once, in bytes. One larger letter is listed alone."""
 
 
 class NotReplayable(FailedPrecondition):
@@ -38,12 +38,16 @@ class DeadLetters:
         self._bus = bus
 
     async def list(self, driver: RunDriver, *, after: int, num_max: int) -> list[run_pb2.ListedLetter]:
-        """Return letters after sequence `after`, oldest first."""
+        """Return letters after sequence `after`, oldest first, as many as fit into a response."""
         if not 0 <= num_max <= LIST_MAX:
             raise invalid("num_max", f"is {num_max}; expected 0 to {LIST_MAX}")
         replayed = await driver.read(lambda core, _: frozenset(core.state.replayed))
         found: list[run_pb2.ListedLetter] = []
+        num_bytes = 0
         async for letter in self._letters(driver.run, after):
+            num_bytes += letter.ByteSize()
+            if found and num_bytes > LIST_BYTES_MAX:
+                break
             found.append(run_pb2.ListedLetter(letter=letter, replayed=letter.dead_id in replayed))
             if len(found) == (num_max or LIST_MAX):
                 break
@@ -62,7 +66,7 @@ class DeadLetters:
         for letter in letters if dead_ids else ():
             _check_replayable(letter)
         replayed: list[int] = []
-        for piece in _pieces([letter for letter in letters if _is_replayable(letter)]):
+        for piece in pieces([letter for letter in letters if _is_replayable(letter)]):  # each fits one ledger record
             replayed += await self._replay(driver, piece)
         return tuple(replayed)
 
@@ -86,20 +90,6 @@ def _read(payload: bytes, dead_id: int) -> events_pb2.DeadLetter:
         letter = events_pb2.DeadLetter(kind=events_pb2.DEAD_KIND_PAYLOAD, cause=cause)
     letter.dead_id = dead_id
     return letter
-
-
-def _pieces(letters: Sequence[events_pb2.DeadLetter]) -> list[list[events_pb2.DeadLetter]]:
-    """Split the letters into parts that each fit one ledger record. Return at least one part, so that an empty replay
-    is refused like any other."""
-    pieces: list[list[events_pb2.DeadLetter]] = [[]]
-    num_bytes = 0
-    for letter in letters:
-        num_bytes += letter.ByteSize()
-        if pieces[-1] and num_bytes > PIECE_BYTES:
-            pieces.append([])
-            num_bytes = letter.ByteSize()
-        pieces[-1].append(letter)
-    return pieces
 
 
 def _is_replayable(letter: events_pb2.DeadLetter) -> bool:

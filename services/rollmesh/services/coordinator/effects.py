@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, Protocol
+
+import msgspec
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
@@ -22,7 +25,7 @@ from rollmesh.services.coordinator.core.decision_context import (
     Effect,
     FinalizeGroup,
 )
-from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, Task
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.translate import (
     dead_letter,
@@ -38,6 +41,12 @@ from rollmesh.shared.ids import IdSource
 from rollmesh.shared.retry import pause_after
 from rollmesh.v1 import data_pb2, reward_pb2
 
+PAGE_TASKS = 1024
+"""Most tasks that the data service returns at once."""
+EVAL_BYTES_MAX = 6 * 1024 * 1024
+"""Maximum size of the tasks of an evaluation, bytes, because one ledger record reserves all of them."""
+_TASK_BYTES = 256
+"""Size of a reserved group without its task, bytes, rounded up."""
 _log = logging.getLogger(__name__)
 
 
@@ -139,26 +148,44 @@ class Effects:
         await self._inbox.enqueue(drawn)
 
     async def _draw_eval(self, effect: DrawTasks) -> None:
-        """Request evaluation tasks until the time of the evaluation is over."""
+        """Request evaluation tasks, page by page, until the time of the evaluation is over."""
         give_up_at = self._clock.monotonic_s() + self._spec.eval_s_max
-        num_failed = 0
-        while True:
+        num_failed = num_bytes = 0
+        tasks: list[tuple[int, Task]] = []
+        cause = ""
+        while not cause:
+            page = replace(
+                effect, first_draw=effect.first_draw + len(tasks), num=min(PAGE_TASKS, effect.num - len(tasks))
+            )
             try:
-                drawn = tasks_drawn(effect, await self._outside.next_tasks(next_tasks_request(self._spec, effect, 0)))
-                cause = "the split has no tasks"
-            except MeshError as error:
-                drawn, cause = None, str(error)
-            if drawn is not None and drawn.tasks:
-                await self._inbox.enqueue(drawn)
-                return
-            if self._clock.monotonic_s() >= give_up_at:
-                failed = i.DrawFailed(
-                    purpose=effect.purpose, cause=cause, step=effect.step, incarnation=effect.incarnation
+                drawn = tasks_drawn(page, await self._outside.next_tasks(next_tasks_request(self._spec, page, 0))).tasks
+                error = "the split has no tasks"
+            except OutOfRange as err:
+                drawn, error = (), str(err)
+            except MeshError as err:
+                drawn, error = None, str(err)
+            tasks += drawn or ()
+            num_bytes += sum(len(msgspec.json.encode(task)) + _TASK_BYTES for _, task in drawn or ())
+            if num_bytes > EVAL_BYTES_MAX:
+                cause = (
+                    f"the first {len(tasks)} tasks have more than {EVAL_BYTES_MAX} bytes, which fit into no ledger record: lower "
+                    f"`run.eval_tasks` (now {effect.num})"
                 )
-                await self._inbox.enqueue(failed)
+            elif tasks and (drawn == () or len(tasks) >= effect.num):
+                await self._inbox.enqueue(
+                    i.TasksDrawn(
+                        purpose=effect.purpose, tasks=tuple(tasks), step=effect.step, incarnation=effect.incarnation
+                    )
+                )
                 return
-            await self._pause(num_failed)
-            num_failed += 1
+            elif not drawn:
+                cause = error if self._clock.monotonic_s() >= give_up_at else ""
+                await self._pause(num_failed)
+                num_failed += 1
+        _log.warning("run %s: no evaluation of step %d: %s", self._spec.run, effect.step, cause)
+        await self._inbox.enqueue(
+            i.DrawFailed(purpose=effect.purpose, cause=cause, step=effect.step, incarnation=effect.incarnation)
+        )
 
     async def _finalize(self, effect: FinalizeGroup) -> None:
         """Request a decision on a group. An unavailable reward service is retried without limit, an error about this

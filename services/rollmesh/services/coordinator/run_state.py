@@ -20,6 +20,8 @@ from rollmesh.services.coordinator.core.state import (
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.v1 import run_pb2 as pb
 
+EVALS_BYTES_MAX = 2 * 1024 * 1024
+"""Maximum size of the evaluations in a state, bytes."""
 _PHASES = {
     GroupPhase.FINALIZING: "finalizing",
     GroupPhase.READY: "ready",
@@ -40,7 +42,7 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
         samples=sample_counts(state.counters),
         eval_samples=sample_counts(state.eval_counters),
         policies=[_policy(state)],
-        evals=[_eval(result, state) for result in state.evals],
+        evals=_evals(state),
         waiting=core.waiting(),
         mean_rewards=state.the_clock.mean_rewards,
         ledger_position=head.position,
@@ -120,6 +122,19 @@ def _phase(group: GroupState) -> str:
         return _PHASES[group.phase]
     begun = any(e.status is not EpisodeStatus.PENDING for e in group.episodes.values())
     return "generating" if begun else "pending"
+
+
+def _evals(state: State) -> list[pb.EvalResult]:
+    """Return the newest evaluations that fit, oldest first."""
+    found: list[pb.EvalResult] = []
+    num_bytes = 0
+    for result in reversed(state.evals):
+        message = _eval(result, state)
+        num_bytes += message.ByteSize()
+        if num_bytes > EVALS_BYTES_MAX:
+            break
+        found.append(message)
+    return found[::-1]
 
 
 def _eval(result: EvalState, state: State) -> pb.EvalResult:

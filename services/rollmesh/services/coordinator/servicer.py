@@ -234,8 +234,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 raise translate.to_error(refusal) from refusal
 
         async for samples in driver.watch(read, interval_s=READY_INTERVAL_S):
-            if samples:
-                yield pb.WatchReadyResponse(samples=translate.leased_samples(samples))
+            for piece in translate.pieces(translate.leased_samples(samples)) if samples else ():
+                yield pb.WatchReadyResponse(samples=piece)
 
 
 def _acquired(run: str, acquired: i.Acquired) -> pb.AcquireRolloutsResponse:

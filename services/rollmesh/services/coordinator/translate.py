@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
+from google.protobuf.message import Message
 from msgspec import structs
 
 from rollmesh.services.coordinator import validation
@@ -29,8 +31,11 @@ from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, No
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
+M = TypeVar("M", bound=Message)
 DEFAULT_NAME = "main"
 WAIT_S_MAX = 60.0
+PIECE_BYTES = 1 << 20
+"""Size of the parts into which long lists are split, bytes."""
 NUM_MAX = 4096
 TRACEBACK_CHARS_MAX = 4000
 """Maximum length of a traceback. The end of a longer one is kept, because it has the error and its line."""
@@ -173,6 +178,19 @@ def leased_samples(samples: Sequence[i.LeasedSample]) -> list[run_pb2.LeasedSamp
         encode_into(sample, message)
         messages.append(message)
     return messages
+
+
+def pieces(messages: Sequence[M]) -> list[list[M]]:
+    """Split messages into parts of about PIECE_BYTES. Return at least one part."""
+    found: list[list[M]] = [[]]
+    num_bytes = 0
+    for message in messages:
+        num_bytes += message.ByteSize()
+        if found[-1] and num_bytes > PIECE_BYTES:
+            found.append([])
+            num_bytes = message.ByteSize()
+        found[-1].append(message)
+    return found
 
 
 def batch_response(batch: i.BatchGrant) -> run_pb2.LeaseBatchResponse:

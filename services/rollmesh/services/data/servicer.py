@@ -11,6 +11,8 @@ from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import data_pb2, data_pb2_grpc, types_pb2
 
 NUM_TASKS_MAX = 1024
+REPLY_BYTES_MAX = 4 * 1024 * 1024
+"""Maximum size of the tasks of a response, bytes. One larger task is returned alone."""
 
 
 class DataServicer(data_pb2_grpc.DataServiceServicer):
@@ -35,8 +37,10 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
             )
         else:
             raise _invalid("purpose", "must be TRAIN, EVAL or EXPORT")
-        count(TASKS, types_pb2.Purpose.Name(request.purpose).removeprefix("PURPOSE_").lower(), amount=len(tasks))
-        return _encode(tasks)
+        response = _encode(tasks)
+        purpose = types_pb2.Purpose.Name(request.purpose).removeprefix("PURPOSE_").lower()
+        count(TASKS, purpose, amount=len(response.tasks))
+        return response
 
     async def Snapshot(self, request: data_pb2.SnapshotRequest, context: object) -> data_pb2.SnapshotResponse:
         state, position = await self._engine.snapshot(_run(request.run))
@@ -64,8 +68,16 @@ def encode_task(task: PoolTask) -> types_pb2.Task:
 
 
 def _encode(tasks: DrawnTasks) -> data_pb2.NextTasksResponse:
-    drawn = [data_pb2.DrawnTask(draw=draw, task=encode_task(task)) for draw, task in tasks]
-    return data_pb2.NextTasksResponse(tasks=drawn)
+    """Return the tasks, as many as fit."""
+    response = data_pb2.NextTasksResponse()
+    num_bytes = 0
+    for draw, task in tasks:
+        drawn = data_pb2.DrawnTask(draw=draw, task=encode_task(task))
+        num_bytes += drawn.ByteSize()
+        if response.tasks and num_bytes > REPLY_BYTES_MAX:
+            break
+        response.tasks.append(drawn)
+    return response
 
 
 def _check_range(request: data_pb2.NextTasksRequest) -> None:

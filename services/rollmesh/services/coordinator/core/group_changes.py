@@ -22,6 +22,8 @@ from rollmesh.services.coordinator.core.state import (
 )
 
 EVALS_KEPT_MAX = 1000
+LABELS_MAX = 256
+"""Number of labels whose success an evaluation keeps. A label with another value for each task is not a group of tasks."""
 
 
 def add_episodes(state: State, group: GroupState, num: int) -> None:
@@ -95,6 +97,8 @@ def count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> 
                 result.graded |= reward.value not in (0.0, 1.0)
                 for label, value in group.task.labels.items():
                     key = f"{label}={value}"
+                    if key not in result.label_sums and len(result.label_sums) >= LABELS_MAX:
+                        continue
                     result.label_sums[key] = result.label_sums.get(key, 0.0) + reward.value
                     result.label_nums[key] = result.label_nums.get(key, 0) + 1
 
