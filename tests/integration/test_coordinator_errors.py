@@ -545,6 +545,7 @@ ELSEWHERE = {
     ("CreateRun", "RESOURCE_EXHAUSTED", "DISK_FULL"): "test_ended_runs",
     ("CreateRun", "RESOURCE_EXHAUSTED", "OVERLOADED"): "test_ended_runs",
     ("DeleteRun", "UNAVAILABLE", "NOT_READY"): "test_ended_runs",
+    ("LeaseBatch", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"): "test_reply_sizes",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",
 }
 """Promised errors that other tests bring about."""

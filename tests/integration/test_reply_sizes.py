@@ -9,8 +9,10 @@ import pytest
 import pytest_asyncio
 from msgspec import structs
 
+from rollmesh.mesh.config import BATCH_SAMPLES_MAX
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.errors import PayloadTooLarge
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 from .coordinator_mesh import CONFIG, MIB, MeshParts, coordinator_mesh
@@ -104,3 +106,10 @@ async def test_dead_letters_are_listed_in_parts_that_fit_into_a_message(mesh: Me
         sizes.append(len(page))
     assert found == list(range(1, 13))
     assert sizes == [4, 4, 4]
+
+
+async def test_a_sample_takes_at_least_the_bytes_by_which_configurations_are_checked(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(4), step=0)
+    batch = await mesh.lease(1)
+    assert batch.ByteSize() // len(batch.samples) >= MESSAGE_BYTES_MAX // BATCH_SAMPLES_MAX

@@ -29,6 +29,7 @@ from rollmesh.shared.bus.payload_bus import PayloadsIn
 from rollmesh.shared.endpoints.config import EndpointTable
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.addresses import host_of, is_loopback
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings
 from rollmesh.shared.telemetry import TelemetryConfig
@@ -107,6 +108,10 @@ class BusConfig(Settings):
 
 BATCH_TEXT_CHARS_MAX = 2 * 1024 * 1024
 """Maximum length of the texts in the summaries of a batch. A message has at most 8 MiB, and a character up to four bytes."""
+
+
+BATCH_SAMPLES_MAX = MESSAGE_BYTES_MAX // 160
+"""Most samples of a batch. A sample with one reward and one turn takes 160 bytes of the lease at least."""
 
 
 class MeshConfig(Settings):
@@ -188,6 +193,12 @@ class MeshConfig(Settings):
             raise ValueError(
                 f"`rollout.summary_text_chars` * run.batch_groups * run.group_size must be <= {BATCH_TEXT_CHARS_MAX}, because the texts of a "
                 f"batch are in one message, got {texts}; lower summary_text_chars"
+            )
+        samples = self.run.batch_groups * self.run.group_size
+        if not self.run.exports and samples > BATCH_SAMPLES_MAX:
+            raise ValueError(
+                f"`run.batch_groups` * run.group_size must be <= {BATCH_SAMPLES_MAX}, because the metadata of a batch are in one message of "
+                f"at most {MESSAGE_BYTES_MAX} bytes, got {samples}; lower one of them"
             )
         if self.learner.reward_weights:
             raise ValueError(

@@ -96,7 +96,12 @@ def _ask_for(run: CoreRun, num: int, text: str) -> list[i.EpisodeLease]:
     task = Task(task_id="t", messages=(Message(role="user", content=text),))
     drawn = tuple((number, task) for number in range(draw.first_draw, draw.first_draw + draw.num))
     decision = run.core.handle(i.TasksDrawn(purpose=draw.purpose, tasks=drawn), run.now)
-    return [lease for e in decision.effects if isinstance(e, Reply) for lease in e.value.leases]  # type: ignore[attr-defined]
+    return _leases(decision)
+
+
+def _leases(decision: Decision) -> list[i.EpisodeLease]:
+    replies: list[Any] = [effect.value for effect in decision.effects if isinstance(effect, Reply)]
+    return [lease for reply in replies for lease in reply.leases]
 
 
 def test_a_worker_gets_at_most_as_many_episodes_as_fit_into_a_message() -> None:
@@ -106,7 +111,7 @@ def test_a_worker_gets_at_most_as_many_episodes_as_fit_into_a_message() -> None:
     leases = _ask_for(run, 8, "x" * size)
     assert len(leases) == 2, "two tasks and their frame are below the limit, three are above"
     again = run.core.handle(i.AcquireRollouts(ticket=8, node_id="w", num_max=8, wait_s=1.0), run.now)
-    assert sum(len(e.value.leases) for e in again.effects if isinstance(e, Reply)) == 2, "the next call gets the others"  # type: ignore[attr-defined]
+    assert len(_leases(again)) == 2, "the next call gets the others"
 
 
 def test_a_task_above_the_limit_is_leased_alone() -> None:
@@ -119,7 +124,8 @@ class _Generous(CoreRun):
     """Gives the first sample of each group many rewards."""
 
     def take(self, decision: Decision) -> dict[int, Any]:
-        core, handle = self.core, self.core.handle
+        core: Any = self.core
+        handle = self.core.handle
 
         def adjusted(given: Any, now: float) -> Decision:
             if isinstance(given, i.GroupDecided):
@@ -128,11 +134,11 @@ class _Generous(CoreRun):
                 given = i.GroupDecided(group=given.group, decision=GroupDecision.KEEP, adjusted=(many,))
             return handle(given, now)
 
-        core.handle = adjusted  # type: ignore[method-assign]
+        core.handle = adjusted
         try:
             return super().take(decision)
         finally:
-            core.handle = handle  # type: ignore[method-assign]
+            core.handle = handle
 
 
 def test_a_group_whose_rewards_fit_into_no_record_ends_with_the_cause() -> None:

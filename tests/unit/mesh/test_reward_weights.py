@@ -85,6 +85,13 @@ def test_texts_of_a_batch_that_exceed_a_message_are_rejected() -> None:
         config_from_dict(MeshConfig, {"rollout": rollout, "run": run | {"batch_groups": 16}})
 
 
+def test_a_batch_whose_metadata_exceed_a_message_is_rejected() -> None:
+    run = {"max_staleness": 0, "batch_groups": 400, "group_size": 128}
+    assert config_from_dict(MeshConfig, {"run": run}).run.batch_groups == 400
+    with pytest.raises(ConfigError, match=r"`run.batch_groups` \* run.group_size must be <= 52428.*got 64000"):
+        config_from_dict(MeshConfig, {"run": run | {"batch_groups": 500}})
+
+
 def test_a_greedy_first_episode_needs_another_one_to_train() -> None:
     assert config_from_dict(MeshConfig, {"rollout": {"greedy_first": True}, "run": {"group_size": 2}})
     with pytest.raises(ConfigError, match=r"`run.group_size` must be >= 2 with `rollout.greedy_first`"):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -31,7 +31,7 @@ class OpenCheckpoint:
     path: Path
     meta: bytes | OSError
     """Content of rollmesh.json, or why it cannot be read."""
-    trained: BinaryIO
+    trained: BufferedReader
 
 
 @contextmanager
