@@ -119,7 +119,9 @@ class Worker:
             leaf = _add_path(episode, stamps, external)
             reward = float(self.rng.random() < 0.5)
             trainable = self.rng.random() < 0.96
-            value = types_pb2.Reward(name="correct", value=reward, segment=-1, scorer="player@1", outcome=OK)
+            value = types_pb2.Reward(
+                name="correct", value=reward, segment=-1, scorer="player@1", outcome=OK, evidence="why " * 1000
+            )
             episode.samples.add(
                 sample_id=sample_id, leaf=leaf, policy="main", rewards=[value], weight=1.0, trainable=trainable
             )
