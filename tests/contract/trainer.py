@@ -199,9 +199,9 @@ class Trainer:
         model = self.model
         require(batch.lease_id not in model.lease_ids, f"lease id {batch.lease_id} was granted before")
         model.lease_ids.add(batch.lease_id)
-        leased = [reward for sample in batch.samples for reward in sample.meta.rewards]
-        leased += [reward for group in batch.groups for member in group.members for reward in member.rewards]
-        require(not any(reward.evidence for reward in leased), f"lease {batch.lease_id} has the evidence of rewards")
+        rewards = [reward for sample in batch.samples for reward in sample.meta.rewards]
+        rewards += [reward for group in batch.groups for member in group.members for reward in member.rewards]
+        require(not any(reward.evidence for reward in rewards), f"lease {batch.lease_id} has the evidence of rewards")
         names = tuple(sample.meta.sample_id for sample in batch.samples)
         require(len(set(names)) == len(names), "a sample is leased twice in one batch")
         masks = {sample.meta.sample_id: sample.mask_below_step for sample in batch.samples}
