@@ -1,4 +1,7 @@
-"""A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after a timeout.
+"""A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after they have exited.
+
+The CPU time of a comparison is bounded, not its duration, so a loaded host changes no result. A comparison that exceeds the bound, or that
+crashes its worker, is compared again with a trivial text in place of the answer. If that exceeds the bound too, the key is the cause.
 
 Invariant: a worker in `_idle` has answered all its requests. A caller that stops waiting for a worker kills it, because a late reply must
 never be read as the reply to the next request.
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
@@ -18,6 +22,11 @@ from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.process_launch import bound_to_parent
 
 _LINE_BYTES_MAX = 1 << 20
+_TRIVIAL = "0"
+_ENDED_BY_REQUEST = frozenset(
+    -number for number in (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE)
+)
+"""Exit statuses of a worker that has exceeded its CPU time or memory, or has overflowed its stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +42,29 @@ class MathPool:
 
     def __init__(self, *, num_workers: int, compare_s_max: float, start_s_max: float, memory_bytes_max: int) -> None:
         self._slots = asyncio.Semaphore(num_workers)
-        self._compare_s_max = compare_s_max
+        self.compare_s_max = compare_s_max
+        """Maximum CPU time of a comparison, in seconds."""
         self._start_s_max = start_s_max
         self._memory_bytes_max = memory_bytes_max
         self._idle: list[Process] = []
         self._closed = False
 
     async def compare(self, answers: Sequence[str], text: str) -> Comparison:
-        """Compare a text with accepted answers. Raise ScorerFailed if the worker fails or exceeds `compare_s_max`."""
-        request = {"answers": list(answers), "text": text, "limit_s": self._compare_s_max}
+        """Compare a text with accepted answers. A text that needs more than `compare_s_max` of CPU is not equal.
+
+        Raise ScorerFailed if the key cannot be compared with any text, or if a worker fails without a cause in the request.
+        """
         async with self._slots:
-            if self._closed:
-                raise ScorerFailed("the math scorer is closed")
-            worker = self._idle.pop() if self._idle else await self._start()
-            try:
-                reply = await self._ask(worker, request)
-            except BaseException:
-                _kill(worker)
-                raise
-            self._idle.append(worker)
+            reply = await self._ask(answers, text)
+            if reply is None:
+                if await self._ask(answers, _TRIVIAL) is None:
+                    raise ScorerFailed(
+                        f"an accepted answer of the key needs more than {self.compare_s_max:g} s of CPU to compare (`compare_s_max`); "
+                        "write its value in a simpler form in the key of the task"
+                    )
+                return Comparison(False, "")
         if "error" in reply:
-            raise ScorerFailed(f"comparison failed: {reply['error']}")
+            raise ScorerFailed(f"comparison failed: {reply['error']}; correct the key of the task")
         return Comparison(bool(reply["equal"]), str(reply["understood"]))
 
     async def close(self) -> None:
@@ -76,7 +87,8 @@ class MathPool:
         )
         try:
             async with asyncio.timeout(self._start_s_max):
-                await _reply_of(worker)
+                if await _reply_of(worker) is None:
+                    raise ScorerFailed(f"a math worker exited with status {await worker.wait()} while it started")
         except TimeoutError:
             _kill(worker)
             raise ScorerFailed(f"a math worker did not start within {self._start_s_max} s") from None
@@ -85,24 +97,36 @@ class MathPool:
             raise
         return worker
 
-    async def _ask(self, worker: Process, request: dict[str, object]) -> dict[str, object]:
+    async def _ask(self, answers: Sequence[str], text: str) -> dict[str, object] | None:
+        """Return the reply of a worker, or None if the request has ended the worker."""
+        if self._closed:
+            raise ScorerFailed("the math scorer is closed")
+        worker = self._idle.pop() if self._idle else await self._start()
         assert worker.stdin is not None
         try:
-            async with asyncio.timeout(self._compare_s_max):
-                worker.stdin.write(json.dumps(request).encode() + b"\n")
-                await worker.stdin.drain()
-                return await _reply_of(worker)
-        except TimeoutError:
-            raise ScorerFailed(f"comparison took longer than {self._compare_s_max} s") from None
+            request = {"answers": list(answers), "text": text, "cpu_s": self.compare_s_max}
+            worker.stdin.write(json.dumps(request).encode() + b"\n")
+            await worker.stdin.drain()
+            reply = await _reply_of(worker)
+            if reply is None and await worker.wait() not in _ENDED_BY_REQUEST:
+                raise ScorerFailed(f"a math worker exited with status {worker.returncode}")
         except OSError as error:
+            _kill(worker)
             raise ScorerFailed(f"a math worker exited: {error}") from error
+        except BaseException:
+            _kill(worker)
+            raise
+        if reply is not None:
+            self._idle.append(worker)
+        return reply
 
 
-async def _reply_of(worker: Process) -> dict[str, object]:
+async def _reply_of(worker: Process) -> dict[str, object] | None:
+    """Return the next line of a worker, or None if it has exited."""
     assert worker.stdout is not None
     line = await worker.stdout.readline()
     if not line:
-        raise ScorerFailed("a math worker exited")
+        return None
     reply: dict[str, object] = json.loads(line)
     return reply
 

@@ -1,8 +1,8 @@
 """A process that compares mathematical answers. It reads one JSON object per line and writes one per line, until its input ends.
 
-Request `{"answers": [...], "text": "...", "limit_s": 5}`, reply `{"equal": bool, "understood": "..."}` or `{"error": "..."}`.
-The comparison does not use the time limit of math-verify, because the parent kills this process after its timeout. If the parent has
-exited, an alarm ends this process even in C code.
+Request `{"answers": [...], "text": "...", "cpu_s": 2.0}`, reply `{"equal": bool, "understood": "..."}` or `{"error": "..."}`. The kernel
+ends this process by SIGPROF when a request has taken `cpu_s` of CPU, also in C code; time in which other processes run does not count. An
+error is one of the key: what cannot be parsed or compared in the text is a wrong answer.
 """
 
 from __future__ import annotations
@@ -13,40 +13,102 @@ import signal
 import sys
 from typing import Any
 
-ALARM_MARGIN_S = 2.0
-"""Seconds between the timeout of the parent and the alarm, which ends orphans only."""
+from rollmesh.services.reward import math_text
 
 
 def main() -> None:
     memory_bytes_max = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
-    import math_verify  # after the limit, so that the limit applies to it
-
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    comparer = Comparer()  # after the limit, so that the limit applies to it
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + ALARM_MARGIN_S)
-        reply = _reply(math_verify, request)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
+        reply = comparer.reply(request["answers"], request["text"])
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
 
 
-def _reply(math_verify: Any, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        answers = [_parse(math_verify, answer) for answer in request["answers"]]
-        if not all(any(not isinstance(part, str) for part in answer) for answer in answers):
-            return {"error": "an accepted answer of the key is not a mathematical expression"}
-        found = _parse(math_verify, request["text"])
-        equal = any(math_verify.verify(answer, found, timeout_seconds=None, raise_on_error=True) for answer in answers)
-        return {"equal": bool(found) and equal, "understood": str(found[-1]) if found else ""}
-    except Exception as error:  # noqa: BLE001 - recorded here only: the parent makes it an infra failure
-        return {"error": f"{type(error).__name__}: {error}"}
+class Comparer:
+    """Compares by choice, words, time of day or base if the key is of this kind, and else by value through math-verify."""
 
+    def __init__(self) -> None:
+        import math_verify
+        import sympy
+        from latex2sympy2_extended.math_normalization import NormalizationConfig, extract_boxed_content
 
-def _parse(math_verify: Any, text: str) -> list[Any]:
-    """Return the expressions that math-verify finds. It finds bare algebra such as `x+1` only between dollar signs."""
-    found = math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
-    return found or math_verify.parse(f"${text}$", parsing_timeout=None, raise_on_error=True)  # type: ignore[no-any-return]
+        normalization = NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
+        )
+        self._math_verify: Any = math_verify
+        self._i = sympy.I
+        self._latex = [math_verify.LatexExtractionConfig(normalization_config=normalization)]
+        self._boxed = extract_boxed_content
+
+    def reply(self, answers: list[str], text: str) -> dict[str, Any]:
+        keys = [self._answer_in(answer) for answer in answers]
+        for key in keys:
+            if error := self._error_of_key(key):
+                return {"error": error}
+        try:
+            said = self._answer_in(text)
+            equal = any(self._equal(key, said, text) for key in keys)
+            return {"equal": equal, "understood": math_text.latex(said) or said}
+        except Exception:  # noqa: BLE001 - sympy and its parser raise anything; the model chose the text
+            return {"equal": False, "understood": ""}
+
+    def _answer_in(self, text: str) -> str:
+        return math_text.answer_in(str(self._boxed(text, mode="last")))
+
+    def _error_of_key(self, key: str) -> str:
+        """Return why no answer can be compared with the key, or ""."""
+        if math_text.choice_key(key) or math_text.words(key) or math_text.clock(key) or math_text.based(key):
+            return ""
+        try:
+            value = self._value(math_text.latex(key))
+            if value is None:
+                return "an accepted answer of the key is not a mathematical expression"
+            self._verify(value, 0)
+        except Exception as error:  # noqa: BLE001 - as above
+            return f"an accepted answer of the key cannot be compared ({type(error).__name__})"
+        return ""
+
+    def _equal(self, key: str, said: str, message: str) -> bool:
+        if letter := math_text.choice_key(key):
+            return math_text.choice(said) == letter
+        if named := math_text.words(key):
+            return math_text.words(said) == named
+        if time := math_text.clock(key):
+            given = math_text.clock(said)
+            return given is not None and given[0] == time[0] and (not given[1] or not time[1] or given[1] == time[1])
+        if number := math_text.based(key):
+            return (math_text.based(said) or (said.upper(), number[1])) == number
+        wanted = math_text.latex(key)
+        found = self._value(math_text.latex(said, letter_units=not math_text.has_letters(wanted)))
+        if found is None and math_text.is_prose(said) and not math_text.leaves_open(said):
+            found = self._last_value(message)
+        return found is not None and self._verify(self._value(wanted), found)
+
+    def _value(self, latex: str) -> Any:
+        """Return the sympy object of the whole text, or None."""
+        if not latex:
+            return None
+        found = self._math_verify.parse(f"${latex}$", self._latex, parsing_timeout=None, raise_on_error=True)
+        value: Any = next((part for part in found if not isinstance(part, str)), None)
+        letters = {} if value is None else {symbol: self._i for symbol in value.free_symbols if symbol.name == "i"}
+        return value.subs(letters) if letters else value
+
+    def _last_value(self, message: str) -> Any:
+        """Return the value that math-verify finds in a message: LaTeX between delimiters, then the last number."""
+        found = self._math_verify.parse(message, parsing_timeout=None, raise_on_error=True)
+        return next((part for part in found if not isinstance(part, str)), None)
+
+    def _verify(self, wanted: Any, found: Any) -> bool:
+        equal = self._math_verify.verify(
+            wanted, found, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
+        )
+        return bool(equal)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Compare the extracted answer with the accepted ones by value: 1 if one is equal, else 0.
 
-math-verify defines equality. It parses LaTeX and plain numbers and compares with sympy: 1/2 = 0.5, 1,000 = 1000, $x+1$ = $1+x$, and also
-10 % = 10. It runs in worker processes, because a short expression can keep sympy busy for minutes, and neither a thread nor the alarm
-signal of math-verify ends it reliably.
+math-verify defines equality of values: 1/2 = 0.5, 1,000 = 1000, x+1 = 1+x, and also 10 % = 10. The text is first rewritten as LaTeX, with
+or without dollar signs, and is compared as a whole: `8, 7` is two values and `7x` is a product, so neither is 7. A key that is the letter of
+an option, words, a time of day or a number with its base is compared as such.
+
+The comparison runs in worker processes, because a short expression can keep sympy busy for minutes, and neither a thread nor the alarm
+signal of math-verify ends it reliably. An answer that exceeds the CPU time or the memory of a worker is a wrong answer.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ from rollmesh.shared.trajectory import Reward
 
 
 class MathOptions(AnswerOptions):
-    """Settings of the math scorer. With an empty `pattern`, math-verify finds the answer (`\\boxed`, then the last number)."""
+    """Settings of the math scorer. With an empty `pattern`, the answer is the last `\\boxed`, or what follows "answer is", or else the last
+    number."""
 
     num_workers: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of worker processes. Each uses about 80 MiB for sympy and makes some hundred comparisons per second."""
-    compare_s_max: PositiveFloat = 5.0
-    """Timeout of a comparison, in seconds. The worker is then replaced, and the sample is an infra failure."""
+    compare_s_max: PositiveFloat = 2.0
+    """Maximum CPU time of a comparison, in seconds. An answer that needs more is wrong. A key that needs more with any answer is an error
+    of the task, and its samples are infra failures."""
     start_s_max: PositiveFloat = 60.0
     """Timeout for the start of a worker, in seconds. The import of sympy takes about one second on an idle machine."""
     memory_bytes_max: Annotated[int, Meta(ge=256 << 20)] = 4 << 30
@@ -38,7 +43,7 @@ class MathScorer:
     """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = MathOptions
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
 
     def __init__(self, *, options: MathOptions) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -50,6 +55,10 @@ class MathScorer:
             start_s_max=options.start_s_max,
             memory_bytes_max=options.memory_bytes_max,
         )
+
+    def use_timeout(self, timeout_s: float) -> None:
+        """Limit the CPU time of a comparison by `timeout_s` of the entry. A wait for a worker is not the answer's."""
+        self._pool.compare_s_max = min(self._pool.compare_s_max, timeout_s)
 
     async def score(self, item: ScoreItem) -> Reward:
         if item.answer_key is None or not item.answer_key.answers:
