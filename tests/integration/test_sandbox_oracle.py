@@ -347,6 +347,13 @@ async def test_queries_are_judged_by_their_rows_on_each_database(tmp_path: Path)
             "WRONG_ANSWER",
             "ACCEPTED",
         ]
+        nothing = {"kind": "sql", "tests": [{"setup": make + "('a', 1)", "rows": []}]}
+        for query in ("", " ;", "-- select", "/* select 1 */"):
+            assert outcomes(await judged(stub, nothing, query, path="query.sql")) == ["RUNTIME_ERROR"], query
+        assert outcomes(await judged(stub, nothing, "select 1 where 0", path="query.sql")) == ["ACCEPTED"]
+        loose = {**manifest, "columns": "any", "duplicates": False}
+        permuted = "select age, name from p where age > 1 union all select age, name from p where age > 1"
+        assert outcomes(await judged(stub, loose, permuted, path="query.sql")) == ["ACCEPTED"] * 2
         with pytest.raises(BrokenOracle, match="no such table"):
             await judged(stub, {**manifest, "gold": "select 1 from q"}, "select 1", path="query.sql")
         assert core.sessions.counts().live == 0

@@ -1,8 +1,11 @@
 """Compare two result sets of queries. Pure; used by the service, which stores expected results.
 
 Rows are compared as a multiset unless the order counts, which it does if the expected query has ORDER BY at its top
-level. Columns are compared by position, and their names are ignored. Null equals null only. Two integers must be equal.
-Other numbers are equal within a tolerance whatever their type, so 1 equals 1.0; text never equals a number.
+level. Columns are compared by position, or in any order, and their names are ignored. Null equals null only. Two integers
+must be equal. Other numbers are equal within a tolerance whatever their type, so 1 equals 1.0; text never equals a number.
+
+The actual rows are hostile. The number of comparisons is bounded, and rows are counted by texts, because the hash of a
+text cannot be chosen and the hash of a number can.
 """
 
 from __future__ import annotations
@@ -10,17 +13,23 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
 
 Row = Sequence[Any]
+Columns = Literal["ordered", "any"]
 
 _PLAIN_TOKENS = re.compile(
     r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]|[()]|\border\s+by\b",
     re.DOTALL | re.IGNORECASE,
 )
-_MATCHED_MAX = 200
+_MATCHED_MAX = 50
 """Maximum rows of one kind for which every pairing is tried; beyond it rows are paired in sorted order."""
+_COLUMN_ORDERS_MAX = 24
+_COLUMN_STEPS_MAX = 5000
+"""Maximum orders of columns with equal values that are tried, and steps of the search for them; beyond these the result
+sets count as different."""
 
 
 def is_ordered(query: str) -> bool:
@@ -34,22 +43,99 @@ def is_ordered(query: str) -> bool:
     return False
 
 
-def same(expected: Sequence[Row], actual: Sequence[Row], *, ordered: bool, tolerance: float = 1e-6) -> bool:
-    """Return whether the rows are equal; `tolerance` is relative for numbers above 1 and absolute below."""
+def same(
+    expected: Sequence[Row],
+    actual: Sequence[Row],
+    *,
+    ordered: bool,
+    tolerance: float = 1e-6,
+    columns: Columns = "ordered",
+    duplicates: bool = True,
+) -> bool:
+    """Return whether the rows are equal; `tolerance` is relative for numbers above 1 and absolute below. Without
+    `duplicates`, only the first of equal rows counts."""
+    if not duplicates:
+        expected, actual = _distinct(expected), _distinct(actual)
     if len(expected) != len(actual):
         return False
+    orders: Iterable[Sequence[int] | None] = [None]
+    if columns == "any" and expected:
+        orders = _column_orders(expected, actual, tolerance)
+    return any(_same_rows(expected, _reordered(actual, order), ordered, tolerance) for order in orders)
+
+
+def _same_rows(expected: Sequence[Row], actual: Sequence[Row], ordered: bool, tolerance: float) -> bool:
     if ordered:
         return all(_rows_equal(*pair, tolerance) for pair in zip(expected, actual, strict=True))
     return _same_multiset(expected, actual, tolerance)
 
 
+def _distinct(rows: Sequence[Row]) -> list[Row]:
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(_key(_exact(row)), row)
+    return list(first.values())
+
+
+def _reordered(rows: Sequence[Row], order: Sequence[int] | None) -> Sequence[Row]:
+    return rows if order is None else [[row[index] for index in order] for row in rows]
+
+
+def _column_orders(expected: Sequence[Row], actual: Sequence[Row], tolerance: float) -> Iterator[Sequence[int]]:
+    """Yield orders of the actual columns in which each column has the values of the expected one."""
+    width = len(expected[0])
+    if any(len(row) != width for row in (*expected, *actual)):
+        return
+    ours, theirs = ([_values(rows, index) for index in range(width)] for rows in (expected, actual))
+    choices = [[index for index in range(width) if _same_values(one, theirs[index], tolerance)] for one in ours]
+    yield from islice(_different(choices), _COLUMN_ORDERS_MAX)
+
+
+def _values(rows: Sequence[Row], index: int) -> tuple[list[str], list[float]]:
+    """Return the sorted texts and the sorted numbers of a column."""
+    cells = [_cell(row[index]) for row in rows]
+    return (
+        sorted(_key(cell) for cell in cells if not _is_number(cell)),
+        sorted(cell for cell in cells if _is_number(cell)),
+    )
+
+
+def _same_values(ours: tuple[list[str], list[float]], theirs: tuple[list[str], list[float]], tolerance: float) -> bool:
+    return ours[0] == theirs[0] and all(
+        _cells_equal(one, other, tolerance) for one, other in zip(ours[1], theirs[1], strict=True)
+    )
+
+
+def _different(choices: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield tuples of different choices, one from each list, that a bounded search finds."""
+    stack: list[tuple[int, ...]] = [()]
+    for _ in range(_COLUMN_STEPS_MAX):
+        if not stack:
+            return
+        chosen = stack.pop()
+        if len(chosen) == len(choices):
+            yield chosen
+        else:
+            stack += [(*chosen, index) for index in reversed(choices[len(chosen)]) if index not in chosen]
+
+
 def _same_multiset(expected: Sequence[Row], actual: Sequence[Row], tolerance: float) -> bool:
     """Compare multisets. Equal rows cancel first. The remaining rows differ at most in numbers and are paired with rows
     that agree otherwise."""
-    missing, extra = Counter(map(_exact, expected)), Counter(map(_exact, actual))
+    rows = {_key(row): row for row in map(_exact, (*expected, *actual))}
+    missing, extra = (Counter(_key(_exact(row)) for row in side) for side in (expected, actual))
     missing, extra = missing - extra, extra - missing
-    left, right = _by_kind(missing), _by_kind(extra)
+    left, right = _by_kind(missing, rows), _by_kind(extra, rows)
     return left.keys() == right.keys() and all(_paired(left[kind], right[kind], tolerance) for kind in left)
+
+
+def _key(row: tuple[Any, ...]) -> str:
+    """Return a text that is equal for equal rows. A float with the value of an integer has the text of the integer."""
+    return repr(tuple(_key(cell) if isinstance(cell, tuple) else _canonical(cell) for cell in row))
+
+
+def _canonical(cell: Any) -> Any:
+    return int(cell) if isinstance(cell, float) and cell.is_integer() else cell
 
 
 def _exact(row: Row) -> tuple[Any, ...]:
@@ -71,11 +157,12 @@ def _cell(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-def _by_kind(rows: Counter[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
+def _by_kind(counts: Counter[str], rows: Mapping[str, tuple[Any, ...]]) -> dict[str, list[tuple[Any, ...]]]:
     """Group rows by everything in them except numbers."""
-    kinds: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
-    for row, count in rows.items():
-        kind = tuple("number" if _is_number(cell) else cell for cell in row)
+    kinds: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
+    for key, count in counts.items():
+        row = rows[key]
+        kind = _key(tuple("number" if _is_number(cell) else cell for cell in row))
         kinds[kind] += [tuple(cell for cell in row if _is_number(cell))] * count
     return kinds
 

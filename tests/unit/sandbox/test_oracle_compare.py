@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
-from rollmesh.services.sandbox.oracle.compare import TextCompare, compare_text, same_value, strict_json
+from rollmesh.services.sandbox.oracle.compare import TextCompare, compare_text, off_loop, same_value, strict_json
 from rollmesh.services.sandbox.oracle.verdict import HiddenTestResult, JudgeReport, JudgeVerdict, failure_of, one_line
 from rollmesh.v1 import sandbox_pb2
 
@@ -80,6 +81,14 @@ def test_deep_given_value_is_followed_only_as_far_as_expected() -> None:
         ("exact", "a b\nc\n", "a b c", "PE"),
         ("exact", "a b", "ab", "WA"),
         ("exact", "", "\n", "AC"),
+        ("lines", "a b\n7\n", "\n\n  a b\n 7.0 \n", "AC"),
+        ("lines", "0.0", "-0.0", "AC"),
+        ("lines", "0.5", "0.5000001", "WA"),
+        ("lines", "a b\nc", "a\nb c", "WA"),
+        ("lines", "a\nb", "a\n\nb", "WA"),
+        ("lines", "a b", "a  b", "AC"),
+        ("lines", "x 7", "y 7.0", "WA"),
+        ("lines", "", "\n", "AC"),
         ("tokens", "a b\nc", "a\nb c", "AC"),
         ("tokens", "a b", "b a", "WA"),
         ("numbers", "1.0 x", "1 x", "AC"),
@@ -117,6 +126,12 @@ def test_numbers_without_tolerance_are_compared_exactly() -> None:
     assert compare_text("1000000000000000007.0", "1000000000000000009.0", "numbers", 0.0) is JudgeVerdict.WA
     assert compare_text("0.1", "0.1000000000000000055", "numbers", 0.0) is JudgeVerdict.WA
     assert compare_text("0.10", "1e-1", "numbers", 0.0) is JudgeVerdict.AC
+
+
+@pytest.mark.parametrize("length", [1, 10**6])
+async def test_a_long_answer_is_compared_outside_the_event_loop(length: int) -> None:
+    loops = threading.get_ident()
+    assert (await off_loop(length, threading.get_ident) == loops) is (length == 1)
 
 
 @pytest.mark.parametrize(

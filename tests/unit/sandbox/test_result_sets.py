@@ -85,3 +85,56 @@ def test_two_integers_must_be_equal_whatever_the_tolerance() -> None:
     assert not same([[1_000_000]], [[1_000_001]], ordered=True, tolerance=1e-3)
     assert not same([[1_000_000]], [[1_000_001]], ordered=False, tolerance=1e-3)
     assert same([[1_000_000]], [[1_000_001.0]], ordered=False, tolerance=1e-3)
+
+
+class Colliding(int):
+    """A number with the hash of every other one, which counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Colliding.compared += 1
+        return int(self) == other
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_rows_with_equal_hashes_are_not_compared_pairwise() -> None:
+    Colliding.compared = 0
+    rows = [[Colliding(number)] for number in range(300)]
+    assert same(rows, [[number] for number in range(300)], ordered=False)
+    assert Colliding.compared < 10 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "equal"),
+    [
+        ([["a", 1], ["b", 2]], [[2, "b"], [1, "a"]], True),
+        ([["a", 1], ["b", 2]], [[1, "b"], [2, "a"]], False),
+        ([[1, 2], [2, 1]], [[2, 1], [1, 2]], True),
+        ([[1, 2, 3], [2, 1, 3]], [[3, 1, 2], [3, 2, 1]], True),
+        ([[0.3, "x"]], [["x", 0.1 + 0.2]], True),
+        ([[1, 2]], [[1, 2, 2]], False),
+        ([[1, 1], [1, 2]], [[1, 1], [2, 2]], False),
+        ([], [], True),
+    ],
+)
+def test_columns_in_any_order(expected: list[list[Any]], actual: list[list[Any]], equal: bool) -> None:
+    assert same(expected, actual, ordered=False, columns="any") is equal
+
+
+def test_the_search_for_an_order_of_columns_is_bounded() -> None:
+    expected = [[1] * 30 + [2], [2] * 30 + [1]]
+    actual = [[1] * 29 + [2, 2], [2] * 29 + [1, 3]]
+    assert not same(expected, actual, ordered=False, columns="any")
+    assert not same(
+        [[n % 2] * 12 for n in range(4)], [[n // 2] * 11 + [n % 2] for n in range(4)], ordered=True, columns="any"
+    )
+
+
+def test_duplicates_count_unless_the_manifest_ignores_them() -> None:
+    assert not same([[1], [2]], [[1], [2], [2.0]], ordered=False)
+    assert same([[1], [2]], [[2], [1], [2.0]], ordered=False, duplicates=False)
+    assert same([[1], [2], [1]], [[1], [2]], ordered=True, duplicates=False)
+    assert not same([[1], [2]], [[1]], ordered=False, duplicates=False)

@@ -14,7 +14,8 @@ ROWS_MAX = 10_000
 
 
 def query(setup: str, text: str) -> str:
-    """Return JSON of `{"rows": [...]}`. Raises sqlite3's errors, whose texts the author of the query may read."""
+    """Return JSON of `{"rows": [...]}`. Raises sqlite3's errors, whose texts the author of the query may read, and
+    ValueError for a text without a query."""
     import sqlite3  # only sessions of this kind need it
 
     allowed = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -26,7 +27,10 @@ def query(setup: str, text: str) -> str:
     connection.executescript(setup)
     connection.commit()
     connection.set_authorizer(authorize)
-    rows = connection.execute(text).fetchmany(ROWS_MAX + 1)
+    cursor = connection.execute(text)
+    if cursor.description is None:
+        raise ValueError("the text is not a query; it is empty, a comment, or a statement without a result")
+    rows = cursor.fetchmany(ROWS_MAX + 1)
     if len(rows) > ROWS_MAX:
         raise ValueError(f"the query gives more than {ROWS_MAX} rows")
     return json.dumps({"rows": [[_plain(value) for value in row] for row in rows]}, allow_nan=False)

@@ -1,20 +1,24 @@
 """Compare answers with expected ones. Runs in the service: the given side is hostile plain data, never an object with
 methods.
 
-Values are JSON values. The work is bounded by the expected side: the given side is read only while it matches.
+Values are JSON values. The CPU time is linear in the length of both sides, so `output_bytes` limits it. Long answers are
+compared in a thread (`off_loop`), because 64 KB take up to 40 ms, in which no other session would be served.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from rollmesh.services.sandbox.oracle.verdict import JudgeVerdict
 
-TextCompare = Literal["exact", "tokens", "numbers", "checker"]
+T = TypeVar("T")
+TextCompare = Literal["exact", "lines", "tokens", "numbers", "checker"]
 ValueCompare = Literal["equal", "numbers", "checker"]
 
 _WHITE_SPACE = " \t\n\r\v\f"
@@ -22,7 +26,14 @@ _WHITE_SPACE = " \t\n\r\v\f"
 the answer."""
 _WORD = re.compile(f"[^{_WHITE_SPACE}]+")
 _INTEGER = re.compile("[+-]?[0-9]+")
-_NUMERAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_NUMERAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_INLINE_CHARS_MAX = 4096
+"""Maximum length of an answer that is compared in the event loop, which takes at most 4 ms."""
+
+
+async def off_loop(length: int, compare: Callable[[], T]) -> T:
+    """Return the result of `compare` for an answer of `length` characters, from a thread if the answer is long."""
+    return compare() if length <= _INLINE_CHARS_MAX else await asyncio.to_thread(compare)
 
 
 def strict_json(text: str | bytes) -> Any:
@@ -67,6 +78,8 @@ def same_number(expected: float, given: float, tolerance: float) -> bool:
 
 def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) -> JudgeVerdict:
     """Return AC, PE or WA for the output of a program."""
+    if how == "lines":
+        return JudgeVerdict.AC if _same_lines(expected, given) else JudgeVerdict.WA
     ours, theirs = _WORD.findall(expected), _WORD.findall(given)
     if how == "numbers":
         return JudgeVerdict.AC if _same_words(ours, theirs, tolerance) else JudgeVerdict.WA
@@ -80,6 +93,14 @@ def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) 
 def _lines(text: str) -> list[str]:
     """Split into lines without trailing white space, and without empty lines at the end of the text."""
     return "\n".join(line.rstrip(_WHITE_SPACE) for line in text.split("\n")).rstrip("\n").split("\n")
+
+
+def _same_lines(expected: str, given: str) -> bool:
+    """Compare the words of each line, numerals by value, without blank lines at both ends."""
+    ours, theirs = expected.strip(_WHITE_SPACE).split("\n"), given.strip(_WHITE_SPACE).split("\n")
+    return len(ours) == len(theirs) and all(
+        _same_words(_WORD.findall(one), _WORD.findall(other), 0.0) for one, other in zip(ours, theirs, strict=True)
+    )
 
 
 def _same_words(expected: list[str], given: list[str], tolerance: float) -> bool:

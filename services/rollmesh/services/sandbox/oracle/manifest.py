@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from rollmesh.sandbox_runtime import result_sets
 from rollmesh.services.sandbox.oracle.compare import TextCompare, ValueCompare, strict_json
 from rollmesh.services.sandbox.oracle.unit_tests import test_names
 
@@ -130,7 +131,8 @@ class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=
     """In the order in which they run."""
     compare: TextCompare = "exact"
     """`exact`: equal lines, ignoring trailing white space and empty lines at the end; equal tokens otherwise give PE.
-    `tokens`: equal words, whatever the white space. `numbers`: the same, with numerals within `tolerance`. `checker`:
+    `lines`: equal words in each line, with numerals by value (7 = 7.0), without blank lines at both ends, as
+    LiveCodeBench compares. `tokens`: equal words, whatever the white space. `numbers`: the same, with numerals within `tolerance`. `checker`:
     the checker decides. White space means ASCII white space."""
     tolerance: float = 1e-6
     """Tolerance of `numbers`: relative, and absolute below 1. Two integers must be equal. 0 also compares decimal
@@ -229,6 +231,10 @@ class SqlManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Reference query, run in a separate session."""
     ordered: bool = False
     """Whether the order of rows counts."""
+    columns: result_sets.Columns = "ordered"
+    """Whether the order of columns counts: `ordered`, or `any` to accept permuted columns, as Spider does."""
+    duplicates: bool = True
+    """Whether the number of equal rows counts. False compares the distinct rows, as BIRD does."""
     tolerance: float = 1e-6
     """Tolerance of numbers: relative, and absolute below 1. Two integers must be equal."""
     tests: tuple[SqlTest, ...]

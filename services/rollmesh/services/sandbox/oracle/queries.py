@@ -8,7 +8,7 @@ from rollmesh.sandbox_runtime import result_sets
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenSession
-from rollmesh.services.sandbox.oracle.compare import strict_json
+from rollmesh.services.sandbox.oracle.compare import off_loop, strict_json
 from rollmesh.services.sandbox.oracle.manifest import SqlManifest, SqlTest
 from rollmesh.services.sandbox.oracle.trials import read_answer
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
@@ -20,9 +20,21 @@ Rows = list[list[Any]]
 
 async def try_sql(manifest: SqlManifest, test: SqlTest, candidate: Candidate, open_oracle: OpenSession) -> None:
     """Run the query on the test's database and compare the rows that it reports."""
-    given = _rows(read_answer(await candidate.ask("query", test.setup, candidate.source())))
+    result = await candidate.ask("query", test.setup, candidate.source())
+    given = await off_loop(len(result.result), lambda: _rows(read_answer(result)))
     expected = test.rows if test.rows is not None else await _gold_rows(manifest, test, open_oracle)
-    if not result_sets.same(expected, given, ordered=manifest.ordered, tolerance=manifest.tolerance):
+    same = await off_loop(
+        len(result.result),
+        lambda: result_sets.same(
+            expected,
+            given,
+            ordered=manifest.ordered,
+            tolerance=manifest.tolerance,
+            columns=manifest.columns,
+            duplicates=manifest.duplicates,
+        ),
+    )
+    if not same:
         raise CandidateFailed(JudgeVerdict.WA, "the rows differ from the expected ones")
 
 

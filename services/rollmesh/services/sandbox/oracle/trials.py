@@ -10,7 +10,7 @@ from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.oracle.candidate import Candidate
 from rollmesh.services.sandbox.oracle.checking import CheckerSession
-from rollmesh.services.sandbox.oracle.compare import compare_text, same_value, strict_json
+from rollmesh.services.sandbox.oracle.compare import compare_text, off_loop, same_value, strict_json
 from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, FunctionTest, StdioManifest, StdioTest
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 
@@ -23,10 +23,11 @@ async def try_function(
 ) -> None:
     """Call the function and compare the result that it reports."""
     result = await candidate.ask("ask", manifest.function, json.dumps(test.arguments))
-    answer = read_answer(result)
+    length, tolerance = len(result.result), manifest.tolerance if manifest.compare == "numbers" else 0.0
+    answer = await off_loop(length, lambda: read_answer(result))
     if checker is not None:
         await checker.check(test.arguments, test.expected, answer)
-    elif not same_value(test.expected, answer, manifest.tolerance if manifest.compare == "numbers" else 0.0):
+    elif not await off_loop(length, lambda: same_value(test.expected, answer, tolerance)):
         raise CandidateFailed(JudgeVerdict.WA, "the result differs from the expected one")
 
 
@@ -38,7 +39,9 @@ async def try_stdio(
     if checker is not None:
         await checker.check(test.stdin, test.stdout, output)
         return
-    verdict = compare_text(test.stdout, output, manifest.compare, manifest.tolerance)
+    verdict = await off_loop(
+        len(output), lambda: compare_text(test.stdout, output, manifest.compare, manifest.tolerance)
+    )
     if verdict is JudgeVerdict.PE:
         raise CandidateFailed(verdict, "the output differs from the expected one in white space only")
     if verdict is not JudgeVerdict.AC:
