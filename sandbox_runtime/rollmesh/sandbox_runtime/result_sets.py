@@ -11,7 +11,6 @@ text cannot be chosen and the hash of a number can.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,27 +19,12 @@ from typing import Any, Literal
 Row = Sequence[Any]
 Columns = Literal["ordered", "any"]
 
-_PLAIN_TOKENS = re.compile(
-    r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]]*\]|[()]|\border\s+by\b",
-    re.DOTALL | re.IGNORECASE,
-)
 _MATCHED_MAX = 50
 """Maximum rows of one kind for which every pairing is tried; beyond it rows are paired in sorted order."""
 _COLUMN_ORDERS_MAX = 24
 _COLUMN_STEPS_MAX = 5000
 """Maximum orders of columns with equal values that are tried, and steps of the search for them; beyond these the result
 sets count as different."""
-
-
-def is_ordered(query: str) -> bool:
-    """Return whether a query orders its result: ORDER BY outside parentheses, text and comments."""
-    depth = 0
-    for match in _PLAIN_TOKENS.finditer(query):
-        token = match.group()
-        depth += (token == "(") - (token == ")")
-        if depth == 0 and token[:5].lower() == "order":
-            return True
-    return False
 
 
 def same(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from msgspec.structs import replace
 
 from rollmesh.services.reward.item import TEXT_CHARS_MAX, JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.reward.scorers import extract
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.jsonl import last_match
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import FinishReason, Outcome, Reward, Role, Source
 
@@ -145,3 +148,18 @@ async def test_turn_success_of_a_sample_without_a_call_does_not_apply() -> None:
 def test_turn_success_rejects_a_pattern_that_does_not_compile() -> None:
     with pytest.raises(ConfigError, match="error_pattern"):
         SCORERS.make(Extension("turn_success", {"error_pattern": "("}))
+
+
+@pytest.mark.parametrize("text", ["<answer>" * 2000, "<answer>" * 2000 + "</answer><answer>" + "<answer>" * 2000])
+def test_unclosed_tags_are_not_searched_to_the_end_of_the_text(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    def record(pattern: re.Pattern[str], text: str) -> str | None:
+        searched.append(text)
+        return last_match(pattern, text)
+
+    monkeypatch.setattr(extract, "last_match", record)
+    found = extract.Extractor(extract.AnswerOptions()).find(item(text))
+    assert found == last_match(re.compile(extract.ANSWER_TAG, re.DOTALL), text[-16_384:])
+    (only,) = searched
+    assert len(only) < 10 or only.endswith("</answer>")

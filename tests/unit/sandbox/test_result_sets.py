@@ -8,27 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.sandbox_runtime.result_sets import is_ordered, same
+from rollmesh.sandbox_runtime.result_sets import same
 
 cells = st.none() | st.integers(-5, 5) | st.floats(-5, 5) | st.text(max_size=2) | st.booleans()
 tables = st.integers(1, 3).flatmap(lambda width: st.lists(st.lists(cells, min_size=width, max_size=width), max_size=8))
-
-
-@pytest.mark.parametrize(
-    ("query", "ordered"),
-    [
-        ("SELECT a FROM t ORDER BY a", True),
-        ("select a from t order\n by a limit 3", True),
-        ("SELECT a FROM (SELECT a FROM t ORDER BY a)", False),
-        ("SELECT rank() OVER (ORDER BY a) FROM t", False),
-        ("SELECT ' order by ' FROM t -- order by a", False),
-        ('SELECT "order by" FROM t /* order by a */', False),
-        ("SELECT (a) FROM t WHERE b IN (1, 2) ORDER BY (a)", True),
-        ("SELECT a, border_by FROM t", False),
-    ],
-)
-def test_order_counts_only_at_the_top_of_the_query(query: str, ordered: bool) -> None:
-    assert is_ordered(query) is ordered
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SHARE = "diversity_share"
 _WORD = re.compile(r"\w+|[^\w\s]")
-_FORMULA = re.compile(r"[\w.]+(?:\s?[-+*/^=<>]\s?\(*[\w.]+\)*)+")
+_FORMULA = re.compile(r"(?<![\w.])[\w.]+(?:\s?[-+*/^=<>]\s?\(*[\w.]+\)*)+")
 
 
 class DsdrOptions(GrpoOptions):

@@ -9,7 +9,8 @@ from rollmesh.shared.jsonl import last_match
 from rollmesh.shared.settings import Settings
 from rollmesh.shared.trajectory import Outcome, Reward
 
-ANSWER_TAG = "<answer>(.*?)</answer>"
+ANSWER_END = "</answer>"
+ANSWER_TAG = f"<answer>(.*?){ANSWER_END}"
 EVIDENCE_CHARS_MAX = 200
 
 
@@ -44,6 +45,10 @@ class Extractor:
     def find(self, item: ScoreItem) -> str | None:
         """Return the answer without surrounding space, or None if the pattern does not match."""
         text = item.response(self._where)
+        if self._pattern is not None and self._pattern.pattern == ANSWER_TAG:
+            text = text[
+                : text.rfind(ANSWER_END) + len(ANSWER_END)
+            ]  # without it every unclosed tag is searched to the end
         found = text if self._pattern is None else last_match(self._pattern, text)
         return None if found is None else found.strip()
 

@@ -5,7 +5,6 @@ A field that is null counts as absent. A field that the server does not support 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -16,7 +15,7 @@ from rollmesh.shared.errors import FieldViolation, InvalidInput
 
 S = TypeVar("S", bound=msgspec.Struct)
 
-_AT = re.compile(r" - at `\$\.?(.*)`$")
+_AT = " - at `$"
 
 
 def reject(field: str, message: str) -> NoReturn:
@@ -66,12 +65,13 @@ def read_fields(
 
 def _located(error: msgspec.ValidationError, prefix: str) -> InvalidInput:
     text = str(error)
-    found = _AT.search(text)
-    what = text[: found.start()] if found else text
-    field = prefix + (found.group(1) if found else "")
-    missing = re.search(r"missing required field `(.+)`", what)
+    what, at, path = text.rpartition(_AT)
+    if not at:
+        what, path = text, ""
+    field = prefix + path.removesuffix("`").removeprefix(".")
+    _, missing, name = what.partition("missing required field `")
     if missing:
-        field, what = f"{field}.{missing.group(1)}".replace("..", ".").lstrip("."), "is required"
+        field, what = f"{field}.{name.removesuffix('`')}".replace("..", ".").lstrip("."), "is required"
     message = what if missing else f"is invalid: {what[0].lower()}{what[1:]}"
     return InvalidInput(f"`{field}` {message}", violations=[FieldViolation(field, message)])
 
