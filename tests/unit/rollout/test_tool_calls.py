@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser
+from rollmesh.services.rollout.tool_calls.json_calls import read_json
+from rollmesh.services.rollout.tool_calls.marked import MarkedStream
 from rollmesh.services.rollout.tool_calls.parsing import (
     MalformedCall,
     ParsedCall,
@@ -307,3 +309,22 @@ def test_values_of_python_calls_nest_up_to_the_limit() -> None:
     assert read_python_calls(nested(DEPTH_MAX))
     with pytest.raises(MalformedCall, match=f"at most {DEPTH_MAX} nested"):
         read_python_calls(nested(DEPTH_MAX + 2))
+
+
+@pytest.mark.parametrize("value", ["</tool_call>" * 50, '", "b": "</tool_call>' * 50, '\\"</tool_call>\\\\' * 50])
+@pytest.mark.parametrize("size", [7, 10**6])
+def test_a_call_is_not_read_again_for_each_marker_in_its_strings(value: str, size: int) -> None:
+    text, num_read = f'{{"a": "{value}"}}</tool_call> end', 0
+
+    def read(body: str) -> list[ParsedCall]:
+        nonlocal num_read
+        num_read += len(body)
+        read_json(body)
+        return [ParsedCall("call", body)]
+
+    stream = MarkedStream("<tool_call>", "</tool_call>", read)
+    chunks = ["<tool_call>", *(text[at : at + size] for at in range(0, len(text), size))]
+    pieces = [piece for chunk in chunks for piece in stream.feed(chunk)] + stream.finish()
+    assert pieces[0] == ParsedCall("call", f'{{"a": "{value}"}}')
+    assert "".join(piece for piece in pieces if isinstance(piece, str)) == " end"
+    assert num_read < 2 * len(text)

@@ -6,6 +6,7 @@ The markers come from the model's chat format. A turn may have text around calls
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
@@ -18,6 +19,8 @@ from rollmesh.services.rollout.tool_calls.parsing import (
     held_suffix,
 )
 
+_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+"""The rest of a string of JSON, up to its end or to a backslash without the next character."""
 HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 
 
@@ -45,6 +48,8 @@ class MarkedStream:
         self._inside = False
         self._searched = 0
         """Number of characters of `_text` that have no end marker, or one that is a part of the call."""
+        self._in_string: bool | None = None
+        """Whether `_searched` is inside a string of JSON; None until an end marker was inside one."""
 
     def feed(self, text: str) -> list[str | ParsedCall]:
         self._text += text
@@ -53,7 +58,7 @@ class MarkedStream:
             if not self._inside:
                 before, _, self._text = self._text.partition(self._start)
                 pieces += self._content.say(before)
-                self._inside, self._searched = True, 0
+                self._inside, self._searched, self._in_string = True, 0, None
             found = self._call()
             if found is None:
                 return pieces
@@ -78,12 +83,12 @@ class MarkedStream:
 
     def _call(self) -> list[str | ParsedCall] | None:
         """Return the call at the beginning of the text, or it as content if it is malformed, or None if its end is missing."""
-        while self._end and (at := self._text.find(self._end, self._searched)) != -1:
+        while self._end and (at := self._next_end()) != -1:
             body, rest = self._text[:at], self._text[at + len(self._end) :]
             try:
                 calls = self._read(body)
             except UnterminatedCall:
-                self._searched = at + len(self._end)
+                self._searched, self._in_string = at + len(self._end), True
                 continue
             except MalformedCall as err:
                 self.error = str(err)
@@ -92,10 +97,28 @@ class MarkedStream:
                     self._inside, self._text = False, rest
                     return self._content.say(self._start + body + self._end)
                 # The call that this end closes begins at the last start marker.
-                self._text, self._searched = self._text[len(wrong) + len(again) :], 0
+                self._text, self._searched, self._in_string = self._text[len(wrong) + len(again) :], 0, None
                 return self._content.say(self._start + wrong)
             self._inside, self._text = False, rest
             return self._content.call(calls)
-        if self._end:
+        if self._end and not self._in_string:
             self._searched = max(self._searched, len(self._text) - len(self._end) + 1)
         return None
+
+    def _next_end(self) -> int:
+        """Return the index of the next end marker that may end the call, or -1. A call with markers in its strings is read once, and not
+        once for each marker."""
+        while self._in_string is not None:
+            if self._in_string:
+                found = _STRING.match(self._text, self._searched)
+                self._searched = found.end() if found else self._searched
+                if not self._text.startswith('"', self._searched):
+                    return -1
+                self._searched += 1
+            quote = self._text.find('"', self._searched)
+            at = self._text.find(self._end, self._searched, quote if quote != -1 else len(self._text))
+            self._in_string = False
+            if at != -1 or quote == -1:
+                return at
+            self._searched, self._in_string = quote + 1, True
+        return self._text.find(self._end, self._searched)

@@ -63,12 +63,14 @@ class WholeTurnStream:
         self._markers = tuple(sorted(own, key=lambda pair: (-len(pair[0]), pair)))
         self._text = ""
         self._is_content = False
+        self._is_call = False
+        """Whether the beginning is that of a call, so that it is not read again for each token."""
 
     def feed(self, text: str) -> list[str | ParsedCall]:
         if self._is_content:
             return [text] if text else []
         self._text += text
-        if self._may_be_call():
+        if self._is_call or self._may_be_call():
             return []
         self._is_content = True
         return [self._text]
@@ -88,12 +90,8 @@ class WholeTurnStream:
     def _may_be_call(self) -> bool:
         text = self._text.lstrip()
         _, body = self._split()
-        return (
-            not self._first
-            or any(start.startswith(text) for start, _ in self._markers)
-            or not body
-            or body[0] in self._first
-        )
+        self._is_call = not self._first or (body != "" and body[0] in self._first)
+        return self._is_call or any(start.startswith(text) for start, _ in self._markers) or not body
 
     def _split(self) -> tuple[bool, str]:
         """Return whether the turn begins with a marker, and the turn without white space and markers at its ends."""
