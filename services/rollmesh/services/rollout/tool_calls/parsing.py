@@ -80,25 +80,28 @@ class TurnContent:
     """Collect what a turn says outside of calls, and hold white space back until it is known whether a call follows."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._held: list[str] = []
         self._num_calls = 0
 
     def say(self, text: str) -> list[str | ParsedCall]:
         """Return the content up to the last character that is not white space."""
-        self._held += text
-        said = self._held.rstrip()
-        self._held = self._held[len(said) :]
-        return [said] if said else []
+        said = text.rstrip()
+        if not said:
+            self._held.append(text)
+            return []
+        said, self._held = "".join((*self._held, said)), [text[len(said) :]]
+        return [said]
 
     def call(self, calls: Sequence[ParsedCall]) -> list[str | ParsedCall]:
         """Return the calls, and drop the white space before them."""
-        self._held = ""
+        self._held = []
         self._num_calls += len(calls)
         return list(calls)
 
     def finish(self) -> list[str | ParsedCall]:
         """Return held white space if the turn is content alone."""
-        return [self._held] if self._held and not self._num_calls else []
+        held = "".join(self._held)
+        return [held] if held and not self._num_calls else []
 
 
 def held_suffix(text: str, marker: str) -> int:

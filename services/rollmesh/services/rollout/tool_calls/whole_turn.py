@@ -62,6 +62,8 @@ class WholeTurnStream:
         own = {pair for pair in markers if pair[0]}
         self._markers = tuple(sorted(own, key=lambda pair: (-len(pair[0]), pair)))
         self._text = ""
+        self._parts: list[str] = []
+        """The text after `_text`, which cannot change what the turn is."""
         self._is_content = False
         self._is_call = False
         """Whether the beginning is that of a call, so that it is not read again for each token."""
@@ -69,13 +71,17 @@ class WholeTurnStream:
     def feed(self, text: str) -> list[str | ParsedCall]:
         if self._is_content:
             return [text] if text else []
-        self._text += text
-        if self._is_call or self._may_be_call():
+        self._parts.append(text)
+        if self._is_call or not text.strip():
+            return []
+        self._join()
+        if self._may_be_call():
             return []
         self._is_content = True
         return [self._text]
 
     def finish(self) -> list[str | ParsedCall]:
+        self._join()
         if self._is_content or not self._text:
             return []
         marked, body = self._split()
@@ -86,6 +92,9 @@ class WholeTurnStream:
             return [self._text]
         known = all(find_tool(call.name, self._tools) is not None for call in calls)
         return list(calls) if calls and known else [self._text]
+
+    def _join(self) -> None:
+        self._text, self._parts = "".join((self._text, *self._parts)), []
 
     def _may_be_call(self) -> bool:
         text = self._text.lstrip()
