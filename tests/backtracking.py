@@ -72,7 +72,7 @@ class Automaton:
         if op is c.ATOMIC_GROUP:
             return self._items(value, state)
         if op in (c.MAX_REPEAT, c.MIN_REPEAT, c.POSSESSIVE_REPEAT):
-            return self._repeat(*value, state)
+            return self._repeat(value[0], value[1], value[2], state)
         if op is c.GROUPREF_EXISTS:
             return self._item(c.BRANCH, (None, [value[1], value[2] or []]), state)
         assert op in (c.AT, c.ASSERT, c.ASSERT_NOT, c.GROUPREF), op
@@ -100,15 +100,14 @@ class Automaton:
     def _chars(self, op: Any, value: Any) -> frozenset[str]:
         if op is c.ANY:
             return frozenset(char for char in _ALPHABET if self._flags & re.DOTALL or char != "\n")
-        fold = self._flags & re.IGNORECASE
-        spellings = (lambda char: {char, char.lower(), char.upper()}) if fold else lambda char: {char}
+        fold = bool(self._flags & re.IGNORECASE)
         if op is c.IN:
             tests = [_test(*item) for item in value if item[0] is not c.NEGATE]
             negated = value[0][0] is c.NEGATE
         else:
             tests, negated = [_test(c.LITERAL, value)], op is c.NOT_LITERAL
         return frozenset(
-            char for char in _ALPHABET if any(test(one) for test in tests for one in spellings(char)) != negated
+            char for char in _ALPHABET if any(test(one) for test in tests for one in _spellings(char, fold)) != negated
         )
 
     def steps(self) -> dict[State, list[tuple[frozenset[str], State]]]:
@@ -132,6 +131,10 @@ class Automaton:
                 paths.append(here)
                 waiting += self.empty[here]
         return paths
+
+
+def _spellings(char: str, fold: bool) -> set[str]:
+    return {char, char.lower(), char.upper()} if fold else {char}
 
 
 def _test(op: Any, value: Any) -> Test:

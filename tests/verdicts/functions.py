@@ -79,6 +79,7 @@ RIGHT = (
     checked("a checker accepts another order", "AC", "def f(): return [2, 1]", "return sorted(answer) == [1, 2]"),
     checked("a checker accepts a fraction", "AC", "def f(): return 1 / 3", "return abs(answer - 1 / 3) < 1e-9"),
     printed("lines with other ends", "AC", "a  \r\nb\n\n\n", "a\nb", "exact"),
+    printed("blank lines and spaces before the answer", "AC", "\n\n  a b \n7.0\n-0.0\n", "a b\n7\n0.0\n", "lines"),
     printed("tokens in other white space", "AC", "a\n\tb\v\fc\r\n", "a b c", "tokens"),
     printed("a form feed at the end of a line", "AC", "a\f\v\n", "a\n", "exact"),
     printed("numbers in other forms", "AC", "1.0 2e0 +3 4. .5 -0", "1 2 3 4 0.5 0", "numbers"),
@@ -121,6 +122,8 @@ WRONG = (
     printed("a number too many", "WA", "1 2 3", "1 2", "numbers"),
     printed("a number not near enough", "WA", "0.34", "0.333333", "numbers"),
     printed("a word for a number", "WA", "one", "1", "numbers"),
+    printed("lines joined, compared by line", "WA", "a b", "a\nb", "lines"),
+    printed("a long numeral with another end", "WA", "1" * 60_000 + "x", "1" * 60_000, "numbers"),
     printed("other case", "WA", "yes", "Yes", "tokens"),
 )  # fmt: skip
 
