@@ -74,9 +74,9 @@ def uses(path: Path) -> Iterator[Use]:
     tree = ast.parse(source)
     name = str(path.relative_to(ROOT))
     constants: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and (text := resolved(node.value, constants)) is not None:
-            constants[ast.unparse(node.targets[0])] = text
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and (text := resolved(statement.value, constants)) is not None:
+            constants[ast.unparse(statement.targets[0])] = text
     methods: dict[str, set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in WHOLE | SEARCHES | {"pattern"}:
