@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from opentelemetry import trace
@@ -28,7 +28,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus, JetStreamConfig
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
-from rollmesh.testing.memory_bus import MemoryBus
+from rollmesh.testing.memory_bus import MemoryBus, MemoryStream
 
 PAYLOAD_BYTES_MAX = 1024 * 1024
 LOGIN = BusLogin(user="rollmesh", password="bus-password")
@@ -381,22 +381,104 @@ async def test_cancelled_appends_leave_room_for_others(server: EmbeddedServer) -
     await bus.close()
 
 
-@pytest.mark.parametrize("deleted", [{4}, {1}, {2, 3, 4}, {1, 2, 3, 4}], ids=str)
-async def test_a_range_of_a_damaged_stream_ends_with_the_records_that_are_left(
-    jetstream: JetStreamBus, deleted: set[int]
-) -> None:
-    js = jetstream._link.js
-    await js.add_stream(
-        name="D", subjects=["D"], allow_direct=True
-    )  # streams of this bus reject the deletion of a record
-    log = await jetstream.open("D")
-    for number in range(4):
+async def removable(bus: Bus, num_records: int) -> StreamLog:
+    """Return a stream whose records can be removed one by one, unlike those that a bus creates."""
+    if isinstance(bus, JetStreamBus):
+        await bus._link.js.add_stream(name="D", subjects=["D"], allow_direct=True)
+    else:
+        await bus.create(spec("D"))
+    log = await bus.open("D")
+    for number in range(1, num_records + 1):
         await log.append(b"x", msg_id=f"m{number}")
-    for seq in deleted:
-        await js.delete_msg("D", seq)
+    return log
+
+
+async def remove(bus: Bus, log: StreamLog, removed: set[int]) -> None:
+    if isinstance(bus, JetStreamBus):
+        for seq in removed:
+            await bus._link.js.delete_msg("D", seq)
+    else:
+        assert isinstance(log, MemoryStream)
+        for seq in removed:
+            del log._records[seq]
+
+
+@pytest.mark.parametrize("deleted", [{4}, {1}, {2, 3, 4}, {1, 2, 3, 4}], ids=str)
+async def test_a_range_of_a_damaged_stream_ends_with_the_records_that_are_left(bus: Bus, deleted: set[int]) -> None:
+    log = await removable(bus, 4)
+    await remove(bus, log, deleted)
     async with asyncio.timeout(20):
         assert [record.seq async for record in log.read_range()] == sorted({1, 2, 3, 4} - deleted)
-    assert (await log.info()).last_seq == 4
+    info = await log.info()
+    assert (info.first_seq, info.last_seq) == (min({1, 2, 3, 4} - deleted, default=5), 4)
+    last = await log.last()
+    assert (last.seq if last else 0) == max({1, 2, 3, 4} - deleted, default=0)
+
+
+ALL = set(range(1, 13))
+"""The sequences of a stream that is read in batches of 4."""
+
+
+@pytest.fixture
+async def jetstream_of_4(server: EmbeddedServer) -> AsyncIterator[JetStreamBus]:
+    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(pull_batch=4))
+    yield bus
+    await bus.close()
+
+
+@pytest.fixture(params=["memory", "jetstream_of_4"])
+def small_batches(request: pytest.FixtureRequest) -> Bus:
+    """A bus whose readers request 4 records at once, so that a gap can begin before, at and after the end of a request."""
+    if request.param == "memory":
+        return MemoryBus()
+    found: Bus = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.mark.parametrize("removed", [{12}, {6, 7, 8, 9}, set(range(4, 13)), ALL - {12}, ALL], ids=str)
+async def test_a_reader_passes_records_that_are_removed_while_it_reads(small_batches: Bus, removed: set[int]) -> None:
+    """The records are removed after each number of delivered ones. What the reader has requested may still be delivered."""
+
+    async def read(records: AsyncIterator[StreamRecord], after: int) -> None:
+        """Read to the end of a range, or to the record after the gap; remove `removed` after `after` records."""
+        got: list[int] = []
+        async for record in records:
+            got.append(record.seq)
+            if len(got) == after:
+                await remove(bus, log, removed)
+                gone.set()
+            if record.seq == 13:
+                break
+        assert got == sorted(got)
+        assert set(got) >= ALL - removed, f"removed after {after}, got {got}"
+
+    bus = small_batches
+    for after in (1, 3, 4, 7):
+        gone = asyncio.Event()
+        log = await removable(bus, 12)
+        async with asyncio.timeout(20), aclosing(cast(AsyncGenerator[StreamRecord, None], log.read_range())) as records:
+            await read(records, after)
+        await bus.delete("D")
+        gone.clear()
+        log = await removable(bus, 12)
+        async with asyncio.timeout(20), aclosing(cast(AsyncGenerator[StreamRecord, None], log.follow())) as records:
+            following = asyncio.create_task(read(records, after))
+            await gone.wait()
+            await log.append(b"x", msg_id="after the gap")
+            await following
+        await bus.delete("D")
+
+
+async def test_a_purge_of_the_rest_of_a_stream_ends_a_range(small_batches: Bus) -> None:
+    log = await filled(small_batches, 12)
+    got = []
+    async with asyncio.timeout(20):
+        async for record in log.read_range():
+            got.append(record.seq)
+            if len(got) == 2:
+                await log.purge_below(13)
+    assert got[:2] == [1, 2]
+    assert await log.last() is None
 
 
 async def test_a_range_that_gets_no_record_fails_at_its_deadline(

@@ -114,7 +114,7 @@ class MemoryStream:
 
     async def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         self._check_open()
-        for seq in range(max(from_seq, self._first_seq()), self._last_seq + 1):
+        for seq in range(self._held_from(from_seq), self._last_seq + 1):
             if (record := self._records.get(seq)) is not None:  # it may be purged while the reader handles a record
                 yield record
 
@@ -122,7 +122,7 @@ class MemoryStream:
         seq = from_seq
         while True:
             self._check_open()
-            seq = max(seq, self._first_seq())
+            seq = self._held_from(seq)
             if (record := self._records.get(seq)) is not None:
                 seq += 1
                 yield record
@@ -131,7 +131,7 @@ class MemoryStream:
 
     async def last(self) -> StreamRecord | None:
         self._check_open()
-        return self._records.get(self._last_seq)
+        return next(reversed(self._records.values()), None)
 
     async def purge_below(self, seq: int) -> None:
         self._check_open()
@@ -145,7 +145,7 @@ class MemoryStream:
     async def info(self) -> StreamInfo:
         self._check_open()
         return StreamInfo(
-            first_seq=self._first_seq(),
+            first_seq=self._held_from(1),
             last_seq=self._last_seq,
             num_records=len(self._records),
             num_bytes=self._num_bytes,
@@ -219,8 +219,11 @@ class MemoryStream:
         _, record = self._records.popitem(last=False)
         self._num_bytes -= _size(record)
 
-    def _first_seq(self) -> int:
-        return next(iter(self._records), self._last_seq + 1)
+    def _held_from(self, seq: int) -> int:
+        """Return the sequence of the oldest record from `seq` on. Without one, return the sequence of the next one."""
+        if seq in self._records or seq > self._last_seq:
+            return seq
+        return next((held for held in self._records if held >= seq), self._last_seq + 1)
 
     def _check_open(self) -> None:
         if self._closed:

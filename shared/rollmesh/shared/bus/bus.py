@@ -153,7 +153,8 @@ class StreamLog(Protocol):
         ...
 
     def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
-        """Yield records from `from_seq` up to the newest one that was stored when the call began; removed ones are skipped.
+        """Yield records from `from_seq` up to the newest one that was stored when the call began. It skips removed
+        records, also those that are removed meanwhile.
 
         Raises `BusUnavailable` if the bus returns no record within its deadline although some exist, so the wait is bounded.
         """

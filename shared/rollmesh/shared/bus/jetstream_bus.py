@@ -64,6 +64,8 @@ _JETSTREAM_S_MAX = 2.0
 _PEERS_S_MAX = 15.0
 """Time for the servers of a cluster to find each other after their start, in seconds."""
 _RETRY_S = 0.1
+_QUIET_S = 0.5
+"""Seconds without a record after which a range checks whether the rest of its records was removed."""
 _RESTORE = "RESTORE"
 """Key of the metadata, and last token of the subject, of a stream that is being restored."""
 
@@ -346,20 +348,34 @@ class JetStreamLog:
             return
         seq = from_seq - 1
         async with aclosing(self._reader().follow(max(1, from_seq))) as records:
-            while seq < newest.seq:
-                try:
-                    async with asyncio.timeout(self._config.deadline_s):
-                        record = await anext(records)
-                except TimeoutError:
-                    raise BusUnavailable(
-                        f"{self._name} gave no record after {seq} for {self._config.deadline_s:g} s, though it holds record "
-                        f"{newest.seq}; see the log of nats-server",
-                        stream=self._name,
-                        seq=seq + 1,
-                    ) from None
+            while seq < newest.seq and (record := await self._next_held(records, seq)) is not None:
                 seq = record.seq
                 if seq <= newest.seq:
                     yield record
+
+    async def _next_held(self, records: AsyncGenerator[StreamRecord, None], seq: int) -> StreamRecord | None:
+        """Return the next record; None once the stream holds no record after `seq`, because they were removed while it was read."""
+        coming = asyncio.ensure_future(anext(records))
+        held: StreamRecord | None = None
+        try:
+            async with asyncio.timeout(self._config.deadline_s):
+                while not (await asyncio.wait({coming}, timeout=_QUIET_S))[0]:
+                    held = await self.last()
+                    if held is None or held.seq <= seq:
+                        return None
+            return coming.result()
+        except TimeoutError:
+            raise BusUnavailable(
+                f"{self._name} gave no record after {seq} for {self._config.deadline_s:g} s"
+                + (f", though it holds record {held.seq}" if held else "")
+                + "; see the log of nats-server",
+                stream=self._name,
+                seq=seq + 1,
+            ) from None
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.gather(coming, return_exceptions=True)
 
     def follow(self, from_seq: int = 1) -> AsyncGenerator[StreamRecord, None]:
         return self._reader().follow(from_seq)
