@@ -7,8 +7,11 @@ import contextlib
 import itertools
 import threading
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import msgspec
 import pytest
 import pytest_asyncio
@@ -19,21 +22,26 @@ from rollmesh.services.gateway.heads import Heads, read_heads
 from rollmesh.services.gateway.node import GatewayNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.metadata import sample_meta
-from rollmesh.shared.errors import MeshError, PayloadLost, Unavailable, WrongUpdate
+from rollmesh.shared.errors import MeshError, Overloaded, PayloadLost, Unavailable, WrongUpdate
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb
-from rollmesh.v1 import run_pb2, run_pb2_grpc
+from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, run_pb2_grpc
 
-from .coordinator_mesh import ACCESS, GATEWAY, MeshParts, coordinator_mesh, episode_of, eventually
+from .coordinator_mesh import ACCESS, CONFIG, GATEWAY, MeshParts, coordinator_mesh, episode_of, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _numbers = itertools.count()
+CALLS_MAX = 12
+"""Calls of one connection to the coordinator of the shared mesh."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MeshParts]:
-    async with coordinator_mesh(tmp_path_factory.mktemp("mesh")) as parts:
+    config = msgspec.structs.replace(CONFIG, server=ServerConfig(stop_s=0.0, connection_rpcs_max=CALLS_MAX))
+    async with coordinator_mesh(tmp_path_factory.mktemp("mesh"), config) as parts:
         yield parts
 
 
@@ -247,6 +255,90 @@ async def test_any_gateway_serves_any_lease(mesh: MeshParts) -> None:
         request = run_pb2.FetchSamplesRequest(run=mesh.name, trainer_epoch=mesh.epoch, lease_id=batch.lease_id)
         fetched = [one async for one in run_pb2_grpc.RunServiceStub(channel).FetchSamples(request)]
     assert fetched == await mesh.fetch(batch.lease_id)
+
+
+@asynccontextmanager
+async def another_gateway(mesh: MeshParts, name: str, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a gateway with its own settings."""
+    config = GatewayConfig(server=ServerConfig(stop_s=0.0), **settings)
+    folder = mesh.folder / name
+    node = GatewayNode(config, node_id=name, coordinator=mesh.address, access=ACCESS, folder=folder, bus=mesh.bus)
+    async with node, open_channel(node.address, access=ACCESS) as channel:
+        yield channel
+
+
+async def watching(channel: grpc.aio.Channel, run: str, num: int) -> list[Any]:
+    """Open streams of WatchRun, each with its first message."""
+    calls: list[Any] = [
+        run_pb2_grpc.RunServiceStub(channel).WatchRun(run_pb2.WatchRunRequest(run=run)) for _ in range(num)
+    ]
+    await asyncio.gather(*(call.read() for call in calls))
+    return calls
+
+
+async def test_as_many_streams_as_a_connection_has_calls_leave_every_other_call_alone(mesh: MeshParts) -> None:
+    async with another_gateway(mesh, "streams", forwarded_max=CALLS_MAX - 1) as channel:
+        run = run_pb2_grpc.RunServiceStub(channel)
+        await mesh.begin(batch_groups=1)
+        await mesh.generate(await mesh.acquire(2), step=0)
+        calls = await watching(channel, mesh.name, CALLS_MAX - 1)
+        with pytest.raises(Overloaded, match=rf"{CALLS_MAX - 1} forwarded streams are open"), typed_errors():
+            await run.WatchRun(run_pb2.WatchRunRequest(run=mesh.name)).read()
+        front = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        with pytest.raises(Overloaded, match="forwarded streams are open"), typed_errors():
+            await front.FetchModelFiles(pb.FetchModelFilesRequest()).read()
+        assert (await run.GetRun(run_pb2.GetRunRequest(run=mesh.name), timeout=20)).state.run == mesh.name
+        outer, mesh.run = mesh.run, run
+        try:
+            batch = await mesh.lease(1)
+            assert await mesh.fetch(batch.lease_id)
+            assert (await mesh.commit(1, [batch.lease_id])).digest
+        finally:
+            mesh.run = outer
+        calls.pop().cancel()
+
+        async def free() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                calls.extend(await watching(channel, mesh.name, 1))
+            return len(calls) == CALLS_MAX - 1
+
+        await eventually(free)
+        for call in calls:
+            call.cancel()
+
+
+async def test_calls_of_lease_batch_that_wait_leave_room_for_short_calls(mesh: MeshParts) -> None:
+    await mesh.begin()
+    request = run_pb2.LeaseBatchRequest(run=mesh.name, trainer_epoch=mesh.epoch, update=1, wait_s=20.0)
+    async with another_gateway(mesh, "waits", forwarded_max=CALLS_MAX - 1) as channel:
+        run = run_pb2_grpc.RunServiceStub(channel)
+        waiting = [asyncio.ensure_future(run.LeaseBatch(request)) for _ in range(CALLS_MAX)]
+        done, pending = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(Overloaded, match=rf"{CALLS_MAX - 1} waiting calls of LeaseBatch are open"), typed_errors():
+            await done.pop()
+        assert (await run.GetRun(run_pb2.GetRunRequest(run=mesh.name), timeout=20)).state.run == mesh.name
+        for call in pending:
+            call.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+@pytest.mark.slow
+async def test_1100_streams_with_the_default_limits_leave_short_calls_alone(tmp_path: Path) -> None:
+    async with coordinator_mesh(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
+        await mesh.begin()
+        assert mesh.gateway is not None
+        opened: list[Any] = []
+        for _ in range(2):
+            channel = await stack.enter_async_context(open_channel(mesh.gateway.address, access=ACCESS))
+            stub = run_pb2_grpc.RunServiceStub(channel)
+            opened += [stub.WatchRun(run_pb2.WatchRunRequest(run=mesh.name)) for _ in range(550)]
+        async with asyncio.timeout(60):
+            got = await asyncio.gather(*(call.read() for call in opened), return_exceptions=True)
+        refused = [err for err in got if isinstance(err, grpc.aio.AioRpcError)]
+        assert {err.code() for err in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert len(refused) == 1100 - GatewayConfig().forwarded_max
+        async with asyncio.timeout(20):
+            assert (await mesh.state()).run == mesh.name
 
 
 async def test_a_shard_index_is_checked_before_anything_is_read(mesh: MeshParts) -> None:

@@ -174,6 +174,10 @@ class MeshConfig(Settings):
             raise ValueError(
                 "`gateway.page.client_certificates` needs `security` with ca, certificate and key; set it to false, or name them"
             )
+        if self.gateway.forwarded_max >= (most := self.coordinator.server.connection_rpcs_max):
+            raise ValueError(
+                f"`gateway.forwarded_max` must be < coordinator.server.connection_rpcs_max, which is {most}, got {self.gateway.forwarded_max}"
+            )
         if self.learner.outputs:
             raise ValueError(
                 f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"

@@ -245,3 +245,9 @@ def test_a_fixed_port_is_for_a_process_that_runs_one_service(tmp_path: Path) -> 
 def test_the_address_of_probes_has_a_fixed_port(address: str) -> None:
     with pytest.raises(ConfigError, match=r"probes` must be IP:PORT with a fixed port"):
         config_from_dict(MeshConfig, {"network": {"probes": address}})
+
+
+def test_a_gateway_forwards_fewer_calls_than_a_connection_to_the_coordinator_has() -> None:
+    tree = {"gateway": {"forwarded_max": 64}, "coordinator": {"server": {"connection_rpcs_max": 64}}}
+    with pytest.raises(ConfigError, match=r"`gateway.forwarded_max` must be < .*connection_rpcs_max.* 64, got 64"):
+        config_from_dict(MeshConfig, tree)

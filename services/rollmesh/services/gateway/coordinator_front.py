@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
+import grpc
+
+from rollmesh.services.gateway.forwarded_calls import ForwardedCalls
 from rollmesh.shared.errors import Unimplemented
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import coordinator_pb2 as pb
@@ -18,8 +21,18 @@ from rollmesh.v1 import coordinator_pb2_grpc
 class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """Serve the public part of CoordinatorService with a coordinator's stub."""
 
-    def __init__(self, coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub, *, call_s: float) -> None:
+    def __init__(
+        self,
+        coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub,
+        *,
+        stream_channel: grpc.aio.Channel,
+        streams: ForwardedCalls,
+        call_s: float,
+    ) -> None:
+        """`stream_channel` is the connection of `streams` to the coordinator."""
         self._coordinator: Any = coordinator
+        self._coordinator_streams: Any = coordinator_pb2_grpc.CoordinatorServiceStub(stream_channel)
+        self._streams = streams
         self._call_s = call_s
 
     def _limit_s(self, context: Context) -> float:
@@ -33,12 +46,13 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def FetchModelFiles(
         self, request: pb.FetchModelFilesRequest, context: Context
     ) -> AsyncIterator[pb.FetchModelFilesResponse]:
-        call = self._coordinator.FetchModelFiles(request, timeout=context.time_remaining())
-        try:
-            async for piece in call:
-                yield piece
-        finally:
-            call.cancel()
+        with self._streams.one():
+            call = self._coordinator_streams.FetchModelFiles(request, timeout=context.time_remaining())
+            try:
+                async for piece in call:
+                    yield piece
+            finally:
+                call.cancel()
 
     async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
         answer: pb.GetFleetResponse = await self._coordinator.GetFleet(request, timeout=self._limit_s(context))

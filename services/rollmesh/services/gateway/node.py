@@ -14,6 +14,7 @@ from pathlib import Path
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.coordinator_front import CoordinatorFront
 from rollmesh.services.gateway.exports import Exports
+from rollmesh.services.gateway.forwarded_calls import ForwardedCalls
 from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.page.parts import PageParts
 from rollmesh.services.gateway.page.server import LivePage, is_served
@@ -76,9 +77,11 @@ class GatewayNode(JoinedNode):
         if bus is None:
             bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self.access))
             stack.push_async_callback(bus.close)
-        channel = await stack.enter_async_context(
-            open_channel(self.coordinator, access=self.access, idempotent=IDEMPOTENT)
-        )
+        channel, stream_channel = [
+            await stack.enter_async_context(open_channel(self.coordinator, access=self.access, idempotent=IDEMPOTENT))
+            for _ in range(2)  # a connection has a limit of calls, and streams must not block the short ones
+        ]
+        streams = ForwardedCalls("forwarded streams", self._config.forwarded_max)
         coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(
             channel
         )
@@ -89,10 +92,15 @@ class GatewayNode(JoinedNode):
             PayloadReader(bus, reads_max=self._config.reads_max),
             Exports(bus),
             self._heads,
+            stream_channel=stream_channel,
+            streams=streams,
+            waits=ForwardedCalls("waiting calls of LeaseBatch", self._config.forwarded_max),
             call_s=self._config.call_s,
         )
         self.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)
-        front = CoordinatorFront(coordinator, call_s=self._config.call_s)
+        front = CoordinatorFront(
+            coordinator, stream_channel=stream_channel, streams=streams, call_s=self._config.call_s
+        )
         self.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, front, limits=RECORDED)
         config = self._config.page
         if is_served(config, local=is_loopback(host_of(self._config.server.address))):

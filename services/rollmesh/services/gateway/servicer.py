@@ -8,10 +8,13 @@ it forwards, for the audit.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
+import grpc
+
 from rollmesh.services.gateway.exports import Exports
+from rollmesh.services.gateway.forwarded_calls import ForwardedCalls
 from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.payloads import PayloadReader, episodes_of, shard
 from rollmesh.shared.errors import FieldViolation, InvalidInput, PayloadLost, Unimplemented
@@ -34,9 +37,19 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         exports: Exports,
         heads: Heads,
         *,
+        stream_channel: grpc.aio.Channel,
+        streams: ForwardedCalls,
+        waits: ForwardedCalls,
         call_s: float,
     ) -> None:
+        """`stream_channel` is the connection of `streams` to the coordinator."""
         self._run = run
+        self._run_streams: run_pb2_grpc.RunServiceAsyncStub = run_pb2_grpc.RunServiceStub(stream_channel)
+        self._ready_streams: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = (
+            coordinator_pb2_grpc.CoordinatorServiceStub(stream_channel)
+        )
+        self._streams = streams
+        self._waits = waits
         self._coordinator = coordinator
         self._payloads = payloads
         self._exports = exports
@@ -60,7 +73,8 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         return await self._forward(self._run.AttachTrainer, request, context)
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
-        return await self._forward(self._run.LeaseBatch, request, context, request.wait_s)
+        with self._waits.one() if request.wait_s > 0 else nullcontext():
+            return await self._forward(self._run.LeaseBatch, request, context, request.wait_s)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
         return await self._forward(self._run.RenewBatch, request, context)
@@ -99,12 +113,13 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         return await self._forward(self._run.ReplayDead, request, context)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
-        call = self._run.WatchRun(request, timeout=context.time_remaining())
-        try:
-            async for news in call:
-                yield news
-        finally:
-            call.cancel()
+        with self._streams.one():
+            call = self._run_streams.WatchRun(request, timeout=context.time_remaining())
+            try:
+                async for news in call:
+                    yield news
+            finally:
+                call.cancel()
 
     async def FetchSamples(
         self, request: pb.FetchSamplesRequest, context: Context
@@ -135,15 +150,16 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
             trainer_epoch=request.trainer_epoch,
             geometry=geometry,
         )
-        call = self._coordinator.WatchReady(ask, timeout=context.time_remaining())
-        try:
-            async for ready in call:
-                with suppress(PayloadLost):  # FetchSamples of the lease reports it
-                    async for found in self._payloads.read(request.run, episodes_of(ready.samples)):
-                        if not found.HasField("failure"):
-                            yield pb.PrefetchSamplesResponse(episode=found.episode, sample_ids=found.sample_ids)
-        finally:
-            call.cancel()
+        with self._streams.one():
+            call = self._ready_streams.WatchReady(ask, timeout=context.time_remaining())
+            try:
+                async for ready in call:
+                    with suppress(PayloadLost):  # FetchSamples of the lease reports it
+                        async for found in self._payloads.read(request.run, episodes_of(ready.samples)):
+                            if not found.HasField("failure"):
+                                yield pb.PrefetchSamplesResponse(episode=found.episode, sample_ids=found.sample_ids)
+            finally:
+                call.cancel()
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         raise Unimplemented("SubmitTasks is not implemented; configure a task file at the data service")
