@@ -1,12 +1,14 @@
 """Serve an ASGI application with uvicorn on the event loop of the caller, on a listener that is bound before.
 
-It leaves the signals of the process alone. Clients that send nothing cannot hold connections, and connections cannot use all files of the
-process. uvicorn is imported when the server starts, not with this module.
+It leaves the signals of the process alone. Clients that send or read nothing cannot hold connections, and connections cannot use all files of
+the process. Requests whose end is ambiguous are rejected (RFC 9112), because a proxy could read another request in them. uvicorn and h11 are
+imported when the server starts, not with this module.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import socket
 import ssl
@@ -20,9 +22,18 @@ from rollmesh.shared.rpc.addresses import host_of, port_of
 
 _KEEP_ALIVE_S = 75
 """Longer than the pools of clients keep an idle connection, so that they do not use one that is being closed."""
-_REQUEST_S_MAX = 15.0
-"""Limit of the time from the begin of a connection, or the end of the keep-alive, until the headers of a request are there."""
+_HEADERS_S_MAX = 15.0
+"""Limit of the time from the begin of a connection, or the first byte of a later request, until all headers are there."""
+_BODY_S_MAX = 60.0
+"""Limit of the time from the headers of a request until all of its body is there."""
+_LINGER_S = 2.0
+"""Time in which the rest of a body is discarded after a reply that did not wait for it, so that the client can read the reply."""
+_UNREAD_S_MAX = 60.0
+"""Limit of the time in which a client reads the last reply of its connection."""
 _STOP_S_MAX = 5.0
+_FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+_BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
 def connections_max() -> int:
@@ -51,44 +62,93 @@ class AsgiServer:
 
     @classmethod
     async def start(
-        cls, app: Any, listener: socket.socket, *, tls: Tls | None = None, client_certificates: bool = False
+        cls,
+        app: Any,
+        listener: socket.socket,
+        *,
+        tls: Tls | None = None,
+        client_certificates: bool = False,
+        num_max: int | None = None,
     ) -> AsgiServer:
-        """Return once the server responds. `client_certificates`: clients need a certificate of the authority of `tls`.
+        """Return once the server responds. `client_certificates`: clients need a certificate of the authority of `tls`. `num_max` connections,
+        by default `connections_max`.
 
         Raise Internal if the server ends while it starts. The listener is then closed.
         """
+        import h11
         import uvicorn
+        from h11._receivebuffer import ReceiveBuffer
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
-        most = connections_max()
+        most = connections_max() if num_max is None else num_max
+
+        class StrictBuffer(ReceiveBuffer):
+            """Rejects headers whose message another parser may end elsewhere."""
+
+            def maybe_extract_lines(self) -> list[bytearray] | None:
+                end = _BLANK_LINE.search(self._data, self._multiple_lines_search)
+                if self._data[:1] == b"\n" or (end and _BARE_LF.search(self._data, 0, end.end())):
+                    raise h11.RemoteProtocolError("a line must end with CR LF")
+                lines = super().maybe_extract_lines()
+                headers = [bytes(line).lower().partition(b":") for line in lines or ()]
+                framing = [value for name, _, value in headers if name in _FRAMING_HEADERS]
+                if len(framing) > 1 or any(b"," in value for value in framing):
+                    raise h11.RemoteProtocolError("a request must have one Content-Length or one Transfer-Encoding")
+                return lines
 
         class LimitedProtocol(H11Protocol):
             """Closes a connection on which no whole request arrives in time, and one beyond the largest number."""
 
-            _waits: asyncio.TimerHandle | None = None
+            _phase = ""
+            """What is waited for; empty while the application replies."""
+            _limit: asyncio.TimerHandle | None = None
 
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
                 super().connection_made(transport)
-                self._wait(_REQUEST_S_MAX)
+                self.conn._receive_buffer = StrictBuffer()
+                self._enter("headers", _HEADERS_S_MAX)
                 if len(self.connections) > most:
                     transport.abort()
 
+            def handle_events(self) -> None:
+                super().handle_events()
+                state = self.conn.their_state
+                if self.transport.is_closing():
+                    self._enter("closing", _UNREAD_S_MAX)
+                elif state is h11.SEND_BODY:
+                    self._enter("body", _BODY_S_MAX)
+                elif state is not h11.IDLE:
+                    self._enter("")
+                elif self.conn._receive_buffer:
+                    self._enter("headers", _HEADERS_S_MAX)
+                elif self.cycle is not None:
+                    self._enter("idle", _KEEP_ALIVE_S)
+
             def on_response_complete(self) -> None:
                 super().on_response_complete()
-                self._wait(_KEEP_ALIVE_S + _REQUEST_S_MAX)
+                if self.transport.is_closing():
+                    self._enter("closing", _UNREAD_S_MAX)
+                elif self.conn.their_state is h11.SEND_BODY:
+                    self._enter("discarded", _LINGER_S)
 
             def connection_lost(self, exc: Exception | None) -> None:
                 super().connection_lost(exc)
-                if self._waits is not None:
-                    self._waits.cancel()
+                self._enter("")
 
-            def _wait(self, limit_s: float) -> None:
-                if self._waits is not None:
-                    self._waits.cancel()
-                self._waits = self.loop.call_later(limit_s, self._close_idle)
+            def _enter(self, phase: str, limit_s: float | None = None) -> None:
+                """Close the connection `limit_s` after the begin of this phase, unless another one begins."""
+                if phase == self._phase or (phase == "body" and self._phase == "discarded"):
+                    return
+                if self._limit is not None:
+                    self._limit.cancel()
+                self._phase, self._limit = phase, None
+                if limit_s is not None:
+                    self._limit = self.loop.call_later(limit_s, self._close_late)
 
-            def _close_idle(self) -> None:
-                if self.cycle is None or self.cycle.response_complete:
+            def _close_late(self) -> None:
+                if self.transport.get_write_buffer_size():  # the client does not read
+                    self.transport.abort()
+                else:
                     self.transport.close()
 
         ready = asyncio.Event()

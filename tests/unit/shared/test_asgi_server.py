@@ -13,6 +13,8 @@ from rollmesh.shared import asgi_server
 from rollmesh.shared.asgi_server import AsgiServer, bind_http
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\n"
+"""A request without its body of 5 bytes."""
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -20,8 +22,16 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+async def reading(scope: Any, receive: Any, send: Any) -> None:
+    """Reply once the body is there."""
+    while (message := await receive())["type"] == "http.request" and message["more_body"]:
+        pass
+    if message["type"] == "http.request":
+        await app(scope, receive, send)
+
+
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[str, int]]:
+async def served(app: Any = app) -> AsyncIterator[tuple[str, int]]:
     listener = bind_http("127.0.0.1:0", "page.address")
     server = await AsgiServer.start(app, listener)
     try:
@@ -30,15 +40,102 @@ async def served() -> AsyncIterator[tuple[str, int]]:
         await server.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HT", REQUEST, REQUEST + b"GET / HT"])
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", REQUEST, REQUEST + b"GET / HT", POST, POST + b"1", REQUEST + POST])
 async def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(asgi_server, "_REQUEST_S_MAX", 0.3)
+    monkeypatch.setattr(asgi_server, "_HEADERS_S_MAX", 0.3)
+    monkeypatch.setattr(asgi_server, "_BODY_S_MAX", 0.3)
     monkeypatch.setattr(asgi_server, "_KEEP_ALIVE_S", 0)
-    async with served() as address, asyncio.timeout(20):
+    async with served(reading) as address, asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(sent)
         answer = await reader.read()
         assert answer.endswith(b"ok") == sent.startswith(REQUEST)
+        writer.close()
+
+
+async def test_a_reply_that_does_not_wait_for_the_body_ends_the_connection_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asgi_server, "_LINGER_S", 0.3)
+    async with served() as address, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(POST)
+        assert (await reader.read()).endswith(b"ok")
+        writer.close()
+
+
+async def test_a_connection_is_used_again_once_the_body_that_nothing_read_is_there() -> None:
+    async with served() as address, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(2):
+            writer.write(POST)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            writer.write(b"12345")
+        writer.close()
+
+
+async def test_a_client_that_reads_no_reply_holds_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi_server, "_KEEP_ALIVE_S", 0.2)
+    ended = asyncio.Event()
+
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(64 << 20)})
+        ended.set()
+
+    listener = bind_http("127.0.0.1:0", "page.address")
+    server = await AsgiServer.start(large, listener)
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(REQUEST)
+        await ended.wait()
+        while server._server.server_state.connections:  # noqa: ASYNC110 (uvicorn has no event for it)
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionResetError):
+            assert len(await reader.read()) < 64 << 20
+        writer.close()
+    await server.close()
+
+
+LF = REQUEST.replace(b"\r\n", b"\n")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        POST.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n0\r\n\r\n"),
+        POST.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n12345"),
+        POST.replace(b"\r\n\r\n", b"\r\ncontent-length: 6\r\n\r\n12345"),
+        POST.replace(b": 5", b": 5, 5") + b"12345",
+        POST.replace(b"Content-Length: 5", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked") + b"0\r\n\r\n",
+        LF,
+        b"\n" + REQUEST,
+        REQUEST.replace(b"Host: here\r\n", b"Host: here\n"),
+        REQUEST.replace(b"\r\n\r\n", b"\r\n\n"),
+    ],
+)
+@pytest.mark.parametrize("first", [b"", REQUEST])
+async def test_a_request_whose_end_is_ambiguous_is_rejected_and_ends_the_connection(first: bytes, sent: bytes) -> None:
+    async with served() as address, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*address)
+        if first:
+            writer.write(first)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        writer.write(sent + REQUEST)
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"connection: close" in answer.lower()
+        assert answer.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+async def test_a_chunked_body_is_read_and_the_connection_used_again() -> None:
+    chunked = POST.replace(b"Content-Length: 5", b"Transfer-Encoding: chunked")
+    async with served(reading) as address, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*address)
+        for _ in range(2):
+            writer.write(chunked + b"3\r\na\nb\r\n0\r\n\r\n")
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
         writer.close()
 
 

@@ -64,8 +64,8 @@ from rollmesh.shared.trajectory import Segment
 MODEL = "policy"
 """The name of the trained model."""
 
-BODY_S_MAX = 60.0
-"""Time in which the body of a request must arrive, seconds."""
+BODY_S_MAX = 45.0
+"""Time in which the body of a request must arrive, in seconds. It is below that of `AsgiServer`, so that the client gets a reply."""
 
 T = TypeVar("T")
 Emit = Callable[[bytes], None]
