@@ -189,7 +189,7 @@ def _openssl(_request: CheckRequest) -> Iterable[HostFinding]:
 _EXTRAS = {
     "rollout": (("tokenizers", "jinja2"), "rollout workers"),
     "telemetry": (
-        ("prometheus_client", "opentelemetry.exporter.otlp.proto.grpc"),
+        ("prometheus_client", "uvicorn", "opentelemetry.exporter.otlp.proto.grpc"),
         "metrics, and traces to a collector",
     ),
     "verify": (("math_verify", "sympy"), "the scorer of mathematics"),

@@ -174,6 +174,7 @@ class AsgiServer:
                 loop="asyncio",
                 http=LimitedProtocol,
                 ws="none",
+                interface="asgi3",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -55,7 +55,7 @@ class Telemetry:
             if self._config.traces != "none":
                 self._trace(stack)
             if self._config.metrics == "prometheus":
-                self._measure(stack)
+                await self._measure(stack)
             self._announce(stack)
             self._stack = stack.pop_all()
         return self
@@ -103,18 +103,22 @@ class Telemetry:
         insecure = config.otlp_endpoint.startswith("http://")
         return OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure, timeout=OTLP_S_MAX)
 
-    def _measure(self, stack: AsyncExitStack) -> None:
+    async def _measure(self, stack: AsyncExitStack) -> None:
         try:
+            import uvicorn  # noqa: F401 (the meter's server imports it)
+
             from rollmesh.shared.telemetry.prometheus import PrometheusMeter
         except ImportError as err:
-            raise ConfigError(f"telemetry.metrics = prometheus: prometheus-client {_INSTALL}") from err
+            raise ConfigError(f"telemetry.metrics = prometheus: {err.name} {_INSTALL}") from err
         if metrics.is_on():
             raise ConfigError(
                 "telemetry.metrics: another mesh of this process has metrics on, and only one mesh per process can"
             )
         meter = PrometheusMeter()
-        self.metrics_address = meter.serve(*self._config.metrics_place(), folder=self._folder, process=self._process)
-        stack.push_async_callback(asyncio.to_thread, meter.close)
+        stack.push_async_callback(meter.close)
+        self.metrics_address = await meter.serve(
+            *self._config.metrics_place(), folder=self._folder, process=self._process
+        )
         stack.callback(metrics.use, None)
         metrics.use(meter)
         self._meter = meter

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: one /metrics per process, served by a separate thread.
+"""Metrics for Prometheus: one /metrics per process, served on the event loop of its nodes.
 
-Sources are read on the event loop of their nodes, so a scrape sees consistent state. A loop that is too busy for
-`SCRAPE_S_MAX` fails the scrape. If one source fails, only its series are missing.
+Sources are read on that loop, so a scrape sees consistent state; a separate thread writes the text. If one source fails, only its series are
+missing. One collection runs at a time, and simultaneous and close scrapes share it, so that a flood of scrapes costs no more than a few.
 The address is written to RUN/metrics as a target file of Prometheus' `file_sd_configs`.
 """
 
@@ -10,20 +10,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from rollmesh.shared.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.telemetry.metrics import Metric, Reading, Source
 
 FOLDER = "metrics"
 """Folder of target files, in the run folder."""
 SCRAPE_S_MAX = 5.0
+"""Limit of reading the sources. A scrape that takes longer gets status 503."""
+FRESH_S = 0.2
+"""Time in which later scrapes get the same text, in seconds."""
+CONNECTIONS_MAX = 128
 PORTS_MAX = 64
 """Number of ports that are tried, from a fixed one on."""
 _log = logging.getLogger(__name__)
@@ -38,8 +44,10 @@ class PrometheusMeter(Collector):
         self._instruments: dict[str, Any] = {}
         self._sources: dict[str, Source] = {}
         self._loop = asyncio.get_running_loop()
-        self._server: Any = None
+        self._server: AsgiServer | None = None
         self._target: Path | None = None
+        self._scrape: asyncio.Task[bytes] | None = None
+        """The newest collection, until its text is no longer fresh."""
 
     # metrics.Meter ----------------------------------------------------------------------------------------------------
 
@@ -70,7 +78,7 @@ class PrometheusMeter(Collector):
         return []
 
     def collect(self) -> Iterable[Any]:
-        """Return the values of all sources. It runs on the server's thread."""
+        """Return the values of all sources. It runs on the thread of a scrape."""
         reading = asyncio.run_coroutine_threadsafe(self._read_all(), self._loop)
         try:
             return _families(reading.result(SCRAPE_S_MAX))
@@ -89,35 +97,68 @@ class PrometheusMeter(Collector):
 
     # Serving ----------------------------------------------------------------------------------------------------------
 
-    def serve(self, host: str, port: int, *, folder: Path, process: str) -> str:
+    async def serve(self, host: str, port: int, *, folder: Path, process: str) -> str:
         """Serve at host:port, or at the next free port. Return the address. ConfigError if none is free."""
-        bound = self._bind(host, port)
+        listener = _bind(host, port)
+        bound = listener.getsockname()[1]
+        self._server = await AsgiServer.start(self._answer, listener, num_max=CONNECTIONS_MAX)
         address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         folder.joinpath(FOLDER).mkdir(parents=True, exist_ok=True)
         self._target = folder / FOLDER / f"{process}.json"
         self._target.write_text(json.dumps([{"targets": [address], "labels": {"process": process}}]) + "\n")
         return address
 
-    def _bind(self, host: str, port: int) -> int:
-        last = port + PORTS_MAX if port else 1
-        for one in range(port, last):
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI application."""
+        if scope["path"] not in ("/", "/metrics"):
+            status, body = 404, b"use /metrics\n"
+        elif scope["method"] not in ("GET", "HEAD"):
+            status, body = 405, b"use GET\n"
+        else:
             try:
-                self._server, _ = start_http_server(one, host, registry=self._registry)
-                return int(self._server.server_port)
-            except OSError as err:
-                cause = err
-        raise ConfigError(
-            f"telemetry.metrics_address: no port of {host}:{port} to {last - 1} can be listened on ({cause.strerror}); "
-            "use port 0 for a free one"
-        )
+                status, body = 200, await asyncio.shield(self._shared_scrape())
+            except TimeoutError:
+                status, body = 503, b"the process is too busy to read its metrics; retry later\n"
+        kind = b"text/plain; version=0.0.4; charset=utf-8" if status == 200 else b"text/plain"
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
-    def close(self) -> None:
-        """Stop the server and remove its target file, so that Prometheus no longer scrapes it. Blocks for at most 0.5 s."""
+    def _shared_scrape(self) -> asyncio.Task[bytes]:
+        if self._scrape is None:
+            self._scrape = asyncio.create_task(asyncio.to_thread(generate_latest, self._registry), name="metrics")
+            self._scrape.add_done_callback(self._scraped)
+        return self._scrape
+
+    def _scraped(self, scrape: asyncio.Task[bytes]) -> None:
+        if not scrape.cancelled():
+            scrape.exception()  # marks it as seen: its clients may be gone
+        self._loop.call_later(FRESH_S, self._forget_scrape)
+
+    def _forget_scrape(self) -> None:
+        self._scrape = None
+
+    async def close(self) -> None:
+        """Stop the server and remove its target file, so that Prometheus no longer scrapes it."""
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            await self._server.close()
+        if self._scrape is not None:
+            await asyncio.wait({self._scrape})
         if self._target is not None:
             self._target.unlink(missing_ok=True)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    last = port + PORTS_MAX if port else 1
+    for one in range(port, last):
+        try:
+            return bind_http(f"[{host}]:{one}" if ":" in host else f"{host}:{one}", "telemetry.metrics_address")
+        except ConfigError as err:
+            cause = err
+    raise ConfigError(
+        f"telemetry.metrics_address: no port of {host}:{port} to {last - 1} can be listened on ({cause.message}); "
+        "use port 0 for a free one"
+    )
 
 
 def _families(readings: Iterable[tuple[str, Reading]]) -> list[Any]:
