@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -104,6 +105,44 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert {"nats", "coordinator", "depot"} <= removed
     assert json.loads((out / "audit.json").read_text())["holds"], "the proof outlives the ledger"
     assert Path(summary["checkpoint"]).is_dir()
+
+
+def readable(folder: Path) -> set[str]:
+    """Return the first two parts of the path of each file that other users can read."""
+    found = set()
+    for path in folder.rglob("*"):
+        way = [*path.relative_to(folder).parents][:-1]
+        if path.is_file() and path.stat().st_mode & 0o044 and all((folder / at).stat().st_mode & 0o055 for at in way):
+            found.add("/".join(path.relative_to(folder).parts[:2]))
+    return found
+
+
+def test_other_users_read_only_what_a_run_is_for_in_its_folder(mine: Path) -> None:
+    out, before = mine / "out", os.umask(0o022)
+    try:
+        done = CliRunner().invoke(
+            app,
+            ["train", str(mine / "mine.yaml"), "run.updates_max=2", "telemetry.traces=file", "--out", str(out)],
+        )
+    finally:
+        os.umask(before)
+    assert done.exit_code == 0, done.output
+    expected = r"(config\.yaml|run\.json|results\.json|loggers\.json|model|recorded\.json|(series|metrics)\.jsonl|summary\.json|report\.(html|png))"
+    others = [
+        name
+        for name in readable(out)
+        if not re.fullmatch(rf"{expected}|(checkpoints|model|metrics|tensorboard)/.*", name)
+    ]
+    assert not others
+    private = [out / "run.log", out / "mesh.yaml", *out.glob("coordinator/*/*"), *out.glob("data-0/*/*")]
+    private += [
+        *out.glob("gateway-0/heads.jsonl"),
+        *out.glob("payloads/*/*"),
+        *out.glob("logs/*"),
+        *out.glob("traces/*"),
+    ]
+    assert {path.parent.parent.name for path in private} >= {"coordinator", "data-0", "payloads"}
+    assert {path.name for path in private if path.is_file() and path.stat().st_mode & 0o077} == set()
 
 
 def heldout_events(folder: Path) -> list[tuple[int, float]]:

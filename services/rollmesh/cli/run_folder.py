@@ -31,6 +31,7 @@ from rollmesh.mesh import run_lock
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.errors import AlreadyExists, ConfigError
+from rollmesh.shared.private_files import private_opener
 from rollmesh.shared.telemetry import LoggingConfig, set_up_logging
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 
@@ -172,7 +173,7 @@ def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfi
 @contextmanager
 def logging_to(path: Path, config: LoggingConfig | None = None) -> Iterator[None]:
     """Append the log lines of this process to a file; without handlers afterwards."""
-    with path.open("a", encoding="utf-8") as log:
+    with open(path, "a", encoding="utf-8", opener=private_opener) as log:
         set_up_logging(config, stream=log)
         try:
             yield

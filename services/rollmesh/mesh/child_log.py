@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from rollmesh.shared.private_files import private_folder, private_opener
+
 _TAIL_BYTES = 4000
 _COPY_BYTES = 1 << 20
 
@@ -21,12 +23,12 @@ class ChildLog:
         self.path = path
         self._bytes_max = bytes_max
         self._begin = 0
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
 
     def open(self) -> BinaryIO:
         """Prepare the file for the next start of the process."""
         self.trim()
-        file = self.path.open("ab")
+        file = open(self.path, "ab", opener=private_opener)  # noqa: SIM115 (the child inherits it)
         self._begin = file.tell()
         return file
 
@@ -43,7 +45,7 @@ class ChildLog:
             file.seek(size - kept)
             tail = file.read(kept).partition(b"\n")[2]
             os.ftruncate(file.fileno(), 0)
-        with self.path.open("ab") as file:
+        with open(self.path, "ab", opener=private_opener) as file:
             file.write(tail)
         self._begin = 0
 

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.private_files import private_opener
 
 FILE = "processes.jsonl"
 _FILE_BYTES_MAX = 1 << 20
@@ -84,7 +85,7 @@ class ProcessLog:
 
     def add(self, event: ProcessEvent) -> None:
         self.recent.append(event)
-        with self._path.open("ab") as file:
+        with open(self._path, "ab", opener=private_opener) as file:
             file.write(msgspec.json.encode(event) + b"\n")
         self._on_event(event)
 

@@ -27,6 +27,7 @@ from rollmesh.shared.bus.permissions import OPERATOR
 from rollmesh.shared.ids import new_secret
 from rollmesh.shared.model_folder import find_model
 from rollmesh.shared.ports import lasting_ports
+from rollmesh.shared.private_files import private_folder
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, host_of, join_host_port, port_of
 from rollmesh.shared.rpc.server import ServerConfig
@@ -68,10 +69,8 @@ class RunLayout:
         return ",".join(dict.fromkeys([*self.coordinator.split(","), *self.config.coordinator.standby]))
 
     def folder(self, name: str) -> Path:
-        """Return the folder of a service. It is created if it does not exist."""
-        path = self.run_dir / name
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        """Return the folder of a service, which only its owner can enter. It is created if it does not exist."""
+        return private_folder(self.run_dir / name)
 
     def model_dir(self) -> Path:
         """Return the folder of the initial model. ConfigError if it does not exist."""

@@ -44,6 +44,7 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import AddressTaken, MeshError
 from rollmesh.shared.ports import is_taken, owner_of
+from rollmesh.shared.private_files import private_opener
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -207,7 +208,8 @@ class Supervisor:
         config = self.layout.config
         plain = MeshConfig(**{name: getattr(config, name) for name in MeshConfig.__struct_fields__})
         path = self.layout.run_dir / CONFIG_FILE
-        path.write_text(to_yaml(plain), encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=private_opener) as file:
+            file.write(to_yaml(plain))
 
     def _start(self, name: str) -> None:
         config, run_dir = self.layout.config.processes, self.layout.run_dir

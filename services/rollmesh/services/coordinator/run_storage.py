@@ -22,6 +22,7 @@ from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_s
 from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
+from rollmesh.shared.private_files import private_folder, private_opener
 
 LEDGER_ROOM_BYTES = 16 * MIB
 """Bytes reserved for the ledger of a run that ends: the end itself, and later a trainer may still attach, commit, report
@@ -131,13 +132,13 @@ class RunStorage:
 
     def runs(self) -> Iterator[str]:
         """Return every run that has a folder here."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self._folder)
         yield from (path.name for path in sorted(self._folder.iterdir()) if path.is_dir())
 
     def make_folder(self, run: str) -> None:
         """Create the folder of a run that is led. A restarted coordinator recovers the runs with a folder. Raises DiskFull."""
         with disk_told(self._folder):
-            (self._folder / run).mkdir(parents=True, exist_ok=True)
+            private_folder(self._folder / run)
 
     def snapshots(self, run: str) -> SnapshotStore:
         return SnapshotStore(self._folder / run)
@@ -146,7 +147,8 @@ class RunStorage:
         """Record that the run needs no recovery."""
         path = self._folder / run / _MARKER
         partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.encode(ended))
+        with open(partial, "wb", opener=private_opener) as file:
+            file.write(msgspec.json.encode(ended))
         partial.replace(path)
 
     def unmark_ended(self, run: str) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.private_files import private_folder, private_opener
 
 KEPT = 2
 """Number of snapshots that are kept per run: the newest, and one as a fallback."""
@@ -56,10 +57,10 @@ class SnapshotStore:
 
     def save(self, body: bytes, position: int) -> None:
         """Store an encoded Snapshot durably, and remove all but the newest `KEPT`."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        private_folder(self._folder)
         path = self._folder / f"{position:020d}{_SUFFIX}"
         partial = path.with_suffix(".partial")
-        with open(partial, "wb") as file:
+        with open(partial, "wb", opener=private_opener) as file:
             file.write(hashlib.sha256(body).digest() + body)
             file.flush()
             os.fsync(file.fileno())

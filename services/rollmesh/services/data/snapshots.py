@@ -14,6 +14,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from rollmesh.shared.private_files import private_folder, private_opener
+
 KEPT = 2
 """Number of files kept per run: the newest and a fallback."""
 _SUFFIX = ".snapshot"
@@ -31,11 +33,10 @@ class SnapshotFolder:
 
     def save(self, run: str, position: int, state: bytes) -> None:
         """Store a state durably, and delete all but the newest `KEPT`. Raise OSError."""
-        folder = self._folder / run
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(self._folder / run)
         path = folder / f"{position:020d}{_SUFFIX}"
         partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=private_opener) as file:
             file.write(hashlib.sha256(state).digest() + state)
             file.flush()
             os.fsync(file.fileno())

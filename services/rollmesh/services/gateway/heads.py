@@ -17,6 +17,7 @@ import msgspec
 
 from rollmesh.shared.decoding import UNDECODABLE
 from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.private_files import private_folder, private_opener
 
 NAME = "heads.jsonl"
 _log = logging.getLogger(__name__)
@@ -39,9 +40,10 @@ class Heads:
 
     def open(self) -> None:
         """Create the folder, and drop all but the last line of each run."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(self._path.parent)
         partial = self._path.with_suffix(".partial")
-        partial.write_bytes(b"".join(_encode(run, head) for run, head in read_heads(self._path).items()))
+        with open(partial, "wb", opener=private_opener) as file:
+            file.write(b"".join(_encode(run, head) for run, head in read_heads(self._path).items()))
         _sync(partial)
         partial.replace(self._path)
 
@@ -53,7 +55,7 @@ class Heads:
     def store(self, run: str, head: LedgerHead) -> None:
         """Append a head, and begin to write it to the disk. A full disk does not fail the commit, because the coordinator has recorded it."""
         try:
-            with self._path.open("ab") as file:
+            with open(self._path, "ab", opener=private_opener) as file:
                 file.write(_encode(run, head))
         except OSError as error:
             _log.warning("cannot store ledger head: head=%s run=%s file=%s cause=%s", head, run, self._path, error)

@@ -26,6 +26,7 @@ from rollmesh.services.learner.trainer_session import DataSnapshot, Parts
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.private_files import private_folder
 from rollmesh.v1 import coordinator_pb2
 
 
@@ -91,7 +92,7 @@ class LearnerNode(JoinedNode):
             compute=compute,
             saving=saving,
             commands=commands,
-            publisher=Publisher(compute, files, config.publish, folder / "publishing"),
+            publisher=Publisher(compute, files, config.publish, private_folder(folder / "publishing")),
             metrics=metrics,
             progress=self.progress,
             clock=self.clock,

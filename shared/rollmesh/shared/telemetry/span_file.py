@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.private_files import private_folder, private_opener
 from rollmesh.shared.telemetry.tracing import SERVICE_PREFIX
 
 FOLDER = "traces"
@@ -50,14 +51,14 @@ class SpanFileExporter(SpanExporter):
     def __init__(self, path: Path, *, bytes_max: int) -> None:
         self._path = path
         self._bytes_max = bytes_max
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = b"".join(msgspec.json.encode(_record(span)) + b"\n" for span in spans)
         try:
             if self._path.exists() and self._path.stat().st_size + len(lines) > self._bytes_max:
                 os.replace(self._path, self._path.with_suffix(".old.jsonl"))
-            with self._path.open("ab") as file:
+            with open(self._path, "ab", opener=private_opener) as file:
                 file.write(lines)
         except OSError as err:
             _log.warning("%d spans are lost: %s: %s", len(spans), self._path, err.strerror)
