@@ -134,14 +134,9 @@ def test_other_users_read_only_what_a_run_is_for_in_its_folder(mine: Path) -> No
         if not re.fullmatch(rf"{expected}|(checkpoints|model|metrics|tensorboard)/.*", name)
     ]
     assert not others
-    private = [out / "run.log", out / "mesh.yaml", *out.glob("coordinator/*/*"), *out.glob("data-0/*/*")]
-    private += [
-        *out.glob("gateway-0/heads.jsonl"),
-        *out.glob("payloads/*/*"),
-        *out.glob("logs/*"),
-        *out.glob("traces/*"),
-    ]
-    assert {path.parent.parent.name for path in private} >= {"coordinator", "data-0", "payloads"}
+    private = [out / "run.log", out / "mesh.yaml", *out.glob("coordinator/runs/**/*"), *out.glob("data/*/*")]
+    private += [*out.glob("gateway/*"), *out.glob("payloads/*/*"), *out.glob("logs/*"), *out.glob("traces/*")]
+    assert {path.relative_to(out).parts[0] for path in private} >= {"coordinator", "gateway", "payloads", "logs"}
     assert {path.name for path in private if path.is_file() and path.stat().st_mode & 0o077} == set()
 
 

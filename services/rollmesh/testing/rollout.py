@@ -121,6 +121,9 @@ class CharTokenizer:
         names = {number: tag for tag, number in self._tags.items()}
         return "".join(names[i] if i >= _FIRST_TAG else chr(i) for i in token_ids.tolist())
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode(np.asarray([token_id], dtype=np.int32)).encode()
+
     def token_id(self, token: str) -> int | None:
         ids = self.encode_markup(token)
         return int(ids[0]) if ids.size == 1 else None

@@ -119,7 +119,7 @@ async def test_a_body_that_arrives_after_the_end_of_its_episode_is_refused() -> 
         num_asked = len(mesh.generator.asked)
         writer.write(body[-1:])
         async with asyncio.timeout(20):
-            assert b" 401 " in await reader.readline()
+            assert b" 410 " in await reader.readline()
         assert len(mesh.generator.asked) == num_asked
         await context.__aexit__(None, None, None)
 

@@ -13,6 +13,8 @@ from pydantic import TypeAdapter
 
 from rollmesh.services.rollout.agent_types import LimitReached, Turn
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall
+from rollmesh.services.rollout.openai import protocol
+from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded, MethodNotAllowed, UnknownModel
 from rollmesh.services.rollout.openai.protocol import (
     CHOICES_MAX,
     STOPS_MAX,
@@ -377,7 +379,10 @@ def test_the_models_are_read_by_the_public_package() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "kind", "code", "retry"),
     [
-        (Unauthenticated("the key is unknown"), 401, "authentication_error", "unauthenticated", False),
+        (Unauthenticated("the key is unknown"), 401, "authentication_error", "invalid_api_key", False),
+        (UnknownModel("no such model"), 404, "not_found_error", "model_not_found", False),
+        (MethodNotAllowed("no such method"), 405, "invalid_request_error", "method_not_allowed", False),
+        (EpisodeEnded("it ended"), 410, "invalid_request_error", "episode_ended", False),
         (NotFound("no such model"), 404, "not_found_error", "not_found", False),
         (LimitReached("tokens"), 400, "invalid_request_error", "context_length_exceeded", False),
         (LimitReached("turns"), 400, "invalid_request_error", "episode_limit", False),
@@ -393,6 +398,30 @@ def test_an_error_has_the_status_of_its_cause(
     assert (reply.status, reply.error["type"], reply.error["code"]) == (status, kind, code)
     assert reply.headers["x-should-retry"] == str(retry).lower()
     assert str(error) in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "many", "most"),
+    [
+        ("messages", {"messages": [QUESTION] * 50_000}, 4096),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}] * 50_000}, 512),
+        (
+            "messages",
+            {"messages": [QUESTION, {"role": "assistant", "tool_calls": [{"id": "i"}] * 49_998}]},
+            4096,
+        ),
+        ("messages", {"messages": [QUESTION, {**QUESTION, "content": [{"type": "text"}] * 49_998}]}, 4096),
+    ],
+)
+def test_a_request_with_too_many_elements_is_rejected_before_they_are_read(
+    field: str, many: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for reader in ("read_message", "read_tool"):
+        monkeypatch.setattr(protocol, reader, lambda *_: pytest.fail("an element was read"))
+    reply = error_reply(rejected({"model": "policy", "messages": [QUESTION], **many}))
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert f"at most {most}" in reply.error["message"]
+    assert "got 50000" in reply.error["message"]
 
 
 def test_an_invalid_request_names_its_field() -> None:

@@ -402,7 +402,6 @@ async def test_bad_requests_name_the_field_and_do_not_end_the_episode(run: Any) 
     async def work(client: AsyncOpenAI, api: ServedEpisode, task: Task) -> None:
         messages: Any = [{"role": "user", "content": "a"}]
         wrong: dict[str, dict[str, Any]] = {
-            "model": {"model": "gpt-5"},
             "logit_bias": {"logit_bias": {"5": 1}},
             "response_format": {"response_format": {"type": "json_object"}},
             "tool_choice": {"tool_choice": "required", "tools": [CALCULATOR]},
@@ -411,6 +410,12 @@ async def test_bad_requests_name_the_field_and_do_not_end_the_episode(run: Any) 
             with pytest.raises(BadRequestError) as caught:
                 await client.chat.completions.create(**{"model": "policy", "messages": messages, **fields})
             assert caught.value.param == field
+        with pytest.raises(NotFoundError) as unknown:
+            await client.chat.completions.create(model="gpt-5", messages=messages)
+        assert (unknown.value.param, unknown.value.code) == ("model", "model_not_found")
+        with pytest.raises(APIStatusError) as method:
+            await client.get("/chat/completions", cast_to=object)
+        assert (method.value.status_code, method.value.response.headers["allow"]) == (405, "POST")
         with pytest.raises(NotFoundError, match="POST /v1/chat/completions"):
             await client.embeddings.create(model="policy", input="a")
         with pytest.raises(APIStatusError, match="request_mb_max"):
@@ -605,8 +610,9 @@ async def test_requests_end_with_the_episode(run: Any) -> None:
     mesh = local_mesh(lambda text: "hm<|end|>")
     async with AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", max_retries=0) as other:
         report, _, _ = await run(work, mesh=mesh)
-        with pytest.raises(AuthenticationError):
+        with pytest.raises(APIStatusError) as caught:
             await late[0]
+    assert (caught.value.status_code, caught.value.code) == (410, "episode_ended")
     assert report.outcome == COMPLETED, report.failure
 
 
@@ -625,8 +631,11 @@ async def test_an_endpoint_is_asked_by_its_name_and_metered(run: Any, stream: bo
         assert said == "good"
         with pytest.raises(BadRequestError, match="`n` is only for the model policy"):
             await ask(model="judge", messages=messages, n=2)
-        with pytest.raises(BadRequestError, match="must be one of policy, judge"):
+        with pytest.raises(NotFoundError, match="must be one of policy, judge"):
             await ask(model="judges", messages=messages)
+        assert (await client.models.retrieve("judge")).id == "judge"
+        with pytest.raises(NotFoundError, match="must be one of policy, judge"):
+            await client.models.retrieve("judges")
         await ask(model="policy", messages=messages)
 
     async with chat_server(lambda body: "good") as server:

@@ -125,3 +125,23 @@ def test_importing_the_worker_loads_no_heavy_library() -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_the_bytes_of_tokens_join_to_those_of_the_text(kind: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    text = "hü € 😀\ufffd"
+    if kind == "byte level":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        core = Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        core.decoder = decoders.ByteLevel()
+    else:
+        vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "h": 257, "ü": 258}
+        core = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+        core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = ChatTokenizer(core, lambda *_: "")
+    ids = tokenizer.encode_text(text)
+    assert b"".join(tokenizer.token_bytes(int(one)) for one in ids) == text.encode()
+    assert any("\ufffd" in tokenizer.decode(ids[at : at + 1]) for at in range(ids.size))

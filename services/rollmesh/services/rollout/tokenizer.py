@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -27,6 +27,9 @@ from rollmesh.shared.trajectory import IntArray, Message
 MARKUP_CACHE_MAX = 256
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of Python that an expression in a template raises, in addition to those of Jinja."""
+
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer(Protocol):
@@ -67,6 +70,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: IntArray) -> str:
         """Return the text of tokens, with tags."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of a token, which may be a part of a character. Those of all tokens of a text join to its bytes."""
         ...
 
     @property
@@ -170,6 +177,16 @@ class ChatTokenizer:
     def decode(self, token_ids: IntArray) -> str:
         text: str = self._core.decode(token_ids.tolist(), skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        text = self.decode(np.asarray([token_id], dtype=np.int32))
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return text.encode()
+        piece: str = self._core.id_to_token(token_id) or ""
+        if byte := _BYTE_PIECE.fullmatch(piece):  # byte fallback, as in SentencePiece
+            return bytes([int(byte[1], 16)])
+        alphabet = _byte_alphabet()
+        return bytes(alphabet[char] for char in piece) if alphabet.keys() >= set(piece) else text.encode()
 
     @cached_property
     def num_ids(self) -> int:
@@ -286,3 +303,12 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
 
 def _token_text(value: Any) -> str:
     return str(value["content"]) if isinstance(value, dict) else str(value)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary means: printable Latin-1 characters are their own byte, and the other
+    bytes have the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -27,6 +27,7 @@ from rollmesh.services.rollout.metrics import OPENAI_REQUESTS
 from rollmesh.services.rollout.openai.chains import ChainPrompt
 from rollmesh.services.rollout.openai.choices import ChoiceText, Part
 from rollmesh.services.rollout.openai.fields import reject
+from rollmesh.services.rollout.openai.openai_errors import MethodNotAllowed, UnknownModel
 from rollmesh.services.rollout.openai.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -48,6 +49,7 @@ from rollmesh.services.rollout.openai.replies import (
     completion_usage,
     error_reply,
     finish_of,
+    model_reply,
     models_reply,
     token_logprobs,
 )
@@ -57,7 +59,15 @@ from rollmesh.services.rollout.tool_calls.parsing import ToolCallParser
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.endpoints.answer import AskedMessage, EndpointCall
 from rollmesh.shared.endpoints.config import EndpointKind
-from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, Internal, MeshError, NotFound, PayloadTooLarge
+from rollmesh.shared.errors import (
+    DeadlineExceeded,
+    FieldViolation,
+    InfraFailure,
+    Internal,
+    MeshError,
+    NotFound,
+    PayloadTooLarge,
+)
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import Segment
 
@@ -98,8 +108,9 @@ class OpenAiApp:
                 Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
                 Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+                Route("/v1/models/{model}", self._guarded(self._model), methods=["GET"]),
             ],
-            exception_handlers={404: self._unknown_path, 405: self._unknown_path},
+            exception_handlers={404: self._unknown_path, 405: self._wrong_method},
         )
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -123,18 +134,18 @@ class OpenAiApp:
         return guarded
 
     async def _unknown_path(self, request: Request, error: Exception) -> Response:
-        count(OPENAI_REQUESTS, "404")
-        return _response(
-            error_reply(
-                NotFound(
-                    f"{request.method} {request.url.path[:200]} is not served; use POST /v1/chat/completions, POST /v1/completions or "
-                    "GET /v1/models"
-                )
-            )
-        )
+        return _not_served(request, NotFound, {})
+
+    async def _wrong_method(self, request: Request, error: Exception) -> Response:
+        return _not_served(request, MethodNotAllowed, getattr(error, "headers", None) or {})
 
     async def _models(self, request: Request, served: Served) -> Response:
         return _json(models_reply([MODEL, *served.env.endpoints], int(self._clock.wall_s())))
+
+    async def _model(self, request: Request, served: Served) -> Response:
+        name = request.path_params["model"]
+        _check_model(name, served.env.endpoints)
+        return _json(model_reply(name, int(self._clock.wall_s())))
 
     async def _chat(self, request: Request, served: Served) -> Response:
         asked = chat_request(await self._body(request))
@@ -430,7 +441,8 @@ def _usage(prompt: ChainPrompt, turns: Sequence[Turn]) -> Usage:
 def _check_model(model: str, endpoints: Sequence[str]) -> None:
     if model != MODEL and model not in endpoints:
         known = ", ".join((MODEL, *endpoints))
-        reject("model", f"must be {'one of ' if endpoints else ''}{known}, got {model[:100]!r}")
+        what = f"must be {'one of ' if endpoints else ''}{known}, got {model[:100]!r}"
+        raise UnknownModel(f"`model` {what}", violations=[FieldViolation("model", what)])
 
 
 def _check_asked(asked: ChatRequest, kind: EndpointKind) -> None:
@@ -466,6 +478,17 @@ def _error(err: BaseException) -> ErrorReply:
         return error_reply(err)
     _log.error("request failed: %s", err, exc_info=err)
     return error_reply(Internal("the server has a bug; the log of the rollout worker has the traceback"))
+
+
+def _not_served(request: Request, kind: type[NotFound], headers: Mapping[str, str]) -> Response:
+    error = error_reply(
+        kind(
+            f"{request.method} {request.url.path[:200]} is not served; use POST /v1/chat/completions, POST /v1/completions, "
+            "GET /v1/models or GET /v1/models/MODEL"
+        )
+    )
+    count(OPENAI_REQUESTS, str(error.status))
+    return Response(error.body, status_code=error.status, headers={**error.headers, **headers})
 
 
 def _response(error: ErrorReply) -> Response:

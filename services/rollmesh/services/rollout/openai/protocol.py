@@ -17,6 +17,10 @@ from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall
 from rollmesh.services.rollout.openai.fields import read_fields, read_object, reject
 
 CHOICES_MAX = 128
+MESSAGES_MAX = 4096
+"""Maximum number of messages of a request with their calls and parts of content. Each costs the event loop of the worker some 0.1 ms."""
+TOOLS_MAX = 512
+"""Maximum number of tools of a request."""
 STOPS_MAX = 16
 """Maximum number of stop strings of a request."""
 
@@ -105,6 +109,11 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 def chat_request(body: bytes) -> ChatRequest:
     """Read the body of POST /v1/chat/completions. Raise `InvalidInput`; its violation names the field."""
     fields = read_fields(_ChatFields, read_object(body), neutral=_CHAT_NEUTRAL, remedies=_REMEDIES)
+    parts = [message.get(name) for message in fields.messages for name in ("tool_calls", "content")]
+    num_parts = len(fields.messages) + sum(len(part) for part in parts if isinstance(part, list))
+    for name, num, most in (("messages", num_parts, MESSAGES_MAX), ("tools", len(fields.tools), TOOLS_MAX)):
+        if num > most:
+            reject(name, f"must have at most {most} elements, with their calls and parts of content, got {num}")
     if not fields.messages:
         reject("messages", "must have at least one message, got none")
     if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):

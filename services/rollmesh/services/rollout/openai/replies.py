@@ -15,9 +15,10 @@ import numpy as np
 
 from rollmesh.services.rollout.agent_types import LimitReached, Turn
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall
+from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded, MethodNotAllowed, UnknownModel
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.shared.error_base import Code, MeshError
-from rollmesh.shared.errors import PayloadTooLarge
+from rollmesh.shared.errors import PayloadTooLarge, Unauthenticated
 from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -90,7 +91,8 @@ def token_logprobs(tokenizer: Tokenizer, token_ids: IntArray, logprobs: FloatArr
     written = []
     for token_id, logprob in zip(token_ids, logprobs, strict=True):
         text = tokenizer.decode(np.asarray([token_id], dtype=np.int32))
-        written.append({"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []})
+        token_bytes = list(tokenizer.token_bytes(int(token_id)))
+        written.append({"token": text, "logprob": float(logprob), "bytes": token_bytes, "top_logprobs": []})
     return tuple(written)
 
 
@@ -200,8 +202,16 @@ def completion_logprobs(tokenizer: Tokenizer, turn: Turn, offset: int = 0) -> di
 
 def models_reply(names: Sequence[str], created: int) -> bytes:
     """Return the list of models: `policy`, and the endpoints."""
-    data = [{"id": name, "object": "model", "created": created, "owned_by": "rollmesh"} for name in names]
-    return msgspec.json.encode({"object": "list", "data": data})
+    return msgspec.json.encode({"object": "list", "data": [_model(name, created) for name in names]})
+
+
+def model_reply(name: str, created: int) -> bytes:
+    """Return one of the models."""
+    return msgspec.json.encode(_model(name, created))
+
+
+def _model(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "rollmesh"}
 
 
 def _completion_choice(index: int, text: str, finish: Finish | None, logprobs: Any) -> dict[str, Any]:
@@ -244,6 +254,8 @@ _STATUS: dict[Code, tuple[int, str]] = {
     Code.DEADLINE_EXCEEDED: (408, "invalid_request_error"),
     Code.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
 }
+_OWN_STATUS: dict[type[MeshError], int] = {PayloadTooLarge: 413, EpisodeEnded: 410, MethodNotAllowed: 405}
+_CODES = {Unauthenticated.reason: "invalid_api_key", UnknownModel.reason: "model_not_found"}
 _LIMIT_CODES = {"tokens": "context_length_exceeded"}
 
 
@@ -253,12 +265,12 @@ def error_reply(error: MeshError | LimitReached) -> ErrorReply:
         code = _LIMIT_CODES.get(error.limit, "episode_limit")
         return _error(400, "invalid_request_error", f"{error}; end the work on this task", code=code, retry=False)
     status, kind = _STATUS.get(error.code, (503, "server_error"))
-    if isinstance(error, PayloadTooLarge):
-        status, kind = 413, "invalid_request_error"
+    code = _CODES.get(error.reason, error.reason.lower())
+    for class_, own_status in _OWN_STATUS.items():
+        if isinstance(error, class_):
+            status, kind = own_status, "invalid_request_error"
     field = error.violations[0].field if error.violations else None
-    return _error(
-        status, kind, error.message, code=error.reason.lower(), param=field, retry=status == 429 and error.retryable
-    )
+    return _error(status, kind, error.message, code=code, param=field, retry=status == 429 and error.retryable)
 
 
 def _error(status: int, kind: str, message: str, *, code: str, retry: bool, param: str | None = None) -> ErrorReply:

@@ -14,6 +14,7 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.metrics import OPENAI_ABANDONED
 from rollmesh.services.rollout.openai.chains import Chains
+from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded
 from rollmesh.shared.errors import ContextLengthExceeded, Unauthenticated
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import ClientChains
@@ -61,10 +62,10 @@ class Served:
             raise LimitReached("tokens")
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a part of a request as a task of the episode. `close` and `abandon` cancel it. Raise Unauthenticated after `close`."""
+        """Run a part of a request as a task of the episode. `close` and `abandon` cancel it. Raise EpisodeEnded after `close`."""
         if self._closed:  # while the body of the request arrived
             work.close()
-            raise expired_key()
+            raise ended_meanwhile()
         task = asyncio.ensure_future(self._watched(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -81,7 +82,7 @@ class Served:
             raise
         except asyncio.CancelledError:
             if self._closed:
-                raise expired_key() from None
+                raise ended_meanwhile() from None
             raise
         self._too_long = False
         return result
@@ -105,6 +106,11 @@ class Served:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def ended_meanwhile() -> EpisodeEnded:
+    """Return the error for a request in progress whose episode has ended."""
+    return EpisodeEnded("the episode ended while the request was in progress; end the work on this task")
 
 
 def expired_key() -> Unauthenticated:
