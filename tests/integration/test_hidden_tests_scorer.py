@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollmesh.services.reward.config import RewardConfig, build_engine
-from rollmesh.services.reward.item import ScoreItem, TaskView
+from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
 from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
@@ -66,9 +67,11 @@ def tasks_file(folder: Path) -> str:
 
 
 @asynccontextmanager
-async def reward_node(tmp_path: Path, *addresses: str, **options: Any) -> AsyncIterator[RewardNode]:
+async def reward_node(
+    tmp_path: Path, *addresses: str, timeout_s: float = 30.0, **options: Any
+) -> AsyncIterator[RewardNode]:
     settings = {
-        "scorers": [{"name": "tests", "options": options}],
+        "scorers": [{"name": "tests", "timeout_s": timeout_s, "options": options}],
         "answer_files": {"tasks": {"path": "tasks.jsonl", "answer": "", "tests": "tests"}},
         "sandboxes": list(addresses),
         "sandbox": {"open_s_max": 0.2},
@@ -147,3 +150,71 @@ async def test_client_judges_on_another_node_when_one_has_no_place(tmp_path: Pat
         with pytest.raises(UnknownOracle):
             await both.run_tests(files, oracle_ref="square")
         assert (both.num_sessions, only.num_sessions) == (0, 0)
+
+
+@asynccontextmanager
+async def bounded_scorer(tmp_path: Path, timeout_s: float, **changes: Any) -> AsyncIterator[RewardNode]:
+    """Run a reward node whose scorer `tests` has a time limit, with a sandbox node for it."""
+    tasks_file(tmp_path)
+    config = config_from_dict(SandboxConfig, {"grace_s": 0.1, **changes})
+    async with (
+        SandboxNode(config, node_id="sandbox-0", access=ACCESS, state_dir=tmp_path / "node") as node,
+        reward_node(tmp_path, node.address, timeout_s=timeout_s) as reward,
+    ):
+        yield reward
+
+
+def judged_item(manifest: dict[str, Any], source: str) -> ScoreItem:
+    return ScoreItem(
+        key=EpisodeKey(run="r", task="t", group="g", episode="e"),
+        task=TaskView(task_id="t"),
+        answer_key=AnswerKey(tests=manifest),
+        messages=(Message(role="assistant", content=f"```python\n{source}\n```"),),
+        sample_id="s",
+    )
+
+
+CALLS = {"kind": "function", "function": "f", "tests": [{"arguments": [], "expected": 1} for _ in range(5)]}
+PROGRAM = {"kind": "stdio", "tests": [{"stdin": "", "stdout": "1"} for _ in range(5)]}
+CHECKED = {
+    "compare": "checker",
+    "checker": {"source": "import time\ndef check(*_):\n    time.sleep(9)\n    return False"},
+}
+RESISTING = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
+def f(): time.sleep(60)
+"""
+SLOW = {
+    "quick and wrong": (CALLS, "def f(): return 2", "WA 5"),
+    "an endless loop": (CALLS | {"limits": {"wall_s": 0.3}}, "def f():\n    while True: pass", "TLE 5"),
+    "an endless loop, beyond the limits of all tests": (CALLS | {"time_limits_max": 5}, "import time\ndef f(): time.sleep(60)", "TLE 5"),
+    "signals are blocked": (CALLS | {"limits": {"wall_s": 0.3}}, RESISTING, "TLE 5"),
+    "a program that is slow and wrong": (PROGRAM, "import time\ntime.sleep(0.8)\nprint(2)", "TLE"),
+    "slow and wrong, but within the limit of each test": (CALLS | {"limits": {"wall_s": 0.5}}, "import time\ndef f():\n    time.sleep(0.4)\n    return 2", "TLE"),
+    "never loads": (CALLS, "while True: pass", "TLE 5"),
+    "an answer that the checker rejects slowly": (CALLS | CHECKED, "def f(): return 2", "TLE"),
+    "an answer on which the hidden test runs slowly": (
+        {"kind": "unit", "source": "import solution\n" + "".join(f"def test_{n}():\n    for _ in range(solution.f()): pass\n" for n in range(5))},
+        "def f(): return 10 ** 12",
+        "TLE",
+    ),
+}  # fmt: skip
+
+
+async def test_a_slow_wrong_answer_is_a_zero(tmp_path: Path) -> None:
+    profiles = {"python": {"limits": {"call_s": 1.0}}}
+    async with bounded_scorer(tmp_path, timeout_s=1.0, profiles=profiles) as reward:
+        given = await reward.engine.score([judged_item(manifest, source) for manifest, source, _ in SLOW.values()])
+    for (name, (_, _, verdicts)), rewards_given in zip(SLOW.items(), given, strict=True):
+        assert [(r.value, r.outcome) for r in rewards_given] == [(0.0, Outcome.OK)] * 2, (name, rewards_given)
+        assert verdicts in rewards_given[0].evidence, (name, rewards_given)
+
+
+async def test_only_time_that_the_candidate_took_counts(tmp_path: Path) -> None:
+    slow, right = "import time\ndef f(): time.sleep(60)", "def f(): return 1"
+    async with bounded_scorer(tmp_path, timeout_s=1.0, judgments_inflight_max=1) as reward:
+        given = await asyncio.gather(*(reward.engine.score([judged_item(CALLS, c)]) for c in (slow, slow, right)))
+        assert [[(r.value, r.outcome) for r in rewards_given] for ((*rewards_given,),) in given] == [
+            [(value, Outcome.OK)] * 2 for value in (0.0, 0.0, 1.0)
+        ], "the second and the third waited for longer than timeout_s"

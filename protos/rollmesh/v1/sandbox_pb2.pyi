@@ -1079,6 +1079,7 @@ class RunTestsRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    BUDGET_S_FIELD_NUMBER: _builtins.int
     oracle_ref: _builtins.str
     """Names hidden tests of the node's oracle store; never shown to the candidate's sandbox. Either this or manifest."""
     owner: _builtins.str
@@ -1086,6 +1087,10 @@ class RunTestsRequest(_message.Message):
     manifest: _builtins.str
     """The hidden tests themselves, as the JSON of one manifest (docs/sandbox/judging.md): for callers that hold the answer keys. Either this
     or oracle_ref.
+    """
+    budget_s: _builtins.float
+    """Limit of the wall seconds that the candidate takes in all tests together, by the node's clock; waits for a session do not count. The
+    tests that remain count as TLE. The caller sets it, so that slow code is judged before the deadline of the call. 0 means no limit.
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxFile]:
@@ -1103,10 +1108,11 @@ class RunTestsRequest(_message.Message):
         limits: Global___SandboxLimits | None = ...,
         owner: _builtins.str = ...,
         manifest: _builtins.str = ...,
+        budget_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "limits", b"limits", "manifest", b"manifest", "oracle_ref", b"oracle_ref", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_s", b"budget_s", "files", b"files", "limits", b"limits", "manifest", b"manifest", "oracle_ref", b"oracle_ref", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

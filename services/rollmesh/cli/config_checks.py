@@ -7,6 +7,7 @@ sections that must agree. `model_checks` checks the model. Nothing is started or
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,10 +29,13 @@ from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.reward.engine import ConfiguredScorer
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.oracles import ORACLES
+from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.reward.scorers.tests import TestsOptions
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
+from rollmesh.services.sandbox.oracle.manifest import PROFILE, TIME_LIMITS_MAX
 from rollmesh.shared.config import all_in_one, underlay_places
 from rollmesh.shared.endpoints.config import check_endpoint
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key, located_at
@@ -104,7 +108,34 @@ def notes(config: TrainConfig, base_dir: Path) -> list[str]:
         found.append(
             f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
         )
-    return found
+    return found + [f"note: {line}" for line in _scoring_times(config, base_dir)]
+
+
+def _scoring_times(config: TrainConfig, base_dir: Path) -> Iterator[str]:
+    """Yield the time limits of scoring that cannot fit into each other."""
+    total_s, score_s = sum(scorer.timeout_s for scorer in config.reward.scorers), config.rollout.stages.score_s_max
+    if total_s >= score_s:
+        yield (
+            f"the scorers may take {total_s:g} s (sum of `reward.scorers[].timeout_s`), but rollout.stages.score_s_max is {score_s:g} s: a "
+            "slow answer can end its episode as an infra failure instead of with a reward; raise score_s_max, or lower timeout_s"
+        )
+    for index, scorer in enumerate(config.reward.scorers):
+        options = SCORERS.options(scorer, base_dir)
+        if not isinstance(options, TestsOptions):
+            continue
+        if scorer.timeout_s >= (most := config.reward.sandbox.judgment_s_max):
+            yield (
+                f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but reward.sandbox.judgment_s_max ends a judgment after "
+                f"{most:g} s as an infra failure; raise judgment_s_max, or lower timeout_s"
+            )
+        if (profile := config.sandbox.profiles.get(PROFILE)) is not None:
+            call_s = min(options.wall_s or math.inf, profile.resolved_limits().call_s)
+            if call_s * TIME_LIMITS_MAX > scorer.timeout_s:
+                yield (
+                    f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but {TIME_LIMITS_MAX} hidden tests (`time_limits_max`) may "
+                    f"take {call_s:g} s each (limits.call_s of sandbox profile `{PROFILE}`): tests after timeout_s count as TLE; raise "
+                    "timeout_s, or lower call_s or wall_s of the manifests"
+                )
 
 
 def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:

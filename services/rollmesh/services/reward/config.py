@@ -13,7 +13,16 @@ from msgspec import Meta
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
-from rollmesh.services.reward.scorer import SCORERS, Policy, Sandbox, Scorer, UsesEndpoints, UsesPolicy, UsesSandbox
+from rollmesh.services.reward.scorer import (
+    SCORERS,
+    LimitsItself,
+    Policy,
+    Sandbox,
+    Scorer,
+    UsesEndpoints,
+    UsesPolicy,
+    UsesSandbox,
+)
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.endpoints.answer import Asks
@@ -29,7 +38,8 @@ class ScorerConfig(Extension):
     reward: str = ""
     """Name of its reward within the run. Default: the short name of the scorer."""
     timeout_s: PositiveFloat = 30.0
-    """Timeout for one sample, in seconds. A timeout is an infra failure of the sample."""
+    """Timeout for one sample, in seconds. A timeout is an infra failure of the sample. For `tests` it limits the time that the candidate
+    takes in all hidden tests, without waits: the remaining tests count as TLE, which is a verdict and not an infra failure."""
 
     @property
     def reward_name(self) -> str:
@@ -124,11 +134,13 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
         )
     if not inspect.iscoroutinefunction(getattr(scorer, "score", None)):
         raise ConfigError(f"scorer `{config.name}` must have a method `async def score(self, item)`", name=config.name)
+    if limits_itself := isinstance(scorer, LimitsItself):
+        scorer.use_timeout(config.timeout_s)
     return ConfiguredScorer(
         name=config.reward_name,
         label=f"{config.short_name}@{getattr(scorer, 'version', '1')}",
         scorer=cast(Scorer, scorer),
-        timeout_s=config.timeout_s,
+        timeout_s=None if limits_itself else config.timeout_s,
     )
 
 

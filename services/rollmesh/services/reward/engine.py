@@ -53,7 +53,8 @@ class ConfiguredScorer:
     label: str
     """Scorer and version, as in `Reward.scorer`."""
     scorer: Scorer
-    timeout_s: float
+    timeout_s: float | None
+    """Timeout of a call, in seconds; None for a scorer that limits itself."""
 
     @property
     def reward_names(self) -> tuple[str, ...]:

@@ -46,8 +46,17 @@ class Sandbox(Protocol):
         manifest: str = "",
         limits: Mapping[str, float] | None = None,
         owner: str = "",
+        budget_s: float = 0.0,
     ) -> TestReport:
         """Return the verdicts of hidden tests. Raise MeshError, but never because of the candidate."""
+
+
+@runtime_checkable
+class LimitsItself(Protocol):
+    """A scorer for which a slow answer is a wrong answer. It limits its own calls instead of the engine."""
+
+    def use_timeout(self, timeout_s: float) -> None:
+        """Store `timeout_s` of its entry. Called once, before the first call of `score`."""
 
 
 @runtime_checkable

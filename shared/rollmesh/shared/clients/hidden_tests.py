@@ -47,10 +47,16 @@ class TestReport:
 
 
 def tests_request(
-    files: Mapping[str, bytes], *, oracle_ref: str, manifest: str, limits: Mapping[str, float] | None, owner: str
+    files: Mapping[str, bytes],
+    *,
+    oracle_ref: str,
+    manifest: str,
+    limits: Mapping[str, float] | None,
+    owner: str,
+    budget_s: float,
 ) -> sandbox_pb2.RunTestsRequest:
     """Return the request. `limits` has the field names of `rollmesh.v1.SandboxLimits`."""
-    request = sandbox_pb2.RunTestsRequest(oracle_ref=oracle_ref, manifest=manifest, owner=owner)
+    request = sandbox_pb2.RunTestsRequest(oracle_ref=oracle_ref, manifest=manifest, owner=owner, budget_s=budget_s)
     for name, value in (limits or {}).items():
         setattr(request.limits, name, value)
     for path, content in files.items():

@@ -298,13 +298,18 @@ class SandboxClient:
         manifest: str = "",
         limits: Mapping[str, float] | None = None,
         owner: str = "",
+        budget_s: float = 0.0,
     ) -> TestReport:
         """Judge a candidate's files with the hidden tests of a node's store, or with those of a manifest (JSON).
+
+        `budget_s` > 0 limits the seconds that the candidate takes in all tests; the remaining tests count as TLE.
 
         If the node or the jail fails, the tests are repeated, if possible on another node, within `open_s_max`. Raise
         `UnknownOracle`, `BrokenOracle`, `InvalidInput` or another `MeshError`, never for an error of the candidate.
         """
-        request = tests_request(files, oracle_ref=oracle_ref, manifest=manifest, limits=limits, owner=owner)
+        request = tests_request(
+            files, oracle_ref=oracle_ref, manifest=manifest, limits=limits, owner=owner, budget_s=budget_s
+        )
 
         async def judge_on(link: WorkLink) -> TestReport:
             link.num_sessions += 1

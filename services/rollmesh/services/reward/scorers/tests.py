@@ -1,7 +1,8 @@
 """Run hidden tests on the code of the model: 1 if every test accepts it, else 0, and the share of accepting tests.
 
 The tests run on sandbox nodes in another jail than the candidate, so its output and side effects cannot become a verdict. A failure of a
-jail or a node is an infra failure of the sample, never a reward of 0.
+jail or a node is an infra failure of the sample, never a reward of 0. The time that the candidate takes is limited by `timeout_s` of the
+entry. A wait for a sandbox is not: the client of the sandbox nodes limits it.
 
 Source: execution-based scoring by hidden unit tests, as in HumanEval (2021) and APPS (2021).
 """
@@ -48,6 +49,10 @@ class TestsScorer:
         self._extractor = Extractor(options)
         self._options = options
         self._sandbox: Sandbox | None = None
+        self._timeout_s = 0.0
+
+    def use_timeout(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     def use_sandbox(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -67,6 +72,7 @@ class TestsScorer:
             manifest="" if isinstance(tests, str) else json.dumps(tests),
             limits={"wall_s": self._options.wall_s},
             owner=f"{item.key.run}/{item.key.episode}.{item.key.attempt}/tests",
+            budget_s=self._timeout_s,
         )
         return _rewards(float(report.accepted), report.accepted_share, describe(report))
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.engine import RunResult
-from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
+from rollmesh.services.sandbox.oracle.judging_session import JudgingSession, TimeBudget
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict, require_ok
 from rollmesh.shared.errors import InvalidInput
 
@@ -41,12 +41,14 @@ class Candidate:
         entry: str,
         prepare: Prepare | None,
         isolate: bool,
+        budget: TimeBudget,
     ) -> None:
         self._open_session = open_session
         self._files = files
         self._entry = entry
         self._prepare_more = prepare
         self._isolate = isolate
+        self.budget = budget
         self._session: JudgingSession | None = None
         self._stack = AsyncExitStack()
         self._unusable: CandidateFailed | None = None
@@ -118,7 +120,7 @@ class Candidate:
         except InvalidInput as error:
             raise CandidateFailed(JudgeVerdict.RE, f"cannot write its files: {error}") from None
         require_ok(await session.run(Program(code=_PRELUDE)))
-        session.spent_s = 0.0
+        session.spent_s, session.budget = 0.0, self.budget
         if self._prepare_more is not None:
             await self._prepare_more(session)
 

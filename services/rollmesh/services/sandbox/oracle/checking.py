@@ -16,7 +16,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.oracle.candidate import OpenSession
 from rollmesh.services.sandbox.oracle.compare import strict_json
-from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
+from rollmesh.services.sandbox.oracle.judging_session import JudgingSession, TimeBudget
 from rollmesh.services.sandbox.oracle.manifest import Checker
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 from rollmesh.shared.errors import BrokenOracle
@@ -27,9 +27,11 @@ _WRAP = "from rollmesh.sandbox_runtime.judging.checking import wrap as _wrap\n_c
 class CheckerSession:
     """A checker session, loaded once and called for each answer; replaced if an answer ended it."""
 
-    def __init__(self, open_session: OpenSession, checker: Checker) -> None:
+    def __init__(self, open_session: OpenSession, checker: Checker, budget: TimeBudget) -> None:
+        """A rejected answer is charged to the candidate's `budget` with the time of its check."""
         self._open_session = open_session
         self._checker = checker
+        self._budget = budget
         self._session: JudgingSession | None = None
         self._stack = AsyncExitStack()
 
@@ -44,9 +46,10 @@ class CheckerSession:
     async def check(self, given: Any, expected: Any, answer: Any) -> None:
         """Raise `CandidateFailed` with WA unless the checker accepts. Raises BrokenOracle if the checker does not load."""
         session = await self._loaded()
-        text = json.dumps([given, expected, answer])
+        text, spent_s = json.dumps([given, expected, answer]), session.spent_s
         accept, message = _read(await session.call("_checked", text, wall_s=self._checker.wall_s))
         if not accept:
+            self._budget.spent_s += session.spent_s - spent_s
             raise CandidateFailed(JudgeVerdict.WA, message)
 
     async def _loaded(self) -> JudgingSession:

@@ -37,7 +37,9 @@ class HiddenTests:
         """Return the verdicts. Raises MeshError, but never because of the candidate."""
         limits = _limits(request.limits)
         files = {file.path: file.content for file in request.files}
-        report = await self._judge.judge(self._manifest(request), files, limits=limits, owner=request.owner)
+        report = await self._judge.judge(
+            self._manifest(request), files, limits=limits, owner=request.owner, budget_s=request.budget_s
+        )
         return _encode(report)
 
     def _manifest(self, request: sandbox_pb2.RunTestsRequest) -> Manifest:

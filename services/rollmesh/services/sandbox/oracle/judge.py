@@ -12,6 +12,7 @@ of the whole judgment, never a verdict.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenSession, Prepare, loading
 from rollmesh.services.sandbox.oracle.checking import CheckerSession
-from rollmesh.services.sandbox.oracle.judging_session import open_session
+from rollmesh.services.sandbox.oracle.judging_session import TimeBudget, open_session
 from rollmesh.services.sandbox.oracle.manifest import (
     Checker,
     FunctionManifest,
@@ -50,6 +51,7 @@ Trial = Callable[[int], Awaitable[None]]
 _LIMITS = {name: "call_s" if name == "wall_s" else name for name in LimitsPerTest.__struct_fields__}
 """Field of LimitsPerTest -> field of the sessions' Limits."""
 _OUT_OF_TIME = "not run, because too many earlier tests were out of time"
+_BUDGET_SPENT = "not run, because the candidate took more than {:g} s in earlier tests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class _Request:
     files: Mapping[str, bytes]
     limits: Mapping[str, float]
     owner: str
+    budget: TimeBudget
 
 
 class Judge:
@@ -72,11 +75,25 @@ class Judge:
         self._num_asked = 0
 
     async def judge(
-        self, manifest: Manifest, files: Mapping[str, bytes], *, limits: LimitsPerTest | None = None, owner: str = ""
+        self,
+        manifest: Manifest,
+        files: Mapping[str, bytes],
+        *,
+        limits: LimitsPerTest | None = None,
+        owner: str = "",
+        budget_s: float = 0.0,
     ) -> JudgeReport:
-        """Judge a candidate. Raises InvalidInput for limits above the manifest's or too low for it, and the errors of
+        """Judge a candidate. `budget_s` > 0 limits the time that it may take in all tests together; the remaining tests
+        count as out of time. Raises InvalidInput for limits above the manifest's or too low for it, and the errors of
         opening and using sessions."""
-        request = _Request(manifest, files, _narrow(manifest.limits, limits or LimitsPerTest()), owner or "RunTests")
+        if not (math.isfinite(budget_s) and budget_s >= 0):
+            what = f"must be finite and >= 0, got {budget_s}"
+            raise InvalidInput(f"`budget_s`: {what}", violations=[FieldViolation("budget_s", what)])
+        narrowed = _narrow(manifest.limits, limits or LimitsPerTest())
+        budget = TimeBudget(
+            call_s=narrowed["call_s"] or self._limits(manifest.profile).call_s, total_s=budget_s or math.inf
+        )
+        request = _Request(manifest, files, narrowed, owner or "RunTests", budget)
         try:
             require_room(manifest, int(request.limits["output_bytes"]) or self._limits(manifest.profile).output_bytes)
         except ManifestError as error:
@@ -106,6 +123,10 @@ class Judge:
             if num_late >= manifest.time_limits_max:
                 verdicts.append(_verdict(manifest, index, CandidateFailed(JudgeVerdict.TLE, _OUT_OF_TIME)))
                 continue
+            if candidate.budget.exhausted:
+                message = _BUDGET_SPENT.format(candidate.budget.total_s)
+                verdicts.append(_verdict(manifest, index, CandidateFailed(JudgeVerdict.TLE, message)))
+                continue
             failed = None
             try:
                 await trial(index)
@@ -127,9 +148,10 @@ class Judge:
             entry=manifest.entry,
             prepare=self._preparation(manifest),
             isolate=manifest.isolate,
+            budget=request.budget,
         )
         checker = manifest.checker if isinstance(manifest, FunctionManifest | StdioManifest) else None
-        async with candidate, self._checker(checker, request.owner) as session:
+        async with candidate, self._checker(checker, request) as session:
             yield self._put_to(candidate, request, session), candidate
 
     def _preparation(self, manifest: Manifest) -> Prepare | None:
@@ -149,8 +171,7 @@ class Judge:
                 return lambda index: try_stdio(stdio, stdio.tests[index], candidate, checker, cpu_s)
             case UnitManifest() as unit:
                 oracle = self._opener(unit.oracle_profile, {}, request.owner)
-                wall_s = request.limits["call_s"] or self._limits(unit.profile).call_s
-                return lambda index: try_unit(unit, unit.tests[index], candidate, oracle, wall_s)
+                return lambda index: try_unit(unit, unit.tests[index], candidate, oracle, request.budget.call_s)
             case SqlManifest() as sql:
                 reference = self._opener(sql.profile, {}, request.owner)
                 return lambda index: try_sql(sql, sql.tests[index], candidate, reference)
@@ -179,11 +200,12 @@ class Judge:
         return self._config.profiles[name]
 
     @asynccontextmanager
-    async def _checker(self, checker: Checker | None, owner: str) -> AsyncIterator[CheckerSession | None]:
+    async def _checker(self, checker: Checker | None, request: _Request) -> AsyncIterator[CheckerSession | None]:
         if checker is None:
             yield None
             return
-        async with CheckerSession(self._opener(checker.profile, {}, owner), checker) as session:
+        opener = self._opener(checker.profile, {}, request.owner)
+        async with CheckerSession(opener, checker, request.budget) as session:
             yield session
 
     def _opener(self, profile: str, limits: Mapping[str, float], owner: str) -> OpenSession:

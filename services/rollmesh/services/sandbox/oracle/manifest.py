@@ -18,6 +18,10 @@ from rollmesh.services.sandbox.oracle.compare import TextCompare, ValueCompare, 
 from rollmesh.services.sandbox.oracle.unit_tests import test_names
 
 NUM_TESTS_MAX = 10_000
+PROFILE = "python"
+"""Default of `profile`."""
+TIME_LIMITS_MAX = 3
+"""Default of `time_limits_max`."""
 TEST = "{test}"
 """Placeholder for a test's name in the command of a repository."""
 
@@ -95,7 +99,7 @@ class FunctionTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """Fields of all kinds of manifests."""
 
-    profile: str = "python"
+    profile: str = PROFILE
     """Profile of the candidate's jail, which determines what it can import."""
     limits: LimitsPerTest = LimitsPerTest()
     """Limits of each test."""
@@ -104,7 +108,7 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     slow, but state from an earlier test then affects later tests."""
     stop_at_first_failure: bool = False
     """Whether to skip the tests after the first one that is not accepted."""
-    time_limits_max: int = 3
+    time_limits_max: int = TIME_LIMITS_MAX
     """Number of tests out of time after which the remaining tests count as out of time without being run."""
 
     def _check(self, tests: tuple[Any, ...]) -> None:

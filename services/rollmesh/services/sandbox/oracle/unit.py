@@ -25,22 +25,36 @@ _VERBS = ("look_up", "invoke", "contents")
 async def try_unit(
     manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenSession, wall_s: float
 ) -> None:
-    """Run one test to its end. `wall_s` bounds the total time of the candidate."""
+    """Run one test to its end. `wall_s` bounds the total time of the candidate. A failed test is charged to its budget
+    with the time of the test's own code, because the candidate's answers may make that slow."""
     async with open_oracle() as session:
-        result = await session.run(Program(code=_PRELUDE))
-        if result.outcome is not RunOutcome.OK:
-            raise BrokenOracle(f"the tests' session is not usable: {result.error_type}: {result.error_message}")
-        objects = "yes" if manifest.objects else "no"
-        message = await _exchange(session, "start", manifest.source, test.name, manifest.module, objects)
-        for _ in range(manifest.requests_max):
-            if "ask" not in message:
-                _conclude(message)
-                return
-            reply = await _answer(candidate, *message["ask"])
-            if candidate.spent_s > wall_s:
-                raise CandidateFailed(JudgeVerdict.TLE, f"the candidate took more than {wall_s} s in total")
-            message = await _exchange(session, "resume", reply)
-        raise CandidateFailed(JudgeVerdict.RE, f"the test used the candidate more than {manifest.requests_max} times")
+        try:
+            await _run_test(manifest, test, candidate, session, wall_s)
+        except CandidateFailed:
+            candidate.budget.spent_s += session.spent_s
+            raise
+
+
+async def _run_test(
+    manifest: UnitManifest, test: UnitTest, candidate: Candidate, session: JudgingSession, wall_s: float
+) -> None:
+    result = await session.run(Program(code=_PRELUDE))
+    session.spent_s = 0.0
+    if result.outcome is not RunOutcome.OK:
+        raise BrokenOracle(f"the tests' session is not usable: {result.error_type}: {result.error_message}")
+    objects = "yes" if manifest.objects else "no"
+    message = await _exchange(session, "start", manifest.source, test.name, manifest.module, objects)
+    for _ in range(manifest.requests_max):
+        if "ask" not in message:
+            _conclude(message)
+            return
+        reply = await _answer(candidate, *message["ask"])
+        if candidate.spent_s > wall_s:
+            raise CandidateFailed(JudgeVerdict.TLE, f"the candidate took more than {wall_s} s in total")
+        if session.spent_s > candidate.budget.total_s:
+            raise CandidateFailed(JudgeVerdict.TLE, "the hidden test took too long on the candidate's answers")
+        message = await _exchange(session, "resume", reply)
+    raise CandidateFailed(JudgeVerdict.RE, f"the test used the candidate more than {manifest.requests_max} times")
 
 
 async def _answer(candidate: Candidate, verb: str, question: str) -> str:
