@@ -100,6 +100,26 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
         assert core.sessions.counts().live == 0
 
 
+async def test_hidden_tests_that_judge_no_candidate_are_errors_before_it_runs(tmp_path: Path) -> None:
+    broken = {
+        "the argument is too long": ("def test_it(): assert solution.f('x' * 5_000_000)", "characters, at most 4194304"),
+        "skipped on every host": ("@unittest.skipIf(True, 'no')\ndef test_it(): assert solution.f(1)", "is skipped by its decorator: no"),
+        "a module is missing": ("import no_such_module\nassert solution.f(1)", "ModuleNotFoundError"),
+        "the candidate is not used": ("assert 1 == 1", "do not use the candidate"),
+    }  # fmt: skip
+    async with serving(tmp_path) as (core, stub, _):
+        for source, words in broken.values():
+            manifest = {"kind": "unit", "source": f"import unittest, solution\n{source}"}
+            with pytest.raises(BrokenOracle, match=words):
+                await judged(stub, manifest, "def f(x): return True")
+        after = "def test_it():\n    got = solution.f(1)\n    solution.f([got] * 5_000_000)"
+        response = await judged(stub, {"kind": "unit", "source": f"import solution\n{after}"}, "def f(x): return 1")
+        assert outcomes(response) == ["WRONG_ANSWER"], "the candidate may have chosen a value that makes it long"
+        with pytest.raises(InvalidInput, match=r"`budget_s`: must be finite and >= 0, got -1"):
+            await judged(stub, ADD, budget_s=-1)
+        assert core.sessions.counts().live == 0
+
+
 async def test_a_store_with_more_expected_output_than_is_kept_does_not_open(tmp_path: Path) -> None:
     (tmp_path / "oracles").mkdir()
     (tmp_path / "oracles" / "long.json").write_text(json.dumps({"kind": "stdio", "tests": [{"stdout": "x" * 70_000}]}))

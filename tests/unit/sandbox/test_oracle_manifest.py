@@ -20,6 +20,7 @@ from rollmesh.services.sandbox.oracle.manifest import (
     manifest_of,
     parse_manifest,
     require_room,
+    with_prelude,
 )
 from rollmesh.services.sandbox.oracle.store import ManifestStore
 from rollmesh.shared.errors import ConfigError, UnknownOracle
@@ -52,6 +53,58 @@ def test_manifest_error_names_the_field(changes: dict[str, Any], field: str, cau
         manifest_of({**FUNCTION, **changes})
     assert caught.value.field == field
     assert cause in caught.value.cause
+
+
+UNIT = "import unittest, solution\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "tests", "cause"),
+    [
+        ("def helper(): pass", [], "tests must hold 1 to"),
+        ("'Only a text.'\nx = 1", [], "tests must hold 1 to"),
+        ("async def test_a(): pass\ndef test_b(): pass", [], "the test test_a is async, which is not supported"),
+        ("class TestA:\n    async def test_a(self): pass", [], "the test TestA.test_a is async"),
+        ("@unittest.skip('x')\ndef test_a(): pass", [], "tests must hold 1 to"),
+        ("@unittest.skip('x')\ndef test_a(): pass\ndef test_b(): pass", ["test_a"], "'test_a', which the source lacks or skips"),
+        ("from unittest.mock import patch\n@patch('builtins.input')\ndef test_a(m): pass", [], "patch('builtins.input') cannot work"),
+        ("def test_a():\n    with unittest.mock.patch('solution.LIMIT', 3): pass", [], "patch('solution.LIMIT') cannot work"),
+    ],
+)  # fmt: skip
+def test_hidden_tests_that_cannot_work_are_refused(source: str, tests: list[str], cause: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        manifest_of({"kind": "unit", "source": UNIT + source, "tests": [{"name": name} for name in tests]})
+    assert cause in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("assert solution.f()", ["module"]),
+        ("def check(f): assert f(1)\ncheck(solution.f)", ["module"]),
+        ("assert solution.f()\ndef test_a(): pass", ["test_a"]),
+        ("@unittest.skip('x')\ndef test_a(): pass\ndef test_b(): pass", ["test_b"]),
+        ("@unittest.skip('x')\nclass TestA:\n    def test_a(self): pass\ndef test_b(): pass", ["test_b"]),
+        ("@unittest.mock.patch('time.time')\ndef test_a(m): pass", ["test_a"]),
+    ],
+)
+def test_hidden_tests_are_found_by_their_syntax(source: str, names: list[str]) -> None:
+    manifest = manifest_of({"kind": "unit", "source": UNIT + source})
+    assert [test.name for test in manifest.tests] == names
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("x = 1", "import math\nx = 1"),
+        ("from __future__ import annotations\nx = 1", "from __future__ import annotations\nimport math\nx = 1"),
+    ],
+)
+def test_prelude_is_put_in_front_of_the_entry_alone(code: str, expected: str) -> None:
+    files = {"solution.py": code.encode(), "other.py": b"y = 1"}
+    given = with_prelude(manifest_of({**FUNCTION, "prelude": "import math"}), files)
+    assert given == {"solution.py": expected.encode(), "other.py": b"y = 1"}
+    assert with_prelude(manifest_of(FUNCTION), files) == files
 
 
 @pytest.mark.parametrize("text", ["{", '{"kind": "stdio", "kind": "function"}', '{"x": NaN}', "[" * 100_000, b"\xff{}"])

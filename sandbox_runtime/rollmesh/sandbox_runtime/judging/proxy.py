@@ -9,8 +9,10 @@ sent. Operations that only the candidate could decide raise `UnsupportedError`, 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import itertools
 import json
+import sys
 import types
 from _queue import SimpleQueue  # `queue` brings `threading`, see `languages.children`
 from collections.abc import Iterator, Sequence
@@ -19,12 +21,29 @@ from typing import Any, NamedTuple, NoReturn
 from rollmesh.sandbox_runtime.judging.values import decode, encode, loads
 
 _REFERENCE = "a name that no attribute has"
+REQUEST_CHARS_MAX = 4 << 20
+"""Maximum characters of a request to the candidate."""
 _ITEMS_MAX = 10_000
 """Maximum items of one iterator that a test passes to the candidate."""
 
 
+_TEXT = "the text of an exception"
+_LIBRARIES = (sys.stdlib_module_names | {"numpy"}) - {"unittest", "doctest"}
+"""Modules whose exceptions keep their class. Test frameworks are excluded: some of their exceptions skip or pass a test."""
+_PASSED_ON = frozenset({"__name__", "__qualname__", "__doc__"})
+"""Special attributes that a handle requests from the candidate."""
+
+
 class CandidateError(Exception):
     """The candidate raised an exception without a builtin type, or sent an invalid reply."""
+
+
+class BrokenTestsError(Exception):
+    """The hidden tests cannot judge any candidate. The candidate did not cause it."""
+
+
+class CandidateStoppedError(RuntimeError):
+    """The candidate raised StopIteration from a call. Only an item of an iterator may end a loop of the test."""
 
 
 class UnsupportedError(TypeError):
@@ -35,23 +54,33 @@ class Channel:
     """Requests of the test's thread to the candidate, and the replies."""
 
     def __init__(self, *, objects: bool = True) -> None:
-        self._objects = objects
+        self.objects = objects
         """Whether results may be objects that are not plain data."""
         self.outbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self.inbox: SimpleQueue[str] = SimpleQueue()
         self.num_asked = 0
+        self.has_values = False
+        """Whether the candidate has returned results, which later requests may contain."""
         self.loading = False
         """Whether the tests' source is being executed, rather than a test."""
+        self.used: frozenset[str] = frozenset()
+        """Names that the tests' source uses."""
+        self.defined: dict[str, Any] = {}
+        """Namespace of the tests."""
         self._handles: dict[tuple[str, int], Handle] = {}
         self._copies: dict[int, Any] = {}
         """Contents of objects by number, kept until a method of the object is called, so that all operators of a test
         see the same contents."""
         self._classes: dict[str, type[Exception]] = {}
 
-    def ask(self, verb: str, text: str, *forms: str) -> tuple[str, Any]:
+    def ask(self, verb: str, text: str, *forms: str, may_stop: bool = False) -> tuple[str, Any]:
         """Send a request and return the form of the reply, which is `value` or one of `forms`, and its content. Raises
-        what the candidate raised."""
+        what the candidate raised; StopIteration only if the request `may_stop`."""
+        if len(text) > REQUEST_CHARS_MAX:
+            what = f"a request of the test has {len(text)} characters, at most {REQUEST_CHARS_MAX} are allowed"
+            raise UnsupportedError(what) if self.has_values else BrokenTestsError(what)
         self.num_asked += 1
+        self.has_values |= verb != "look_up"
         self.outbox.put({"ask": [verb, text]})
         try:
             ((form, content),) = loads(self.inbox.get()).items()
@@ -61,16 +90,23 @@ class Channel:
                 return form, self._class_of(content) if form == "exception" else None
             if form != "error":
                 raise ValueError(form)
-            names, message = content
-            error = self._class_of(names)(str(message)[:1000])
-            shown = f"{str(names[0])[:200]}: {error}"
+            error = self._rebuilt(content, may_stop=may_stop)
+            shown = f"{_short(content[0][0])}: {content[1]}"
         except UnsupportedError:
             raise
         except Exception:  # noqa: BLE001 - hostile data may break decoding in any way
             raise raised_by_candidate(CandidateError("the candidate's reply is not valid")) from None
         raise raised_by_candidate(error, shown)
 
-    def invoke(self, number: int | None, name: str, arguments: Sequence[Any] = (), keywords: Any = None) -> Any:
+    def invoke(
+        self,
+        number: int | None,
+        name: str,
+        arguments: Sequence[Any] = (),
+        keywords: Any = None,
+        *,
+        may_stop: bool = False,
+    ) -> Any:
         """Return the result of a function, or of a method of an object."""
         question = {
             "object": number,
@@ -78,7 +114,7 @@ class Channel:
             "arguments": encode(list(arguments), self._hand_over),
             "keywords": encode(keywords or {}, self._hand_over),
         }
-        return self.ask("invoke", json.dumps(question))[1]
+        return self.ask("invoke", json.dumps(question), may_stop=may_stop)[1]
 
     def look_up(self, path: str, function: Handle) -> Any:
         """Return an attribute: plain data, an exception class, or `function` if it is callable."""
@@ -94,6 +130,19 @@ class Channel:
             self._copies[number] = found
         return self._copies[number]
 
+    def public_names(self) -> list[str]:
+        """Return the names for `import *`: those that the candidate exports, the tests' source uses, and nothing else
+        has defined. A candidate cannot replace what the tests use for their assertions."""
+        _, exported = self.ask("names", "")
+        if type(exported) is not list:
+            raise raised_by_candidate(CandidateError("the candidate's reply is not valid"))
+        found = [name for name in exported if name in self.used and name not in self.defined]
+        if builtin := [name for name in found if hasattr(builtins, name)]:
+            raise UnsupportedError(
+                f"`import *` would replace the builtin {builtin[0]} of the test; import it by its name"
+            )
+        return found
+
     def forget(self, number: int | None) -> None:
         """Drop the copy of an object that may have changed."""
         if number is not None:
@@ -105,18 +154,44 @@ class Channel:
         if not names:
             return CandidateError
         name = str(names[0])[:200]
-        known = getattr(builtins, name, None)
-        if isinstance(known, type) and issubclass(known, Exception):
+        module, _, short = name.rpartition(".")
+        known = getattr(sys.modules.get(module) if _top(module) in _LIBRARIES else builtins, short, None)
+        if isinstance(known, type) and (issubclass(known, Exception) or known is SystemExit):
             return known
         if name not in self._classes:
-            self._classes[name] = type(name, (self._class_of(names[1:50]),), {})
+            base = self._class_of(names[1:50])
+            self._classes[name] = type(
+                short, (base,), {"__str__": lambda error: error.__dict__.get(_TEXT) or base.__str__(error)}
+            )
         return self._classes[name]
 
-    def _take(self, tag: str, number: Any) -> Handle:
+    def _rebuilt(self, content: Any, *, may_stop: bool = False) -> Exception:
+        """Return an exception with the class, arguments, attributes and cause of one of the candidate. Values that are
+        not plain data are handles, or omitted where handles are not allowed. Raises errors for an invalid content."""
+        names, text, given, attributes, cause = content
+        kind = self._class_of(names)
+        if issubclass(kind, (StopIteration, StopAsyncIteration)) and not may_stop:
+            kind = CandidateStoppedError
+        arguments: tuple[Any, ...] = (str(text),)
+        with contextlib.suppress(UnsupportedError):
+            arguments = tuple(decode(given, self._take))
+        error = _made(kind, arguments)
+        error.__dict__[_TEXT] = str(text)
+        for name, value in attributes.items():
+            if name.isidentifier() and not name.startswith("_") and not hasattr(BaseException, name):
+                with contextlib.suppress(UnsupportedError, AttributeError, TypeError):
+                    setattr(error, name, decode(value, self._take))
+        if cause is not None:
+            error.__cause__ = self._rebuilt(cause)
+        return error
+
+    def _take(self, tag: str, number: Any) -> Handle | Exception:
+        if tag == "error":
+            return self._rebuilt(number)
         kind = {"object": Object, "stream": Stream}[tag]
         if type(number) is not int:
             raise ValueError("an object is named by a number")
-        if not self._objects and tag == "object":
+        if not self.objects and tag == "object":
             raise UnsupportedError("the candidate returned an object where plain data was expected")
         return self._handles.setdefault((tag, number), kind(_Reference(self, number)))
 
@@ -141,9 +216,16 @@ class _Reference(NamedTuple):
     path: str = ""
 
     def attribute(self, name: str) -> Any:
+        if self.number is not None or self.path:
+            self.require_objects()
         path = f"{self.path}.{name}" if self.path else name
         prefix = "" if self.number is None else f"@{self.number}."
         return self.channel.look_up(prefix + path, Object(self._replace(path=path)))
+
+    def require_objects(self) -> None:
+        """Raise UnsupportedError if only plain data is expected: functions may be called, and iterators read."""
+        if not self.channel.objects:
+            raise UnsupportedError("an attribute of a function or an iterator was used where plain data was expected")
 
 
 class Module(types.ModuleType):
@@ -154,9 +236,11 @@ class Module(types.ModuleType):
         self.__dict__[_REFERENCE] = _Reference(channel)
 
     def __getattr__(self, name: str) -> Any:
+        reference = _reference(self)
+        if name == "__all__" and reference.channel.loading:
+            return reference.channel.public_names()
         if name.startswith("__"):
             raise AttributeError(name)
-        reference = _reference(self)
         try:
             return reference.attribute(name)
         except AttributeError as error:
@@ -175,17 +259,24 @@ class Handle:
         self.__dict__[_REFERENCE] = reference
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        channel, number, path = _reference(self)
+        reference = _reference(self)
+        channel, number, path = reference
+        if number is not None:
+            reference.require_objects()
         channel.forget(number)
         return channel.invoke(number, path or "__call__", arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name == "__signature__":
+            raise UnsupportedError("the signature of a function of the candidate is not available")
+        if name.startswith("__") and name not in _PASSED_ON:
             raise AttributeError(name)
         return _reference(self).attribute(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        channel, number, path = _reference(self)
+        reference = _reference(self)
+        reference.require_objects()
+        channel, number, path = reference
         if path:
             raise UnsupportedError("a function or a class of the candidate cannot be changed")
         channel.forget(number)
@@ -231,7 +322,11 @@ class Stream(Handle):
 
     def __next__(self) -> Any:
         channel, number, _ = _reference(self)
-        return channel.invoke(number, "__next__")
+        return channel.invoke(number, "__next__", may_stop=True)
+
+
+for _kind in (Handle, Object, Stream):
+    _kind.__doc__ = property(lambda handle: handle.__getattr__("__doc__"))  # type: ignore[assignment]
 
 
 class _Missing:
@@ -262,6 +357,24 @@ def _contents(handle: Handle) -> Any:
     if number is None or path:
         raise UnsupportedError("a function or a class of the candidate has no contents")
     return channel.contents(number)
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _short(name: Any) -> str:
+    return str(name)[:200].rpartition(".")[2]
+
+
+def _made(kind: type[Exception], arguments: tuple[Any, ...]) -> Exception:
+    """Return an exception with these arguments, whatever its class requires."""
+    try:
+        return kind(*arguments)
+    except Exception:  # noqa: BLE001 - a class of a library may check its arguments in any way
+        error = kind.__new__(kind, *arguments)
+        error.args = arguments
+        return error
 
 
 def raised_by_candidate(error: Exception, text: str = "") -> Exception:

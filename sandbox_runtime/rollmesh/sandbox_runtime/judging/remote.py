@@ -6,6 +6,7 @@ As in `candidate`, nothing here is trusted: it runs beside the candidate's code 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import operator
@@ -16,6 +17,12 @@ from typing import Any
 from rollmesh.sandbox_runtime.judging.candidate import MODULE
 from rollmesh.sandbox_runtime.judging.values import decode, encode
 
+NAMES_MAX = 10_000
+"""Maximum public names of the module that are reported."""
+TEXT_CHARS_MAX = 8_000
+"""Maximum characters of an exception's text, of its arguments, and of its attributes; more attributes are omitted."""
+CAUSES_MAX = 4
+"""Maximum depth of the exceptions within an exception."""
 OBJECTS_MAX = 10_000
 ITEMS_MAX = 10_000
 """Maximum items of one copied object."""
@@ -51,6 +58,17 @@ def invoke(question: str) -> str:
     return _replied(called)
 
 
+def names(_: str) -> str:
+    """List what `from solution import *` imports. Returns `{"value": [names]}` or `{"error": [...]}`."""
+
+    def listed() -> dict[str, Any]:
+        module = sys.modules[MODULE]
+        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        return {"value": [str(name) for name in public][:NAMES_MAX]}
+
+    return _replied(listed)
+
+
 def contents(number: str) -> str:
     """Copy object N. Returns `{"value": ...}`: a dict for a mapping, a list for another iterable, and a number for an
     object that has only a length."""
@@ -78,12 +96,48 @@ def _replied(action: Callable[[], dict[str, Any]]) -> str:
         return json.dumps(action())
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - an exception of the candidate is its reply
-        return json.dumps({"error": [_names(type(error)), str(error)[:1000]]})
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an exception of the candidate is its reply
+        return json.dumps({"error": _described(error, CAUSES_MAX)})
+
+
+def _described(error: BaseException, causes: int) -> list[Any]:
+    """Describe an exception as plain values: names of its class and bases, text, arguments, attributes and cause."""
+    text = str(error)[:TEXT_CHARS_MAX]
+
+    def keep(value: object) -> dict[str, Any]:
+        if isinstance(value, BaseException) and causes:
+            return {"error": _described(value, causes - 1)}
+        if callable(value):
+            raise TypeError("a function in an exception")
+        return _keep(value)
+
+    def bounded(value: Any) -> Any:
+        encoded = encode(value, keep)
+        if len(json.dumps(encoded)) > TEXT_CHARS_MAX:
+            raise ValueError("too long")
+        return encoded
+
+    arguments, attributes, cause = [text], {}, None
+    with contextlib.suppress(Exception):
+        arguments = bounded(list(error.args))
+    for name in dir(error):
+        with contextlib.suppress(Exception):
+            is_own = not name.startswith("_") and not hasattr(BaseException, name)
+            if is_own and not callable(value := getattr(error, name)):
+                attributes[name] = bounded(value)
+    if len(json.dumps(attributes)) > TEXT_CHARS_MAX:
+        attributes = {}
+    if error.__cause__ is not None and causes:
+        cause = _described(error.__cause__, causes - 1)
+    return [_names(type(error)), text, arguments, attributes, cause]
 
 
 def _names(kind: type) -> list[str]:
-    return [base.__name__ for base in kind.__mro__]
+    """Return the names of a class and its bases: with the module, except for builtin ones."""
+    return [
+        base.__name__ if base.__module__ == "builtins" else f"{base.__module__}.{base.__name__}"
+        for base in kind.__mro__
+    ]
 
 
 def _of(number: int | None, name: str) -> Any:

@@ -16,19 +16,22 @@ candidate's reply arrives with the next one:
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import types
 from typing import Any
 
-from rollmesh.sandbox_runtime.judging.proxy import Channel, Module, UnsupportedError
+from rollmesh.sandbox_runtime.judging.proxy import BrokenTestsError, Channel, Module, UnsupportedError
 
 _TESTS = "hidden_tests"
+WHOLE_SOURCE = "module"
+"""Name of the only test of a source without test functions: its statements."""
+_PIECE_CHARS = 16_000
+"""Characters of a message in one reply. Its encoding as a part of JSON must not exceed `output_bytes`."""
 _channel = Channel()
-
-
-class BrokenTestsError(Exception):
-    """The hidden tests do not load, and the candidate did not cause it."""
+_pieces: list[str] = []
+"""Pieces of the current message that the service has not requested, the next one last."""
 
 
 def start(source: str, test: str, module: str, objects: str) -> str:
@@ -40,13 +43,26 @@ def start(source: str, test: str, module: str, objects: str) -> str:
     _channel = Channel(objects=objects == "yes")
     sys.modules[module] = Module(module, _channel)
     threading.Thread(target=_run, args=(source, test), daemon=True).start()
-    return json.dumps(_channel.outbox.get())
+    return _next_message()
 
 
 def resume(reply: str) -> str:
     """Continue with the candidate's reply. Return the next request or the end as JSON."""
     _channel.inbox.put(reply)
-    return json.dumps(_channel.outbox.get())
+    return _next_message()
+
+
+def more() -> str:
+    """Return the next piece of a message that is too long for one reply: `{"piece": text, "last": bool}`."""
+    return json.dumps({"piece": _pieces.pop(), "last": not _pieces})
+
+
+def _next_message() -> str:
+    text = json.dumps(_channel.outbox.get())
+    if len(text) <= _PIECE_CHARS:
+        return text
+    _pieces.extend(text[start : start + _PIECE_CHARS] for start in reversed(range(0, len(text), _PIECE_CHARS)))
+    return more()
 
 
 # The test's thread ----------------------------------------------------------------------------------------------------
@@ -63,6 +79,10 @@ def _run(source: str, test: str) -> None:
 def _judged(source: str, test: str) -> tuple[str, str]:
     try:
         target = _load(source)
+        if test == WHOLE_SOURCE:
+            if not _channel.num_asked:
+                raise BrokenTestsError("they do not use the candidate")
+            return "AC", ""
         for part in test.split(".")[:-1]:
             target = getattr(target, part)
         return _try(target, test.rpartition(".")[2])
@@ -75,11 +95,15 @@ def _judged(source: str, test: str) -> tuple[str, str]:
 def _load(source: str) -> Any:
     module = types.ModuleType(_TESTS)
     sys.modules[_TESTS] = module
+    tree = ast.parse(source)
+    _channel.used = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    _channel.defined = module.__dict__
     _channel.loading = True
     try:
         exec(compile(source, f"{_TESTS}.py", "exec"), module.__dict__)  # noqa: S102 - the operator's own code
     except Exception as error:
-        if _channel.num_asked:
+        own_import = isinstance(error, ModuleNotFoundError) and not hasattr(error, "__candidate_text__")
+        if _channel.num_asked and not own_import:
             raise
         raise BrokenTestsError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -91,6 +115,9 @@ def _try(holder: Any, name: str) -> tuple[str, str]:
     """Run one test function, method of a plain class, or unittest method."""
     import unittest  # only sessions of this kind need it
 
+    for target in (holder, getattr(holder, name)):
+        if getattr(target, "__unittest_skip__", False) and not _channel.num_asked:
+            raise BrokenTestsError(f"{name} is skipped by its decorator: {target.__unittest_skip_why__}")
     if isinstance(holder, type) and issubclass(holder, unittest.TestCase):
         errors = _Errors()
         unittest.TestSuite([holder(name)]).run(errors.result)

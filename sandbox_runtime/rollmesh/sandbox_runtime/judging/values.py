@@ -31,14 +31,30 @@ _VIEWS: tuple[type[Iterable[Any]], ...] = (type({}.values()), type({}.items()))
 _BASES: tuple[Callable[[Any], Any], ...] = (
     int, float, complex, str, list, dict, tuple, set, frozenset, deque, bytes
 )  # fmt: skip
-_BY_TEXT = {"Decimal": "decimal", "Fraction": "fractions"}
-"""Class -> module, for numbers that their text fully represents."""
+_BY_TEXT: dict[str, tuple[str, Callable[[Any], str], Callable[[Any, str], Any]]] = {
+    "Decimal": ("decimal", str, lambda kind, text: kind(text)),
+    "Fraction": ("fractions", str, lambda kind, text: kind(text)),
+    "UUID": ("uuid", str, lambda kind, text: kind(text)),
+    "datetime": ("datetime", lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
+    "date": ("datetime", lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
+    "time": ("datetime", lambda value: value.isoformat(), lambda kind, text: kind.fromisoformat(text)),
+    "timedelta": (
+        "datetime",
+        lambda value: f"{value.days} {value.seconds} {value.microseconds}",
+        lambda kind, text: kind(*map(int, text.split())),
+    ),
+}
+"""Class -> module, and conversions to and from a text that fully represents the value. A subclass is before its base."""
+_INT_BITS_MAX = 14_000
+"""Python converts larger integers only to and from hexadecimal digits."""
 _FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def encode(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
     """Encode a value as plain JSON values. `keep` creates the tag and the content of a value without a form here."""
     kind = type(value)
+    if kind is int and value.bit_length() > _INT_BITS_MAX:
+        return {"int": hex(value)}
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -65,9 +81,9 @@ def _encode_other(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
             return encode(base(value), keep)
     if isinstance(value, _VIEWS):
         return encode(list(value), keep)
-    for name, module in _BY_TEXT.items():
+    for name, (module, to_text, _) in _BY_TEXT.items():
         if isinstance(value, getattr(sys.modules.get(module), name, ())):
-            return {name: str(value)}
+            return {name: to_text(value)}
     if callable(to_list := getattr(value, "tolist", None)):
         return encode(to_list(), keep)
     return keep(value)
@@ -91,8 +107,11 @@ def decode(plain: Any, take: Callable[[str, Any], Any]) -> Any:
         return _FLOATS[content]
     if tag == "bytes":
         return base64.b64decode(content, validate=True)
+    if tag == "int":
+        return int(content, 16)
     if tag in _BY_TEXT:
-        return getattr(importlib.import_module(_BY_TEXT[tag]), tag)(str(content))
+        module, _, from_text = _BY_TEXT[tag]
+        return from_text(getattr(importlib.import_module(module), tag), str(content))
     return take(tag, content)
 
 

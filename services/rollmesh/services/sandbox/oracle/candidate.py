@@ -24,7 +24,7 @@ Prepare = Callable[[JudgingSession], Awaitable[None]]
 _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
 from rollmesh.sandbox_runtime.judging.program import run_program
-from rollmesh.sandbox_runtime.judging.remote import contents, invoke, look_up
+from rollmesh.sandbox_runtime.judging.remote import contents, invoke, look_up, names
 from rollmesh.sandbox_runtime.judging.sql import query
 """
 

@@ -34,6 +34,7 @@ from rollmesh.services.sandbox.oracle.manifest import (
     UnitManifest,
     name_of,
     require_room,
+    with_prelude,
 )
 from rollmesh.services.sandbox.oracle.queries import try_sql
 from rollmesh.services.sandbox.oracle.repositories import patching, try_repository
@@ -93,7 +94,7 @@ class Judge:
         budget = TimeBudget(
             call_s=narrowed["call_s"] or self._limits(manifest.profile).call_s, total_s=budget_s or math.inf
         )
-        request = _Request(manifest, files, narrowed, owner or "RunTests", budget)
+        request = _Request(manifest, with_prelude(manifest, files), narrowed, owner or "RunTests", budget)
         try:
             require_room(manifest, int(request.limits["output_bytes"]) or self._limits(manifest.profile).output_bytes)
         except ManifestError as error:

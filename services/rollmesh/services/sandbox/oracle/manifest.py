@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
 
 from rollmesh.sandbox_runtime import result_sets
 from rollmesh.services.sandbox.oracle.compare import TextCompare, ValueCompare, strict_json
-from rollmesh.services.sandbox.oracle.unit_tests import test_names
+from rollmesh.services.sandbox.oracle.unit_tests import replaced_name, test_names
 
 NUM_TESTS_MAX = 10_000
 PROFILE = "python"
@@ -124,7 +125,15 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError(f"time_limits_max must be >= 1, got {self.time_limits_max}")
 
 
-class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stdio"):
+class _CodeManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of the kinds whose candidate is a file of code."""
+
+    prelude: str = ""
+    """Source that is put in front of the candidate's file, such as `from typing import *`, after its `from __future__`
+    imports. Data sets whose solutions omit their imports need it."""
+
+
+class StdioManifest(_CodeManifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stdio"):
     """A program: standard input is given, standard output is compared."""
 
     language: Literal["python", "c", "cpp", "javascript"] = "python"
@@ -149,7 +158,7 @@ class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=
         check_comparing(self.compare, self.tolerance, self.checker)
 
 
-class FunctionManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="function"):
+class FunctionManifest(_CodeManifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="function"):
     """A function: JSON arguments are given, its JSON result is compared."""
 
     language: Literal["python"] = "python"
@@ -180,7 +189,7 @@ class UnitTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One test of the source, named `test_x` or `TestX.test_y`."""
 
 
-class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="unit"):
+class UnitManifest(_CodeManifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="unit"):
     """Test functions and unittest cases that import the candidate's module. They run in a separate jail, where the
     module is a proxy: arguments and results pass as values, exceptions by the name of their builtin type."""
 
@@ -205,11 +214,15 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
             known = test_names(self.source)
         except SyntaxError as error:
             raise ValueError(f"source is not valid Python: {error.msg}, line {error.lineno}") from None
+        if target := replaced_name(self.source, self.module):
+            raise ValueError(
+                f"source: patch({target!r}) cannot work, because the candidate runs in another process; pass the value as an argument"
+            )
         if not self.tests:
             msgspec.structs.force_setattr(self, "tests", tuple(UnitTest(name=name) for name in known))
         self._check(self.tests)
         if unknown := [test.name for test in self.tests if test.name not in known]:
-            raise ValueError(f"tests names {unknown[0]!r}, which the source lacks; it has {', '.join(known)}")
+            raise ValueError(f"tests names {unknown[0]!r}, which the source lacks or skips; it has {', '.join(known)}")
         if not self.module.isidentifier():
             raise ValueError(f"module must be a name, got {self.module!r}")
         if self.requests_max < 1:
@@ -291,6 +304,16 @@ class Named(Protocol):
 
     @property
     def name(self) -> str: ...
+
+
+def with_prelude(manifest: Manifest, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the candidate's files, with the manifest's prelude in front of its entry."""
+    prelude = getattr(manifest, "prelude", "").encode()
+    if not prelude or manifest.entry not in files:
+        return dict(files)
+    lines = files[manifest.entry].splitlines(keepends=True)
+    first = max((number for number, line in enumerate(lines, 1) if line.startswith(b"from __future__ ")), default=0)
+    return {**files, manifest.entry: b"".join([*lines[:first], prelude, b"\n", *lines[first:]])}
 
 
 def name_of(test: Named, index: int) -> str:

@@ -18,8 +18,8 @@ from rollmesh.services.sandbox.oracle.trials import read_answer
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 from rollmesh.shared.errors import BrokenOracle
 
-_PRELUDE = "from rollmesh.sandbox_runtime.judging.unit import resume, start"
-_VERBS = ("look_up", "invoke", "contents")
+_PRELUDE = "from rollmesh.sandbox_runtime.judging.unit import more, resume, start"
+_VERBS = ("look_up", "invoke", "contents", "names")
 
 
 async def try_unit(
@@ -67,19 +67,31 @@ async def _answer(candidate: Candidate, verb: str, question: str) -> str:
 async def _exchange(session: JudgingSession, function: str, *arguments: str) -> dict[str, Any]:
     """Return the next message of the tests' session. It contains no code of the candidate, but the candidate's answer
     may be too large for it."""
+    pieces: list[str] = []
+    message = await _reply(session, function, *arguments)
+    while "piece" in message:
+        pieces.append(message["piece"])
+        if message["last"]:
+            whole: dict[str, Any] = strict_json("".join(pieces))
+            return whole
+        message = await _reply(session, "more")
+    return message
+
+
+async def _reply(session: JudgingSession, function: str, *arguments: str) -> dict[str, Any]:
     result = await session.call(function, *arguments)
     if result.outcome is not RunOutcome.OK:
         raise CandidateFailed(JudgeVerdict.WA, f"the hidden test failed on the answer ({result.error_type})")
     try:
         message: dict[str, Any] = strict_json(result.result)
     except ValueError:
-        raise CandidateFailed(JudgeVerdict.WA, "a request of the hidden test exceeds the size limit") from None
+        raise CandidateFailed(JudgeVerdict.WA, "a message of the hidden test exceeds the size limit") from None
     return message
 
 
 def _conclude(message: dict[str, Any]) -> None:
     if "broken" in message:
-        raise BrokenOracle(f"the hidden tests do not load: {message['broken']}; fix the manifest")
+        raise BrokenOracle(f"the hidden tests are not usable: {message['broken']}; fix the manifest")
     verdict, text = message["end"]
     if JudgeVerdict[verdict] is not JudgeVerdict.AC:
         raise CandidateFailed(JudgeVerdict[verdict], text)
