@@ -18,9 +18,10 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.compare import compare_text
 from rollmesh.services.sandbox.oracle.judge import Judge
-from rollmesh.services.sandbox.oracle.manifest import manifest_of
+from rollmesh.services.sandbox.oracle.manifest import ManifestError, manifest_of
 from rollmesh.services.sandbox.oracle.verdict import HiddenTestResult, JudgeVerdict
 from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.errors import BrokenOracle
 from rollmesh.shared.ids import RandomIds
 
 from .case import Case, require_different_names
@@ -48,9 +49,14 @@ async def misjudged(judge: Judge, cases: tuple[Case, ...]) -> dict[str, str]:
     require_different_names(cases)
 
     async def problem(case: Case) -> str:
-        manifest = manifest_of(dict(case.manifest))
-        (judged,) = (await judge.judge(manifest, {manifest.entry: case.source.encode()})).verdicts
-        return _problem(case, judged)
+        try:
+            manifest = manifest_of(dict(case.manifest))
+            report = await judge.judge(manifest, {manifest.entry: case.source.encode()})
+        except (ManifestError, BrokenOracle) as error:
+            return f"{type(error).__name__}: {error}"
+        if len(report.verdicts) != 1:
+            return f"{len(report.verdicts)} tests: {[judged.message for judged in report.verdicts]}"
+        return _problem(case, report.verdicts[0])
 
     found = await asyncio.gather(*map(problem, cases))
     return {case.name: text for case, text in zip(cases, found, strict=True) if text}

@@ -25,6 +25,11 @@ def unit(
     return Case(name, verdict, source, manifest, evasion=evasion, message=message, secret=secret)
 
 
+def whole(name: str, verdict: str, hidden: str, source: str, *, evasion: bool = False, message: str = "") -> Case:
+    """Return a case with the whole source of the hidden tests."""
+    return Case(name, verdict, source, {"kind": "unit", "source": hidden}, evasion=evasion, message=message)
+
+
 def right(name: str, test: str, source: str) -> Case:
     """A solution that must be accepted."""
     return unit(name, "AC", test, source)
@@ -148,4 +153,50 @@ EXCEPTIONS = (
     right("prints as it works", "assert solution.f() == 1", "def f():\n    print('debug')\n    return 1"),
 )  # fmt: skip
 
-RIGHT = (*ITERATORS, *VALUES, *ARGUMENTS, *OBJECTS, *EXCEPTIONS)
+STAR = "from solution import *\n"
+SQUARES = "import math\nLIMIT = 3\ndef square(x): return x * x\ndef _hidden(): return 1\n"
+
+IMPORTS = (
+    whole("star import", "AC", STAR + "def test_it(): assert square(3) == 9 and LIMIT == 3", SQUARES),
+    whole("star import with __all__", "AC", STAR + "def test_it(): assert _twice(3) == 6", "__all__ = ['_twice']\ndef _twice(x): return 2 * x"),
+    whole("star import beside names of the test", "AC", "import math\n" + STAR + "def test_it(): assert math.isclose(square(3), 9)", SQUARES),
+    whole("star import of a class and an exception", "AC", STAR + "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(Box(1).x, 1)\n        with self.assertRaises(Full): Box(1).fill()", "class Full(Exception): pass\nclass Box:\n    def __init__(self, x): self.x = x\n    def fill(self): raise Full"),
+    whole("asserts at module level", "AC", STAR + "assert square(2) == 4\nassert square(3) == 9", SQUARES),
+    whole("asserts at module level after an import by name", "AC", "from solution import square\nassert square(2) == 4, 'two'", SQUARES),
+    whole("a check that is called at module level", "AC", "from solution import square\nMETADATA = {}\ndef check(candidate):\n    assert candidate(2) == 4\ncheck(square)", SQUARES),
+    whole("a loop of asserts at module level", "AC", STAR + "for n in range(3): assert square(n) == n ** 2", SQUARES),
+    whole("a test that its decorator skips is not one of the tests", "AC", "import unittest, solution\nclass T(unittest.TestCase):\n    @unittest.skip('later')\n    def test_a(self): assert solution.square(1) == 2\n    def test_b(self): assert solution.square(1) == 1", SQUARES),
+)  # fmt: skip
+
+ARGUMENTS_OF_EXCEPTIONS = (
+    right("the key of a KeyError", "try: solution.f()\nexcept KeyError as error: assert error.args == ('k',) and str(error) == repr('k')\nelse: assert False", "def f(): return {}['k']"),
+    right("no arguments", "try: solution.f()\nexcept ValueError as error: assert error.args == ()\nelse: assert False", "def f(): raise ValueError"),
+    right("several arguments", "try: solution.f()\nexcept ValueError as error: assert error.args == ('a', [1, 2])\nelse: assert False", "def f(): raise ValueError('a', [1, 2])"),
+    right("a UnicodeDecodeError", "try: solution.f(b'\\xff')\nexcept UnicodeDecodeError as error: assert (error.start, error.reason, error.object) == (0, 'invalid start byte', b'\\xff')\nelse: assert False", "def f(data): return data.decode()"),
+    right("an ExceptionGroup", "try: solution.f()\nexcept* ValueError as group: assert [e.args for e in group.exceptions] == [(1,)]\nexcept* KeyError as group: assert group.exceptions[0].args == ('k',)\nelse: assert False", "def f(): raise ExceptionGroup('both', [ValueError(1), KeyError('k')])"),
+    right("a JSONDecodeError", "import json, unittest\nwith unittest.TestCase().assertRaises(json.JSONDecodeError) as caught: solution.f('[1,')\nassert caught.exception.pos == 3 and 'line 1 column 4' in str(caught.exception)", "import json\nf = json.loads"),
+    right("decimal.InvalidOperation", "import decimal, unittest\nunittest.TestCase().assertRaises(decimal.InvalidOperation, solution.f, 'x')", "import decimal\ndef f(text): return decimal.Decimal(text)"),
+    right("the number of an OSError", "import errno\ntry: solution.f()\nexcept FileNotFoundError as error: assert error.errno == errno.ENOENT and error.filename == 'none'\nelse: assert False", "def f(): open('none')"),
+    right("an attribute of an exception", "try: solution.f()\nexcept solution.E as error: assert error.code == 7 and error.kind == 'k' and error.twice == 14 and str(error) == 'E7'\nelse: assert False", "class E(Exception):\n    kind = 'k'\n    def __init__(self, code): self.code = code\n    twice = property(lambda self: 2 * self.code)\n    def __str__(self): return f'E{self.code}'\ndef f(): raise E(7)"),
+    right("the value of StopIteration", "g = solution.f()\nassert next(g) == 1\ntry: next(g)\nexcept StopIteration as error: assert error.value == 5\nelse: assert False", "def f():\n    yield 1\n    return 5"),
+    right("SystemExit", "import unittest\nwith unittest.TestCase().assertRaises(SystemExit) as caught: solution.f()\nassert caught.exception.code == 2", "import sys\ndef f(): sys.exit(2)"),
+    right("the cause of an exception", "try: solution.f()\nexcept RuntimeError as error: assert isinstance(error.__cause__, KeyError) and error.__cause__.args == ('k',)\nelse: assert False", "def f():\n    try: {}['k']\n    except KeyError as error: raise RuntimeError('no') from error"),
+    right("an object in an exception", "try: solution.f()\nexcept solution.E as error: assert error.node.value == 4\nelse: assert False", NODE + "class E(Exception):\n    def __init__(self, node):\n        super().__init__(node)\n        self.node = node\ndef f(): raise E(Node(4))"),
+)  # fmt: skip
+
+LARGE_AND_DATED = (
+    right("integers of more than 4300 digits", "assert solution.f(5000) == 10 ** 5000 and solution.f(-1 * -5000) % 7 == 10 ** 5000 % 7", "def f(n): return 10 ** n"),
+    right("a large integer for an argument", "assert solution.f(10 ** 5000) == 5001", "def f(n):\n    k = 0\n    while n: n, k = n // 10, k + 1\n    return k"),
+    right("an argument of 100 kB", "assert solution.f(list(range(20_000))) == 199990000 and solution.f([1]) == 1", "f = sum"),
+    right("an attribute of 100 kB", "n = solution.Node(1)\nn.value = 'x' * 100_000\nassert n.size() == 100_000", NODE + "    def size(self): return len(self.value)"),
+    right("dates", "import datetime\nassert solution.f(datetime.date(2024, 2, 28)) == datetime.date(2024, 2, 29)", "import datetime\ndef f(day): return day + datetime.timedelta(days=1)"),
+    right("times", "import datetime as d\na, b, c, e = solution.f()\nassert a == d.datetime(2024, 1, 2, 3, 4, 5, 6, d.timezone.utc) and b == d.time(1, 2) and c == d.timedelta(-1, 5, 7) and e == d.datetime(2024, 1, 1)", "import datetime as d\ndef f(): return d.datetime(2024, 1, 2, 3, 4, 5, 6, d.timezone.utc), d.time(1, 2), d.timedelta(-1, 5, 7), d.datetime(2024, 1, 1)"),
+    right("the name of a function", "assert solution.f.__name__ == 'f' and solution.f.__doc__ == 'Doc.'", "def f():\n    'Doc.'"),
+    right("an attribute of a function", "solution.f()\nsolution.f()\nassert solution.f.calls == 2", "def f(): f.calls += 1\nf.calls = 0"),
+    unit("a call where only data may be returned", "AC", "assert solution.f() == 1 and solution.LIMIT == 2 and next(solution.g()) == 3", "LIMIT = 2\ndef f(): return 1\ndef g(): yield 3", objects=False),
+    right("any over results", "assert any(map(solution.f, [1, 2])) and not all(map(solution.f, [0, 1]))", "f = bool"),
+)  # fmt: skip
+
+RIGHT = (
+    *ITERATORS, *VALUES, *ARGUMENTS, *OBJECTS, *EXCEPTIONS, *IMPORTS, *ARGUMENTS_OF_EXCEPTIONS, *LARGE_AND_DATED,
+)  # fmt: skip

@@ -3,7 +3,7 @@ supported."""
 
 from __future__ import annotations
 
-from .units_right import ERRORS, GENERATOR, NODE, STACK, unit
+from .units_right import ERRORS, GENERATOR, NODE, SQUARES, STACK, STAR, unit, whole
 
 _SECRET = "Paris-4711"
 
@@ -66,7 +66,7 @@ EVASIONS = (
     unit("an instance of everything", "WA", "assert isinstance(solution.f(), int)", "class Y:\n    __class__ = int\n    __int__ = lambda _: 1\n    def __index__(self): return 1\ndef f(): return object()", evasion=True),
     unit("raises AssertionError", "RE", "solution.f()", "def f(): raise AssertionError", evasion=True),
     unit("raises SkipTest", "RE", "solution.f()", "import unittest\ndef f(): raise unittest.SkipTest('AC')", evasion=True),
-    unit("raises StopIteration in a loop", "WA", "assert list(map(solution.f, range(3))) == [0, 1, 2]", "def f(n): raise StopIteration", evasion=True),
+    unit("raises StopIteration in a loop", "RE", "assert list(map(solution.f, range(3))) == [0, 1, 2]", "def f(n): raise StopIteration", evasion=True),
     unit("raises what says AC", "RE", "solution.f()", "class AC(Exception): __candidate_text__ = None\ndef f(): raise AC('AC')", evasion=True),
     unit("patches unittest", "WA", "import unittest\nunittest.TestCase().assertEqual(solution.f(), 1)", "import unittest\nunittest.TestCase.assertEqual = lambda *_: None\ndef f(): return 2", evasion=True),
     unit("patches builtins", "WA RE", "assert len(solution.f()) == 3", "import builtins\nbuiltins.len = lambda _: 3\ndef f(): return [1]", evasion=True),
@@ -76,10 +76,57 @@ EVASIONS = (
     unit("a forged reply", "RE", "assert solution.f() == 1", "import json\njson.dumps = lambda *_, **__: '{\"end\": [\"AC\", \"\"]}'\ndef f(): return 2", evasion=True),
     unit("a reply with two forms", "RE", "assert solution.f() == 1", "import json\njson.dumps = lambda *_, **__: '{\"value\": 2, \"callable\": true}'\ndef f(): return 2", evasion=True),
     unit("a class of exception for a result", "RE", "assert solution.f() == 1", "import json\ndumps = json.dumps\njson.dumps = lambda x, **__: dumps({'exception': ['E', 'Exception']}) if 'value' in x else dumps(x)\ndef f(): return 2", evasion=True),
-    unit("names of exceptions without end", "RE", "solution.f()", "import json\ndumps = json.dumps\njson.dumps = lambda x, **__: dumps({'error': [['E%d' % n for n in range(5000)], 'x']}) if 'value' in x else dumps(x)\ndef f(): return 2", evasion=True),
+    unit("names of exceptions without end", "RE", "solution.f()", "import json\ndumps = json.dumps\njson.dumps = lambda x, **__: dumps({'error': [['E%d' % n for n in range(5000)], 'x', [], {}, None]}) if 'value' in x else dumps(x)\ndef f(): return 2", evasion=True),
+)  # fmt: skip
+
+_STARTS = "class Y:\n    startswith = lambda *_: True\n"
+_RAISES = "def f(n): raise StopIteration\ng = f\n"
+
+LOOPS = (
+    unit("StopIteration ends all()", "RE", "assert all(map(solution.f, [2, 3])) and not any(map(solution.f, [4, 6]))", _RAISES, evasion=True, message="StopIteration"),
+    unit("StopIteration ends zip()", "RE", "for got, want in zip(map(solution.f, [1, 2]), [1, 4]): assert got == want", _RAISES, evasion=True),
+    unit("StopIteration is the default of max()", "RE", "assert max(map(solution.f, [4]), default=4) == 4", _RAISES, evasion=True),
+    unit("StopIteration of an own class", "RE", "assert all(map(solution.f, [2]))", "class Stop(StopIteration): pass\ndef f(n): raise Stop", evasion=True),
+    unit("StopIteration of a property", "RE", "class It:\n    def __iter__(self): return self\n    def __next__(self): return b.x\nb = solution.Box()\nassert all(x > 1 for x in It())", "class Box:\n    @property\n    def x(self): raise StopIteration", evasion=True),
+    unit("StopIteration of a method", "RE", "assert all(map(solution.Box().f, [2]))", "class Box:\n    def f(self, n): raise StopIteration", evasion=True),
+    unit("StopIteration by a forged name", "RE", "assert all(map(solution.f, [2]))", "class E(Exception): pass\nE.__name__, E.__module__ = 'StopIteration', 'builtins'\ndef f(n): raise E", evasion=True),
+)  # fmt: skip
+
+ONLY_DATA = (
+    unit("a method of an iterator where only data may be returned", "WA", f"assert solution.f().startswith({_SECRET!r})", _STARTS + "    def __next__(self): raise StopIteration\n    def __iter__(self): return self\ndef f(): return Y()", evasion=True, objects=False, message="where plain data was expected", secret=_SECRET),
+    unit("a call of an iterator where only data may be returned", "WA", "assert solution.f()('x')", "class Y:\n    def __next__(self): return 1\n    def __call__(self, x): return True\ndef f(): return Y()", evasion=True, objects=False, message="where plain data was expected"),
+    unit("a method of a callable name where only data may be used", "WA", f"assert solution.CAPITAL.startswith({_SECRET!r})", _STARTS + "    def __call__(self): pass\nCAPITAL = Y()", evasion=True, objects=False, message="where plain data was expected", secret=_SECRET),
+    unit("a method of an exception's attribute where only data may be used", "WA", f"try: solution.f()\nexcept ValueError as error: assert error.city.startswith({_SECRET!r})", _STARTS + "class E(ValueError): city = Y()\ndef f(): raise E", evasion=True, objects=False, secret=_SECRET),
+    unit("an argument of an exception where only data may be used", "WA", "try: solution.f()\nexcept ValueError as error: assert error.args[0].startswith('Paris')", _STARTS + "def f(): raise ValueError(Y())", evasion=True, objects=False),
+    unit("an attribute of an iterator is set where only data may be returned", "WA", "solution.f().x = 1", "def f():\n    yield 1", evasion=True, objects=False, message="where plain data was expected"),
+)  # fmt: skip
+
+NAMES = (
+    whole("star import of a name that is missing", "WA RE", STAR + "def test_it(): assert square(3) == 9", "def other(): pass"),
+    whole("star import of a hidden name", "WA RE", STAR + "def test_it(): assert _hidden() == 1", SQUARES),
+    whole("a wrong assert at module level", "WA", STAR + "assert square(2) == 4\nassert square(3) == 8", SQUARES, message="an assertion of the test failed"),
+    whole("an exception at module level", "RE", STAR + "assert square('a') == 4", SQUARES, message="TypeError"),
+    whole("exit at module level", "RE", "from solution import f\nassert f() == 1", "import sys\ndef f(): sys.exit(0)", message="SystemExit"),
+    whole("star import replaces a builtin", "WA", STAR + "def test_it(): assert all(square(n) == n * n for n in range(3))", "def square(n): return 0\ndef all(items): return True", evasion=True, message="would replace the builtin all"),
+    whole("star import replaces a module of the test", "WA", "import math\n" + STAR + "def test_it(): assert math.isclose(square(3), 9)", "class math:\n    isclose = staticmethod(lambda *_: True)\ndef square(n): return 0", evasion=True),
+    whole("star import replaces a function of another star import", "WA", "from math import *\n" + STAR + "def test_it(): assert isclose(square(3), 9)", "def isclose(*_): return True\ndef square(n): return 0", evasion=True),
+    whole("star import replaces a helper of the test", "WA", STAR + "def same(a, b): return a == b\ndef test_it(): assert same(square(3), 9)", "def same(*_): return True\ndef square(n): return 0", evasion=True),
+    whole("__all__ that is not a list of names", "WA RE", STAR + "def test_it(): assert square(3) == 9", "__all__ = 5\ndef square(n): return 0", evasion=True),
+    unit("raises what unittest passes", "RE", "solution.f()", "import unittest.case\ndef f(): raise unittest.case._ShouldStop", evasion=True),
+    whole("raises what unittest passes in a case", "RE", "import unittest, solution\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(solution.f(), 1)", "import unittest.case\ndef f(): raise unittest.case._ShouldStop", evasion=True, message="_ShouldStop"),
+    whole("raises a skip in a case", "RE", "import unittest, solution\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(solution.f(), 1)", "import unittest\ndef f(): raise unittest.SkipTest('AC')", evasion=True, message="SkipTest"),
+    whole("a class of the tests by its name", "RE", "import solution\nclass Done(Exception): pass\ndef test_it():\n    try: assert solution.f() == 1\n    except Done: pass", "class Done(Exception): pass\nDone.__module__ = 'hidden_tests'\ndef f(): raise Done", evasion=True, message="Done"),
+    unit("an attribute that replaces a method of an exception", "RE", "import unittest\nwith unittest.TestCase().assertRaises(ValueError): solution.f()\nsolution.g()", "class E(ValueError): pass\ndef f():\n    e = E()\n    e.with_traceback = 5\n    raise e\ndef g(): raise KeyError", evasion=True, message="KeyError"),
+    unit("another argument of an exception", "WA", "try: solution.f()\nexcept KeyError as error: assert error.args == ('k',)", "def f(): return {}['j']"),
+    unit("exit with another code", "WA", "import unittest\nwith unittest.TestCase().assertRaises(SystemExit) as caught: solution.f()\nassert caught.exception.code == 2", "import sys\ndef f(): sys.exit(1)"),
+    unit("another large integer", "WA", "assert solution.f(5000) == 10 ** 5000", "def f(n): return 10 ** n + 1"),
+    unit("another date", "WA", "import datetime\nassert solution.f() == datetime.date(2024, 2, 29)", "import datetime\ndef f(): return datetime.date(2024, 2, 28)"),
+    unit("text for a date", "WA", "import datetime\nassert solution.f() == datetime.date(2024, 2, 29)", "def f(): return '2024-02-29'"),
+    unit("a date equal to everything", "WA", "import datetime\nassert solution.f() == datetime.date(2024, 2, 29)", "import datetime\nclass D(datetime.date):\n    __eq__ = lambda *_: True\n    __hash__ = None\ndef f(): return D(2020, 1, 1)", evasion=True),
 )  # fmt: skip
 
 UNSUPPORTED = (
+    unit("a signature", "WA", "import inspect\nassert list(inspect.signature(solution.f).parameters) == ['x']", "def f(x): pass", message="the signature of a function of the candidate is not available"),
     unit("a callback", "WA", "assert solution.f(lambda x: x + 1) == 2", "def f(g): return g(1)", message="a function cannot be passed to the candidate"),
     unit("data classes compared", "WA", "assert solution.P(1) == solution.P(1)", "import dataclasses\n@dataclasses.dataclass\nclass P:\n    x: int"),
     unit("isinstance", "WA", "assert isinstance(solution.P(), solution.P)", "class P: pass"),
@@ -90,4 +137,4 @@ UNSUPPORTED = (
     unit("constants that the test sets", "WA", "solution.LIMIT = 3\nassert solution.f() == 3", "LIMIT = 2\ndef f(): return LIMIT", message="cannot be changed"),
 )  # fmt: skip
 
-UNITS_WRONG = (*WRONG, *EVASIONS, *UNSUPPORTED)
+UNITS_WRONG = (*WRONG, *EVASIONS, *LOOPS, *ONLY_DATA, *NAMES, *UNSUPPORTED)
