@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import BrokenOracle
 from rollmesh.shared.ids import RandomIds
 
+from .benchmarks import STYLES, Form, forms
 from .case import Case, require_different_names
 from .functions import FUNCTIONS
 from .languages import LANGUAGES
@@ -34,6 +35,8 @@ from .units_wrong import UNITS_WRONG
 
 PROGRAMS = (*RIGHT, *WRONG)
 UNITS = (*UNITS_RIGHT, *UNITS_WRONG)
+TASTE = {f"{name}, right 1, unittest" for name in ("a callback", "changes its argument", "equal objects")}
+"""Right forms that are rejected, because only the candidate's process could decide them (docs/sandbox/judging.md)."""
 
 
 @pytest.fixture
@@ -109,3 +112,64 @@ def accepted_by_plain_python(case: Case, folder: Path) -> bool:
         )  # fmt: skip
     output = done.stdout.decode("utf-8", "replace")
     return done.returncode == 0 and compare_text(test["stdout"], output, "exact", 0.0) is JudgeVerdict.AC
+
+
+async def verdicts_of(judge: Judge, corpus: Sequence[Form]) -> list[str]:
+    """Return the verdict of each form: AC if all hidden tests are accepted, otherwise the first other one, or an error."""
+
+    async def verdict(form: Form) -> str:
+        try:
+            manifest = manifest_of(form.manifest)
+            report = await judge.judge(manifest, {manifest.entry: form.source.encode()})
+        except (ManifestError, BrokenOracle) as error:
+            return f"{type(error).__name__}: {error}"
+        return next(
+            (f"{v.verdict.name} {v.message}" for v in report.verdicts if v.verdict is not JudgeVerdict.AC), "AC"
+        )
+
+    return await asyncio.gather(*map(verdict, corpus))
+
+
+def passes_in_plain_python(form: Form, folder: Path) -> bool:
+    """Return whether the tests of a form pass in one process with the solution."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    (folder / "solution.py").write_text(form.source)
+    (folder / "run_tests.py").write_text(form.plain + "\nprint('passed')\n")
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8", "run_tests.py"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60,
+        cwd=folder, check=False, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    return done.returncode == 0 and done.stdout.endswith(b"passed\n")
+
+
+async def test_core_of_the_forms_of_benchmarks(judge: Judge) -> None:
+    core = [form for form in forms() if form.name not in TASTE][::17]
+    assert {form.style for form in core} == set(STYLES)
+    given = await verdicts_of(judge, core)
+    assert [(f.name, v) for f, v in zip(core, given, strict=True) if (v == "AC") != f.right] == []
+
+
+@pytest.mark.slow
+async def test_forms_of_benchmarks(judge: Judge, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = forms()
+    assert len({form.name for form in corpus}) == len(corpus) >= 300
+    given = await verdicts_of(judge, corpus)
+    with ThreadPoolExecutor(2) as pool:
+        plain = list(pool.map(lambda form: passes_in_plain_python(form, tmp_path), corpus))
+    assert [form.name for form, passes in zip(corpus, plain, strict=True) if passes != form.right] == []
+    rejected = [(f, v) for f, v in zip(corpus, given, strict=True) if f.right and v != "AC"]
+    accepted = [f.name for f, v in zip(corpus, given, strict=True) if not f.right and v == "AC"]
+    with capsys.disabled():
+        print("\n| style | forms | right | right rejected | wrong accepted |\n| --- | --- | --- | --- | --- |")
+        for style in STYLES:
+            right = sum(form.right for form in corpus if form.style == style)
+            counts = (
+                sum(form.style == style for form in corpus), right, sum(form.style == style for form, _ in rejected),
+                sum(form.style == style for form in corpus if form.name in accepted),
+            )  # fmt: skip
+            print(f"| {style} | {' | '.join(map(str, counts))} |")
+        for form, verdict in rejected:
+            print(f"right rejected: {form.name}: {verdict}")
+    assert accepted == []
+    assert {form.name for form, _ in rejected} <= TASTE
+    assert len(rejected) <= 0.02 * sum(form.right for form in corpus)
