@@ -15,7 +15,7 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import InvalidInput, UnknownSnapshot
+from rollmesh.shared.errors import UnknownSession, UnknownSnapshot
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
@@ -103,10 +103,36 @@ async def test_lines_of_a_tree_do_not_share_their_sandbox(tmp_path: Path) -> Non
         assert [node.core.sessions.counts().live for node in nodes] == [0, 0]
 
 
-async def test_session_that_cannot_be_forked_is_an_error(tmp_path: Path) -> None:
+UNSAVED = {
+    "an object does not load": ("class Odd:\n    def __setstate__(self, s): raise ValueError('no')\nodd = Odd(); odd.x = 1", "cannot load the name 'odd'"),
+    "the working directory is removed": ("import os\nos.mkdir('d')\nos.chdir('d')\nos.rmdir('../d')", "FileNotFoundError"),
+    "too deep folders": ("import os\nfor _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')", "cannot save the session"),
+    "pickling ends the process": ("import os\nclass Odd:\n    def __reduce__(self): os._exit(0)\nodd = Odd()", "ended while it was saved"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNSAVED)
+async def test_a_session_that_prevents_its_own_snapshot_loses_its_state_and_not_the_episode(
+    tmp_path: Path, case: str
+) -> None:
+    code, cause = UNSAVED[case]
     async with two_nodes(tmp_path) as (client, nodes), ToolBox(client, TOOLS, ["python"], KEY, 60.0) as tools:
-        code = "class Odd:\n    def __setstate__(self, s): raise ValueError('no')\nodd = Odd(); odd.x = 1"
         await tools.call("python", code)
-        with pytest.raises(InvalidInput, match="cannot load the name 'odd'"):
-            await tools.fork()
+        twin = await tools.fork()
+        (lost,) = twin.lost
+        assert lost.startswith("python: the session")
+        assert cause in lost
+        for each in (tools, twin):
+            assert (await each.call("python", "1 + 1")).text == "2"
         assert kept(nodes) == [0, 0]
+        assert sum(node.core.sessions.counts().live for node in nodes) == 2
+
+
+async def test_a_session_that_the_node_has_closed_is_an_infra_failure_of_the_fork(tmp_path: Path) -> None:
+    async with two_nodes(tmp_path) as (client, nodes), ToolBox(client, TOOLS, ["python"], KEY, 60.0) as tools:
+        await tools.call("python", "x = 1")
+        for each in nodes:
+            for session_id in list(each.core.sessions.owners()):
+                await each.core.sessions.close(session_id)
+        with pytest.raises(UnknownSession):
+            await tools.fork()

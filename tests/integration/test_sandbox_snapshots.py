@@ -22,7 +22,7 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.services.sandbox.snapshots import SessionSnapshot, Snapshots
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, UnknownSession, UnknownSnapshot
+from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
 from rollmesh.shared.ids import RandomIds
 
 PRELUDE = "LIMIT = 3\nseen = []\ndef check(x):\n    return x < LIMIT\nclass Point:\n    x = 0\n"
@@ -375,7 +375,7 @@ async def test_session_that_forges_its_snapshot_is_ended(world: World, forger: s
         + "\n        os._exit(0)\n"
         "forger = Forger()"
     )
-    with pytest.raises(UnknownSession):
+    with pytest.raises(SessionNotSaved, match="the session ended while it was saved"):
         await world.snapshot()
     assert world.snapshots.num_kept == 0
     assert os.listdir(world.state_dir / "snapshots") == []

@@ -36,7 +36,7 @@ class Form:
 
 def forms() -> tuple[Form, ...]:
     """Return the corpus."""
-    return tuple([*_of_problems(), *_of_stories()])
+    return (*_of_problems(), *_of_stories())
 
 
 def _of_problems() -> Iterator[Form]:

@@ -24,7 +24,7 @@ class InsufficientFunds(Exception):
 class Account:
     def __init__(self, balance=0): self.balance = balance
     def deposit(self, amount):
-        if amount <= 0: raise ValueError("amount must be positive")
+        if amount <= 0: raise ValueError("amount too small")
         self.balance += amount
     def withdraw(self, amount):
         if amount > self.balance: raise InsufficientFunds(amount, self.balance)
@@ -115,7 +115,7 @@ STORIES = (
     ),
     Story(
         "a class of an account", "unittest",
-        "import unittest\nfrom solution import Account, InsufficientFunds\nclass TestAccount(unittest.TestCase):\n    def setUp(self): self.account = Account(10)\n    def test_all(self):\n        self.account.deposit(5)\n        self.assertEqual(self.account.balance, 15)\n        with self.assertRaises(ValueError) as caught: self.account.deposit(0)\n        self.assertEqual(str(caught.exception), 'amount must be positive')\n        with self.assertRaises(InsufficientFunds) as caught: self.account.withdraw(99)\n        self.assertEqual((caught.exception.need, caught.exception.have), (99, 15))\n        self.assertEqual(caught.exception.args, ('need 99, have 15',))\n        self.assertEqual(self.account.balance, 15)",
+        "import unittest\nfrom solution import Account, InsufficientFunds\nclass TestAccount(unittest.TestCase):\n    def setUp(self): self.account = Account(10)\n    def test_all(self):\n        self.account.deposit(5)\n        self.assertEqual(self.account.balance, 15)\n        with self.assertRaises(ValueError) as caught: self.account.deposit(0)\n        self.assertEqual(str(caught.exception), 'amount too small')\n        with self.assertRaises(InsufficientFunds) as caught: self.account.withdraw(99)\n        self.assertEqual((caught.exception.need, caught.exception.have), (99, 15))\n        self.assertEqual(caught.exception.args, ('need 99, have 15',))\n        self.assertEqual(self.account.balance, 15)",
         (_BANK,), (_BANK.replace("raise ValueError", "print"), _BANK.replace("self.need, self.have = need, have", "self.need, self.have = have, need"), _BANK.replace("f\"need {need}, have {have}\"", "need")),
     ),
     Story(

@@ -179,6 +179,13 @@ class UnknownSession(NotFound):
     reason = "UNKNOWN_SESSION"
 
 
+class SessionNotSaved(InvalidInput):
+    """The program of a sandbox session prevents that its state is saved or loaded; the metadata `ended` says that it has also ended."""
+
+    reason = "SESSION_NOT_SAVED"
+    code = Code.INVALID_ARGUMENT
+
+
 class UnknownProfile(NotFound):
     """The sandbox profile is not configured."""
 

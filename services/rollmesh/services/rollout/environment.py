@@ -357,7 +357,7 @@ class Environment:
     async def fork(self) -> Environment:
         """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists lost values.
 
-        An open tool session that cannot be forked is an infra failure of the episode.
+        The branch opens a fresh tool session for one whose program prevents its snapshot. Every other failure to fork is an infra failure.
         """
         state = self._state
         state.check()

@@ -21,7 +21,7 @@ from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.ports import SandboxPort, SandboxSession
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
-from rollmesh.shared.errors import NotFound, SandboxFailed
+from rollmesh.shared.errors import NotFound, SandboxFailed, SessionNotSaved
 from rollmesh.shared.trajectory import EpisodeKey
 
 
@@ -101,18 +101,32 @@ class ToolBox:
         return result
 
     async def fork(self) -> ToolBox:
-        """Return the same tools on forked sessions, which end with the originals. Raise `MeshError` if a session cannot be forked."""
+        """Return the same tools on forked sessions, which end with the originals. Raise `MeshError` for infra failures.
+
+        A session whose program prevents its snapshot is missing in the fork, which opens a fresh one when it needs it. Its `lost` names it.
+        """
         twin = copy.copy(self)
         twin._sessions = {}
         for profile, session in list(self._sessions.items()):
-            snapshot = await session.snapshot()
             try:
-                forking = self._sandbox.fork(snapshot, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s)
-                twin._sessions[profile] = await self._stack.enter_async_context(forking)
-            finally:
-                await self._sandbox.drop(snapshot)
-            twin.lost += tuple(f"{profile}: {name}" for name in snapshot.lost)
+                forked, lost = await self._fork_session(session)
+            except SessionNotSaved as error:  # the model's code caused it, so it is not an infra failure
+                twin.lost += (f"{profile}: the session ({error})",)
+                if "ended" in error.metadata:
+                    del self._sessions[profile]
+                continue
+            twin._sessions[profile] = forked
+            twin.lost += tuple(f"{profile}: {name}" for name in lost)
         return twin
+
+    async def _fork_session(self, session: SandboxSession) -> tuple[SandboxSession, tuple[str, ...]]:
+        """Return a fork of a session, and the names that it lost. Raise `SessionNotSaved` if the program prevents it."""
+        snapshot = await session.snapshot()
+        try:
+            forking = self._sandbox.fork(snapshot, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s)
+            return await self._stack.enter_async_context(forking), snapshot.lost
+        finally:
+            await self._sandbox.drop(snapshot)
 
     async def _session(self, profile: str) -> SandboxSession:
         if profile not in self._sessions:

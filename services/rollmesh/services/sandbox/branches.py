@@ -24,7 +24,7 @@ class Branches:
         self._snapshots = snapshots
 
     async def snapshot(self, session_id: str, *, ttl_s: float) -> SessionSnapshot:
-        """Save a session, which continues to run. Raises UnknownSession, Overloaded, InvalidInput, SandboxFailed."""
+        """Save a session, which continues to run. Raises UnknownSession, Overloaded, SessionNotSaved, SandboxFailed."""
         async with self._sessions.using(session_id) as lease:
             return await self._snapshots.take(
                 self._engine,

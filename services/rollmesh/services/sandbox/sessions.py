@@ -29,7 +29,15 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import CallsDone, FunctionCall, OnOutput, RunResult, SandboxEngine
 from rollmesh.services.sandbox.tenants import Tenants
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overloaded, SandboxFailed, UnknownSession
+from rollmesh.shared.errors import (
+    AlreadyExists,
+    Draining,
+    InvalidInput,
+    Overloaded,
+    SandboxFailed,
+    SessionNotSaved,
+    UnknownSession,
+)
 
 _DRAIN_POLL_S = 0.1
 _PATHS_MAX = 4096
@@ -307,6 +315,10 @@ class Sessions:
             raise
         except UnknownSession:
             self._finish(session_id, lease, SessionEnd.EXITED)
+            raise
+        except SessionNotSaved as error:
+            if "ended" in error.metadata:
+                self._finish(session_id, lease, SessionEnd.EXITED)
             raise
         except asyncio.CancelledError:
             self._finish(

@@ -22,7 +22,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SnapshotsConfig
 from rollmesh.services.sandbox.engine import SandboxEngine, SnapshotTooLarge
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, UnknownSnapshot
+from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
 from rollmesh.shared.ids import IdSource
 
 _PIECE_BYTES = 1 << 20
@@ -193,11 +193,11 @@ class Snapshots:
         snapshot.expires_s = self._clock.monotonic_s() + snapshot.ttl_s
         snapshot.sha256 = digest.hexdigest()
 
-    def _too_large(self, snapshot: SessionSnapshot) -> Overloaded | InvalidInput:
+    def _too_large(self, snapshot: SessionSnapshot) -> Overloaded | SessionNotSaved:
         most = self._config.snapshot_bytes_max
         if snapshot.num_bytes < most:
             return self._overloaded("bytes")
-        return InvalidInput(
+        return SessionNotSaved(
             f"the files and values of the session exceed sandbox.snapshots.snapshot_bytes_max ({most} bytes)"
         )
 

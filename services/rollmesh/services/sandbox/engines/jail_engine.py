@@ -52,7 +52,15 @@ from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.repository_images import RepositoryImages
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, SandboxFailed, UnknownProfile, UnknownSession
+from rollmesh.shared.errors import (
+    AlreadyExists,
+    InvalidInput,
+    MeshError,
+    SandboxFailed,
+    SessionNotSaved,
+    UnknownProfile,
+    UnknownSession,
+)
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.registry import Extension
 
@@ -205,11 +213,18 @@ class JailEngine:
     async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
         live = self._find(session_id)
         saving = live.session.save(bytes_max, save, live.limits.call_s + self._config.grace_s)
-        reply = await self._handled(session_id, live, saving)
+        try:
+            reply = await self._handled(session_id, live, saving)
+        except UnknownSession as error:
+            if "ended" not in error.metadata:
+                raise
+            raise SessionNotSaved(
+                f"the session ended while it was saved: {error.message}", session=session_id, ended="by itself"
+            ) from error
         if reply.too_large:
             raise SnapshotTooLarge
         if reply.refused:
-            raise InvalidInput(f"cannot save the session: {reply.refused}", session=session_id)
+            raise SessionNotSaved(f"cannot save the session: {reply.refused}", session=session_id)
         return tuple(reply.lost)
 
     async def end(self, session_id: str) -> None:
@@ -339,7 +354,7 @@ class JailEngine:
             raise
         if refused:
             await self.end(session_id)
-            raise InvalidInput(f"the snapshot does not load: {refused}", session=session_id)
+            raise SessionNotSaved(f"the snapshot does not load: {refused}", session=session_id)
 
     async def _handled(
         self, session_id: str, live: LiveSession, exchange: Coroutine[Any, Any, SessionReply]
@@ -349,7 +364,9 @@ class JailEngine:
             return await exchange
         except (TimeoutError, SessionGone, ProtocolBroken) as error:
             await self._ended_by_itself(session_id, live, gone=isinstance(error, SessionGone))
-            raise UnknownSession(f"session {session_id!r} ended during a file transfer: {error}") from error
+            raise UnknownSession(
+                f"session {session_id!r} ended during a file transfer: {error}", session=session_id, ended="by itself"
+            ) from error
         except BaseException:
             self._begin_end(session_id, live)
             raise
