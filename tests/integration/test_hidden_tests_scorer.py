@@ -174,9 +174,13 @@ def judged_item(manifest: dict[str, Any], source: str) -> ScoreItem:
     )
 
 
-CALLS = {"kind": "function", "function": "f", "tests": [{"arguments": [], "expected": 1} for _ in range(5)]}
-PROGRAM = {"kind": "stdio", "tests": [{"stdin": "", "stdout": "1"} for _ in range(5)]}
-CHECKED = {
+CALLS: dict[str, Any] = {
+    "kind": "function",
+    "function": "f",
+    "tests": [{"arguments": [], "expected": 1} for _ in range(5)],
+}
+PROGRAM: dict[str, Any] = {"kind": "stdio", "tests": [{"stdin": "", "stdout": "1"} for _ in range(5)]}
+CHECKED: dict[str, Any] = {
     "compare": "checker",
     "checker": {"source": "import time\ndef check(*_):\n    time.sleep(9)\n    return False"},
 }
@@ -185,7 +189,7 @@ import signal, time
 signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals))
 def f(): time.sleep(60)
 """
-SLOW = {
+SLOW: dict[str, tuple[dict[str, Any], str, str]] = {
     "quick and wrong": (CALLS, "def f(): return 2", "WA 5"),
     "an endless loop": (CALLS | {"limits": {"wall_s": 0.3}}, "def f():\n    while True: pass", "TLE 5"),
     "an endless loop, beyond the limits of all tests": (CALLS | {"time_limits_max": 5}, "import time\ndef f(): time.sleep(60)", "TLE 5"),

@@ -112,6 +112,7 @@ NAMES = (
     whole("star import replaces a function of another star import", "WA", "from math import *\n" + STAR + "def test_it(): assert isclose(square(3), 9)", "def isclose(*_): return True\ndef square(n): return 0", evasion=True),
     whole("star import replaces a helper of the test", "WA", STAR + "def same(a, b): return a == b\ndef test_it(): assert same(square(3), 9)", "def same(*_): return True\ndef square(n): return 0", evasion=True),
     whole("__all__ that is not a list of names", "WA RE", STAR + "def test_it(): assert square(3) == 9", "__all__ = 5\ndef square(n): return 0", evasion=True),
+    unit("a class with the name of a builtin one", "RE", "try: solution.f()\nexcept ValueError: pass", "class ValueError(Exception): pass\ndef f(): raise ValueError(1)", message="ValueError: 1"),
     unit("raises what unittest passes", "RE", "solution.f()", "import unittest.case\ndef f(): raise unittest.case._ShouldStop", evasion=True),
     whole("raises what unittest passes in a case", "RE", "import unittest, solution\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(solution.f(), 1)", "import unittest.case\ndef f(): raise unittest.case._ShouldStop", evasion=True, message="_ShouldStop"),
     whole("raises a skip in a case", "RE", "import unittest, solution\nclass T(unittest.TestCase):\n    def test_it(self): self.assertEqual(solution.f(), 1)", "import unittest\ndef f(): raise unittest.SkipTest('AC')", evasion=True, message="SkipTest"),

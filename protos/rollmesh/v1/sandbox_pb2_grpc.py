@@ -70,6 +70,8 @@ class SandboxServiceServicer(object):
         OVERLOADED (RESOURCE_EXHAUSTED): all slots are in use; retry after retry_after_s or use another node.
         UNKNOWN_PROFILE (NOT_FOUND): the message lists the profiles of the node.
         SANDBOX_FAILED (UNAVAILABLE): the jail could not be created or was lost. This is an infra failure, never a model failure; retry.
+        SESSION_NOT_SAVED (INVALID_ARGUMENT): the program of the session prevents that its state is saved or loaded; metadata `ended`: it has
+        also ended. The program caused it, so a retry does not help.
         UNKNOWN_SNAPSHOT (NOT_FOUND): never taken, dropped or expired on this node; fork where it was taken, or replay.
         INVALID_INPUT (INVALID_ARGUMENT): names the field; an unknown language lists the ones this host has.
         When a stream breaks, its sessions remain for the node's orphan_s, at most for their time to live. A command from another stream

@@ -16,7 +16,7 @@ import sys
 import types
 from _queue import SimpleQueue  # `queue` brings `threading`, see `languages.children`
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from rollmesh.sandbox_runtime.judging.values import decode, encode, loads
 
@@ -155,9 +155,10 @@ class Channel:
             return CandidateError
         name = str(names[0])[:200]
         module, _, short = name.rpartition(".")
-        known = getattr(sys.modules.get(module) if _top(module) in _LIBRARIES else builtins, short, None)
+        home = builtins if not module else sys.modules.get(module) if _top(module) in _LIBRARIES else None
+        known = getattr(home, short, None)
         if isinstance(known, type) and (issubclass(known, Exception) or known is SystemExit):
-            return known
+            return cast("type[Exception]", known)
         if name not in self._classes:
             base = self._class_of(names[1:50])
             self._classes[name] = type(
