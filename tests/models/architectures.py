@@ -147,6 +147,7 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "persimmon": ("persimmon", {}),
     "bitnet": ("bitnet", {}),
     "hyperclovax": ("hyperclovax", {}),
+    "hyperclovax_scaled": ("hyperclovax", {"logits_scaling": 0.25}),
     "jais2": ("jais2", {}),
     "nanochat": ("nanochat", {}),
     "minicpm3": ("minicpm3", {**_MLA, "dim_model_base": 16}),
@@ -171,8 +172,10 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "starcoder2_window": ("starcoder2", _WINDOWED),
     "gemma2": ("gemma2", {**_HEAD_8, **_MIXED, "final_logit_softcapping": None, "attn_logit_softcapping": None}),
+    "gemma2_default": ("gemma2", {**_HEAD_8, **_MIXED}),
     "gemma2_softcap": ("gemma2", {**_HEAD_8, **_MIXED, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0}),
     "gemma3": ("gemma3_text", {**_HEAD_8, **_MIXED}),
+    "vaultgemma_default": ("vaultgemma", {**_HEAD_8, **_MIXED}),
     "vaultgemma_softcap": (
         "vaultgemma",
         {**_HEAD_8, **_MIXED, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0},
@@ -255,18 +258,20 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
 """Name in tests and tables -> (`model_type`, changes to the common sizes)."""
 
 
-def build_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """Return the model called `name`, float32, in evaluation mode. Equal seeds give equal weights."""
+def build_model(name: str, *, seed: int = 0, fresh: bool = False) -> PreTrainedModel:
+    """Return the model called `name`, float32, in evaluation mode. Equal seeds give equal weights.
+
+    `fresh` keeps the weights of a new model, with a standard deviation of 0.02."""
     model_type, changes = ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        sizes = {} if "text_config" in changes else _SIZES
+        sizes = {} if "text_config" in changes else _SIZES | ({"initializer_range": 0.02} if fresh else {})
         config = CONFIG_MAPPING[model_type](**{**sizes, **changes})
         model: Any = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 deviation = float(parameter.std()) if parameter.ndim >= 2 else 0.0
-                if 0.0 < deviation < 0.1:
+                if 0.0 < deviation < 0.1 and not fresh:
                     parameter.mul_(0.2 / deviation)
     made: PreTrainedModel = model.eval()
     return made

@@ -11,15 +11,25 @@ from tests.models.trainer_column import trainer_result
 FAST = {
     "mistral_window": ForwardMode.PACKED,
     "gemma2": ForwardMode.PACKED,
-    "gemma2_softcap": ForwardMode.UNPACKED,
+    "gemma2_softcap": ForwardMode.PACKED,
+    "granite_scaled": ForwardMode.PACKED,
     "gpt_oss": ForwardMode.UNPACKED,
     "lfm2": ForwardMode.UNPACKED,
-    "nanochat": ForwardMode.UNPACKED,
     "bloom": ForwardMode.UNPACKED,
     "gemma3_multimodal": ForwardMode.PACKED,
-    "phi3_longrope": None,
+    "phi3_longrope": ForwardMode.UNPACKED,
 }
 """One model for each way in which a packed forward can be wrong."""
+CAPPED_OR_SCALED = (
+    "gemma2_default",
+    "vaultgemma_default",
+    "nanochat",
+    "granite_scaled",
+    "cohere_scaled",
+    "hyperclovax_scaled",
+    "minicpm3",
+)
+"""Models whose logits are changed after the output layer, by values that have little effect on fresh weights."""
 
 
 def _check(name: str) -> ForwardMode | None:
@@ -32,6 +42,19 @@ def _check(name: str) -> ForwardMode | None:
 @pytest.mark.parametrize("name", FAST)
 def test_the_trainer_computes_what_the_plain_forward_computes(name: str) -> None:
     assert _check(name) is FAST[name]
+
+
+@pytest.mark.parametrize("name", CAPPED_OR_SCALED)
+def test_the_choice_on_fresh_weights_is_right_when_they_have_grown(name: str) -> None:
+    result = trainer_result(name, grown=6.0)
+    assert result.logprob_error < 1e-5, result
+    assert result.mode is ForwardMode.PACKED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_choice_on_fresh_weights_is_wrong_when_they_have_grown(name: str) -> None:
+    assert trainer_result(name, grown=6.0).logprob_error < 1e-5
 
 
 @pytest.mark.slow

@@ -31,13 +31,18 @@ class TrainerResult:
     gradient_error: float = 0.0
 
 
-def trainer_result(name: str) -> TrainerResult:
-    """Run random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one."""
-    model = build_model(name)
+def trainer_result(name: str, grown: float = 1.0) -> TrainerResult:
+    """Run random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one.
+
+    With `grown`, the forward is chosen on fresh weights, which are then multiplied by it, as training from scratch makes them grow."""
+    model = build_model(name, fresh=grown != 1.0)
     try:
         choice = BatchTrainer(model, UpdateConfig(), seed=0).forward_choice
     except ValueError as error:
         return TrainerResult(None, str(error))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(grown if parameter.ndim >= 2 else 1.0)
     sequences = _sequences(context_length(model) or LENGTH_MAX)
     logprobs, gradients = _through_trainer(model, sequences, choice.mode)
     plain_logprobs, plain_gradients = _plain(model, sequences)

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rollmesh.services.inference.engine import WeightsMismatch
-from rollmesh.services.inference.engines import self_check
 from rollmesh.services.inference.engines.execution import open_runner
 from rollmesh.services.inference.engines.self_check import SLOTS, SelfCheck, reference_model
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_engine import TorchEngine
 from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer import spread_model
 from tests.models.architectures import build_model
 
 
@@ -86,7 +86,7 @@ def test_large_model_is_checked_by_a_few_layers_of_every_type(name: str, monkeyp
     whole.num_hidden_layers = 12
     if getattr(config, "layer_types", None):
         whole.layer_types = ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 8
-    monkeypatch.setattr(self_check, "_WHOLE_PARAMETERS", 1000)
+    monkeypatch.setattr(spread_model, "_WHOLE_PARAMETERS", 1000)
     small = reference_model(whole).config
     assert small.num_hidden_layers == (4 if name == "qwen3_next" else 2)
 

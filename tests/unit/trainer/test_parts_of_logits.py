@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.config import ComputeConfig, FeatureChoice, LossTerm, PackingConfig, UpdateConfig
@@ -19,6 +21,7 @@ from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.sequences import Sequence1D
 from rollmesh.trainer.update import BatchTrainer
+from tests.models.architectures import build_model
 
 from .builders import minibatches, random_batch
 
@@ -52,7 +55,7 @@ def sequences() -> list[Sequence1D]:
     for length in (20, 17, 11, 6):
         mask = (rng.random(length) < 0.8).astype(np.uint8)
         mask[0], mask[-1] = 0, 1
-        made.append(Sequence1D(rng.integers(13, 109, length).astype(np.int32), mask))
+        made.append(Sequence1D(rng.integers(13, 96, length).astype(np.int32), mask))
     return made
 
 
@@ -64,10 +67,15 @@ def columns_of(chosen: list[Sequence1D]) -> dict[str, Tensor]:
 
 
 def computed(
-    mode: ForwardMode, chunk_tokens: int, features: Mapping[str, Any], *, grad: bool
+    mode: ForwardMode,
+    chunk_tokens: int,
+    features: Mapping[str, Any],
+    *,
+    grad: bool,
+    make: Callable[[], PreTrainedModel] = partial(build_tiny_model, SMALL, seed=1),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the features of all tokens by name, and the gradients of a random weighting of them by parameter."""
-    model = build_tiny_model(SMALL, seed=1).train(False)
+    model = make().train(False)
     chosen = sequences()
     columns = columns_of(chosen)
     requests = {name: FeatureRequest(feature, "current", grad=grad) for name, feature in features.items()}
@@ -78,8 +86,9 @@ def computed(
         named = {"logprob": inputs.logprobs, **{name: values[r.key] for name, r in requests.items()}}
         total = torch.zeros(())
         for number, value in enumerate(named.values()):
-            factors = torch.randn(value.shape, generator=torch.Generator().manual_seed(number))
-            total = total + (value * factors).sum()
+            shape = (len(columns["sample"]), *value.shape[1:])
+            factors = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+            total = total + (value * factors[batch.target_index]).sum()
         total.backward()  # type: ignore[no-untyped-call]
         for name, value in named.items():
             whole = found.setdefault(name, torch.zeros(len(columns["sample"]), *value.shape[1:]))
@@ -114,6 +123,17 @@ def test_log_probs_in_parts_are_those_of_the_definition() -> None:
             row = logits[position - 1] / heat[len(expected)]
             expected.append(float(row[ids[position]] - row.exp().sum().log()))
     assert found["logprob"].numpy() == pytest.approx(np.array(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2_softcap", "granite_scaled"])
+def test_caps_and_scales_of_logits_apply_in_parts(name: str) -> None:
+    """The features of the distribution and gradients too: packed in parts, as with the model's own logits."""
+    features = {"entropy": FEATURES.make(FeatureChoice("entropy"))}
+    make = partial(build_model, name)
+    expected, gradients = computed(ForwardMode.UNPACKED, 0, features, grad=True, make=make)
+    found, of_parts = computed(ForwardMode.PACKED, CHUNK, features, grad=True, make=make)
+    for key, values in (expected | gradients).items():
+        torch.testing.assert_close((found | of_parts)[key], values, rtol=1e-4, atol=1e-5)
 
 
 def trained(compute: ComputeConfig, **settings: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:

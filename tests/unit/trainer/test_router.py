@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from rollmesh.trainer.config import ComputeConfig, LossTerm, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.feature_pass import computed_features, current_features
@@ -118,3 +119,15 @@ def test_a_model_without_the_loss_is_rejected_by_name(model_type: str, reason: s
     changes = {} if model_type == "qwen3" else {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     with pytest.raises(ValueError, match=f"{reason}.*remove the loss term `router`"):
         BatchTrainer(tiny_mixture(model_type, **changes), UpdateConfig(loss=(LossTerm("ppo_clip"), ROUTER)), seed=7)
+
+
+def test_another_loss_that_even_routers_hide_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the number of chosen experts, which the loss of routers with equal logits is too."""
+    model = tiny_mixture()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.zero_()
+    monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", lambda *_, **__: torch.tensor(float(TOP_K)))
+    with pytest.raises(ValueError, match=r"computes another load-balancing loss .*: 2\.0 instead of"):
+        BatchTrainer(model, UpdateConfig(loss=(LossTerm("ppo_clip"), ROUTER)), seed=7)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.config import UpdateConfig
@@ -65,6 +76,59 @@ def test_a_packed_forward_whose_gradients_differ_is_found() -> None:
     layers: Any = model.base_model.layers
     layers[0].self_attn.register_forward_hook(cut, with_kwargs=True)
     assert "packed gradients differ" in choose_forward(model).reason
+
+
+def test_the_choice_does_not_depend_on_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        assert choose_forward(tiny()).mode is ForwardMode.PACKED
+
+
+def deep_gemma() -> PreTrainedModel:
+    """Return a new model with a padding embedding of zero and many norms, in which the gradient at a zero overflows."""
+    make: Any = Gemma3ForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = Gemma3TextConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=9, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+            initializer_range=0.2,
+        )  # fmt: skip
+        model: PreTrainedModel = make(config)
+    return model.eval()
+
+
+def test_the_padding_token_is_not_in_the_test() -> None:
+    choice = choose_forward(deep_gemma())
+    assert choice.mode is ForwardMode.PACKED, choice.reason
+
+
+def test_a_plain_gradient_that_is_not_finite_is_named() -> None:
+    model = deep_gemma()
+    embeddings: Any = model.get_input_embeddings()
+    with torch.no_grad():
+        embeddings.weight[:24] = 0.0
+    choice = choose_forward(model)
+    assert choice.mode is ForwardMode.UNPACKED
+    assert re.match(r"the gradient of model\.\S+ is not finite in the plain forward", choice.reason), choice.reason
+
+
+def test_weights_that_are_not_numbers_are_not_called_a_model_that_sees_later_tokens() -> None:
+    model = tiny()
+    layers: Any = model.base_model.layers
+    with torch.no_grad():
+        layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"45 of 45 log-probs of random tokens are not finite .*; check its weights"):
+        choose_forward(model)
+
+
+def test_a_model_that_cannot_be_made_again_is_not_packed() -> None:
+    class Extended(Qwen3ForCausalLM):
+        def __init__(self, config: Qwen3Config, further: int) -> None:
+            super().__init__(config)  # type: ignore[no-untyped-call]
+
+    model = Extended(tiny().config, 1).eval()
+    choice = choose_forward(model)
+    assert choice.mode is ForwardMode.UNPACKED
+    assert "small model of its configuration with spread weights" in choice.reason
 
 
 def test_the_mode_is_in_the_metrics_of_every_update() -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from rollmesh.shared.trajectory import FloatArray, IntArray
 from rollmesh.trainer.config import PackingConfig
-from rollmesh.trainer.model_config import FLASH, compute_device, text_config
+from rollmesh.trainer.model_config import FLASH, compute_device, logits_rule, text_config
 from rollmesh.trainer.packing import MicroBatch, pack
 from rollmesh.trainer.ranks import ONE_RANK, Ranks
 from rollmesh.trainer.router import RouterLogits, returned_layers, router_logits
@@ -36,7 +36,7 @@ class ForwardMode(Enum):
     """How sequences run through the model. `self_test` chooses it."""
 
     PACKED = "packed"
-    """Several sequences per row. The output layer runs on wanted positions only."""
+    """Several sequences per row. The output layer runs on wanted positions only, and `logits_rule` scales and caps its numbers."""
     UNPACKED = "unpacked"
     """One sequence per forward. The logits are those of the model's own forward."""
 
@@ -107,9 +107,10 @@ def target_outputs(
         return TargetOutputs(wanted, torch.Tensor.float, before, after, routers)
     states, *layers = _packed(model)(batch.token_ids, batch.position_ids, router, batch.parts)
     head: Callable[[Tensor], Tensor] = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    rule = logits_rule(model)
     wanted = states[batch.target_row, batch.target_col]
     routers = _routers(model, layers, batch) if router else None
-    return TargetOutputs(wanted, lambda rows: head(rows).float(), *_states(states if hidden else None, batch), routers)
+    return TargetOutputs(wanted, lambda rows: rule(head(rows)), *_states(states if hidden else None, batch), routers)
 
 
 def packed_states(

@@ -6,9 +6,11 @@ other weights are frozen, and published unchanged.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -18,12 +20,18 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.model_folder import positions_max
 from rollmesh.trainer.config import ComputeConfig
 
 FLASH = "flash_attention_2"
 _ATTENTION_KEY = "learner.compute.attention"
 
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
+_FACTOR_NAMES = ("logit_scale", "lm_head_multiplier")
+_FACTOR_OR_DIVISOR = "logits_scaling"
+_MULTIPLIED = ("hyperclovax",)
+"""Beginnings of the types of models that multiply by `logits_scaling`. The others divide by it."""
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -90,11 +98,39 @@ def hidden_size(model: PreTrainedModel) -> int:
 
 
 def context_length(model: PreTrainedModel | PretrainedConfig) -> int | None:
-    """Return the most tokens of a sequence; None if the architecture has no limit (recurrent models, ALiBi)."""
+    """Return the most tokens of a sequence; None if the architecture has no limit (recurrent models, ALiBi).
+
+    With `longrope` these are the original positions, as for engines."""
     whole = model.config if isinstance(model, PreTrainedModel) else model
     config = whole.get_text_config(decoder=True)
-    values = (getattr(config, name, None) for name in _CONTEXT_NAMES)
+    values = (positions_max(config.to_dict()), *(getattr(config, name, None) for name in _CONTEXT_NAMES))
     return next((int(value) for value in values if value), None)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRule:
+    """What a model does with the numbers of its output layer: it multiplies them by `factor`, then caps them at +-`cap` (0: not)."""
+
+    factor: float
+    cap: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the logits [n, V] in float32."""
+        logits = logits.float()
+        if self.cap:
+            return torch.tanh(logits * (self.factor / self.cap)) * self.cap
+        return logits if self.factor == 1.0 else logits * self.factor
+
+
+def logits_rule(model: PreTrainedModel) -> LogitsRule:
+    """Return the rule by the fields of the configuration. The self-test compares its result with the model's own logits."""
+    config = text_config(model)
+    cap, factor, either = (
+        next((float(value) for name in names if isinstance(value := getattr(config, name, None), int | float)), default)
+        for names, default in ((_CAP_NAMES, 0.0), (_FACTOR_NAMES, 1.0), ((_FACTOR_OR_DIVISOR,), 1.0))
+    )
+    multiplies = str(config.model_type).startswith(_MULTIPLIED)
+    return LogitsRule(factor * (either if multiplies else 1.0 / (either or 1.0)), cap)
 
 
 def use_whole_attention(model: PreTrainedModel) -> None:

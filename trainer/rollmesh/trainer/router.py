@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.trainer.model_config import text_config
+from rollmesh.trainer.spread_model import MODEL_ERRORS, spread_copy
 
 _TOLERANCE = 1e-4
 """Largest relative difference from the loss that the model computes."""
@@ -67,9 +68,23 @@ def returned_layers(outputs: object) -> tuple[Tensor, ...]:
     return tuple(getattr(outputs, "router_logits", None) or ())
 
 
-@torch.no_grad()
 def check_router(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the features give the load-balancing loss that the model itself computes for a few tokens."""
+    """Raise ValueError unless the features give the load-balancing loss that the model itself computes for a few tokens.
+
+    The loss is compared on the loaded weights, and on spread ones: routers that choose evenly have it in common with other losses."""
+    _compare_loss(model)
+    try:
+        small = spread_copy(model)
+    except MODEL_ERRORS as error:
+        raise ValueError(
+            f"{type(model).__name__}: no small model of its configuration can be made, on which its load-balancing loss is compared "
+            f"({type(error).__name__}: {error}); {_REMEDY}"
+        ) from error
+    _compare_loss(small)
+
+
+@torch.no_grad()
+def _compare_loss(model: PreTrainedModel) -> None:
     name = type(model).__name__
     token_ids = torch.arange(8, device=model.device)[None] % int(text_config(model).vocab_size)
     outputs = model(input_ids=token_ids, use_cache=False, output_router_logits=True)

@@ -63,7 +63,7 @@ class DropReason(StrEnum):
     UNSCORED = "UNSCORED"
     """It has no usable reward, because infrastructure failed or no scorer applied."""
     TOO_LONG = "TOO_LONG"
-    """It is longer than the model's context."""
+    """It is longer than the context of the model; with `longrope` these are the original positions."""
     NOTHING_BEFORE = "NOTHING_BEFORE"
     """The first token of its path is trained, but no token before it predicts it."""
     UNKNOWN_TOKEN = "UNKNOWN_TOKEN"

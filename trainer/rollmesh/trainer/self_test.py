@@ -2,26 +2,28 @@
 
 Whether several sequences can share a row depends on the architecture. A recurrent layer carries its state from one sequence into the
 next. An output layer may be followed by a scaling that only the model's own forward applies. transformers has no flag for this, so
-a few short random sequences are run through both forwards, and values and gradients are compared:
+a few short random sequences are run through both forwards, and values and gradients are compared. This is done twice: on the loaded model,
+and on a small model of its configuration with spread weights (`spread_model`). The choice holds for the whole run, so it must not depend on
+weights that hide a difference as they are found:
 
     packed equals plain                       -> PACKED
     else, plain does not see later tokens     -> UNPACKED: one sequence per forward, the model's own logits
     else                                      -> the model is rejected: it is not a causal language model
 
-The cost is bounded: 50 tokens, and gradients of at most `_GRADIENT_ELEMENTS` parameters. Two properties that short sequences cannot
+The cost is bounded: 50 tokens for each, and gradients of at most `_GRADIENT_ELEMENTS` parameters. Two properties that short sequences cannot
 show are handled by rule. Attention windows are set to `_WINDOW` tokens during the test, so that sequences exceed them. Models whose
 rotary frequencies depend on the longest position of a forward are never packed.
 
 Sequences that share a prefix (`shared_prefix`) are compared in the same way if the settings request it. A model for which they differ is
 rejected with the name of the setting.
 
-Collaborators: `forward` (both forwards), `update` (uses the result).
+Collaborators: `forward` (both forwards), `spread_model`, `update` (uses the result).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,6 +33,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.trajectory import IntArray
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
 from rollmesh.trainer.model_config import (
@@ -44,6 +47,7 @@ from rollmesh.trainer.model_config import (
 from rollmesh.trainer.packing import MicroBatch, pack
 from rollmesh.trainer.sequences import Sequence1D, num_targets
 from rollmesh.trainer.sharding import class_name
+from rollmesh.trainer.spread_model import MODEL_ERRORS, spread_copy
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +65,6 @@ _TOLERANCE = 1e-4
 _ROUNDED_TOLERANCE = 0.05
 """The same for a forward in bfloat16, which rounds to 8 bits: 0.01 and less where the model allows it, infinite where it overflows."""
 _GRADIENT_ELEMENTS = 2**24
-_MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What the code of a model raises for a forward that it does not support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +96,14 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     with _short_windows(model):
         try:
             plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
-        except _MODEL_ERRORS as error:
+        except MODEL_ERRORS as error:
             raise ValueError(
                 f"{type(model).__name__} cannot be trained: its forward on tokens alone raises {_first_line(error)}; expected a causal "
                 "language model"
             ) from error
-        reason = _why_not_packed(model, sequences, parameters, plain)
         _check_causal(model, sequences, plain.logprobs)
+        reason = _why_not_packed(model, sequences, parameters, plain)
+    reason = reason or _why_spread_differs(model, _random_sequences, _PACKING, "packed")
     choice = ForwardChoice(ForwardMode.UNPACKED if reason else ForwardMode.PACKED, reason)
     if reason:
         _log.warning(
@@ -119,6 +122,7 @@ def check_shared(model: PreTrainedModel, choice: ForwardChoice) -> None:
         with _short_windows(model):
             plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
             reason = _why_different(model, sequences, parameters, plain, _SHARED_PACKING, "shared")
+        reason = reason or _why_spread_differs(model, _sharing_sequences, _SHARED_PACKING, "shared")
     if reason:
         raise ConfigError(
             f"`learner.packing.shared_row_tokens`: {type(model).__name__} cannot compute the common prefix of sequences once: {reason}; set "
@@ -170,9 +174,13 @@ def _why_different(
     name: str,
 ) -> str:
     """Return how the packed forward, which the message calls `name`, differs from the plain one; empty if it does not."""
+    if unusable := [
+        n for n, g in zip(_names(model, parameters), plain.gradients, strict=True) if not g.isfinite().all()
+    ]:
+        return f"the gradient of {unusable[0]} is not finite in the plain forward, so that it cannot be compared"
     try:
         packed = _compute(model, sequences, parameters, ForwardMode.PACKED, packing)
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         return f"the {name} forward raises {_first_line(error)}"
     off = _difference(packed.logprobs, plain.logprobs)
     if not off <= _TOLERANCE:
@@ -183,12 +191,36 @@ def _why_different(
     return ""
 
 
+def _why_spread_differs(
+    model: PreTrainedModel,
+    make_sequences: Callable[[PreTrainedModel], Sequence[Sequence1D]],
+    packing: PackingConfig,
+    name: str,
+) -> str:
+    """Return how the packed forward of a small model with spread weights differs from the plain one; empty if it does not."""
+    try:
+        small = spread_copy(model)
+        prepare(small)
+        sequences, parameters = make_sequences(small), _compared_parameters(small)
+        with _short_windows(small):
+            plain = _compute(small, sequences, parameters, ForwardMode.UNPACKED)
+            reason = _why_different(small, sequences, parameters, plain, packing, name)
+    except MODEL_ERRORS as error:
+        reason = f"its plain forward raises {_first_line(error)}"
+    return f"on a small model of its configuration with spread weights, {reason}" if reason else ""
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logprobs: Tensor) -> None:
-    """Raise ValueError if a log-prob changes when later tokens are cut off."""
+    """Raise ValueError if a log-prob is not finite, or changes when later tokens are cut off."""
+    if not logprobs.isfinite().all():
+        raise ValueError(
+            f"{type(model).__name__} cannot be trained: {int((~logprobs.isfinite()).sum())} of {len(logprobs)} log-probs of random tokens are "
+            "not finite in its plain forward; check its weights"
+        )
     longest, count = sequences[0], int(sequences[0].target_mask.sum())
     half = len(longest.token_ids) // 2
     prefix = Sequence1D(longest.token_ids[:half], longest.target_mask[:half])
@@ -197,7 +229,7 @@ def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logpr
     if not off <= _TOLERANCE:
         raise ValueError(
             f"{type(model).__name__} cannot be trained: the log-prob of a token changes with the tokens after it (by {off:.1e} "
-            "of the largest), or is not finite; expected a causal language model"
+            "of the largest); expected a causal language model"
         )
 
 
@@ -214,11 +246,11 @@ def _compute(
     logprobs = torch.zeros(total, device=device)
     sums = [torch.zeros_like(p) for p in parameters]
     for batch in pack(sequences, mode.packing(packing), device=device):
-        with torch.set_grad_enabled(bool(parameters)):
+        with torch.set_grad_enabled(bool(parameters)):  # also where the caller has turned gradients off
             values = _batch_logprobs(model, batch, mode)
+            loss = (values * factors[batch.target_index]).sum()
         logprobs[batch.target_index] = values.detach()
         if parameters:
-            loss = (values * factors[batch.target_index]).sum()
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             for total_gradient, gradient in zip(sums, found, strict=True):
                 if gradient is not None:
@@ -238,30 +270,37 @@ def _difference(found: Tensor, expected: Tensor) -> float:
 
 def _random_sequences(model: PreTrainedModel) -> list[Sequence1D]:
     """Return sequences that depend on the vocabulary alone. Every token except the first is a target."""
-    rng = np.random.default_rng(0)
+    rng, usable = np.random.default_rng(0), _usable_tokens(model)
     longest = context_length(model)
     made = []
     for length in _LENGTHS:
         count = length if longest is None else min(length, longest)
         mask = np.ones(count, np.uint8)
         mask[0] = 0
-        ids = rng.integers(0, text_config(model).vocab_size, count)
+        ids = rng.choice(usable, count)
         made.append(Sequence1D(ids.astype(np.int32), mask))
     return made
 
 
 def _sharing_sequences(model: PreTrainedModel) -> list[Sequence1D]:
     """Return sequences with common prefixes. The last token of a prefix and those after it are targets."""
-    rng = np.random.default_rng(1)
+    rng, usable = np.random.default_rng(1), _usable_tokens(model)
     longest = context_length(model)
     made = []
     for prefix, lengths in _SHARED:
-        common = rng.integers(0, text_config(model).vocab_size, prefix)
+        common = rng.choice(usable, prefix)
         for length in lengths:
-            ids = np.concatenate([common, rng.integers(0, text_config(model).vocab_size, length)])[:longest]
+            ids = np.concatenate([common, rng.choice(usable, length)])[:longest]
             mask = (np.arange(len(ids)) >= max(1, prefix - 1)).astype(np.uint8)
             made.append(Sequence1D(ids.astype(np.int32), mask))
     return made
+
+
+def _usable_tokens(model: PreTrainedModel) -> IntArray:
+    """Return the token ids without that of padding, whose embedding may be zero: a norm of a zero has a gradient that overflows."""
+    embeddings: Any = model.get_input_embeddings()
+    padding = {text_config(model).pad_token_id, getattr(embeddings, "padding_idx", None)}
+    return np.array([i for i in range(text_config(model).vocab_size) if i not in padding])
 
 
 def _compared_parameters(model: PreTrainedModel) -> list[Tensor]:
@@ -274,6 +313,12 @@ def _compared_parameters(model: PreTrainedModel) -> list[Tensor]:
             break
         chosen.append(parameter)
     return chosen
+
+
+def _names(model: PreTrainedModel, parameters: Sequence[Tensor]) -> list[str]:
+    """Return the names of parameters of the model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(parameter)] for parameter in parameters]
 
 
 def _rope_types(model: PreTrainedModel) -> set[str]:

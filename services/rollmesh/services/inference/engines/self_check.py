@@ -1,8 +1,8 @@
 """Compare a runner with the plain transformers forward, on a small model of the same configuration with random weights.
 
 It compares the scores of a batch, and the log-probs of drawn tokens when a prefix is computed in two chunks, copied to another
-slot, and continued token by token. The weights are spread so that a skipped cap, norm or window changes the result. A model with
-more than `_WHOLE_PARAMETERS` parameters is cut in depth and vocabulary. Windows are made shorter than the sequences.
+slot, and continued token by token. The weights are spread, and a large model is cut (`spread_model`). Windows are made shorter than the
+sequences.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rollmesh.services.inference.engines.runner import Drawn, LoadedWeights, Row
 from rollmesh.services.inference.engines.slots import PrefixReuse
 from rollmesh.shared.model_folder import positions_max
 from rollmesh.trainer.model_config import auto_class, use_whole_attention
+from rollmesh.trainer.spread_model import spread_model
 
 TOLERANCE = 1e-3
 """Largest allowed difference of a log-prob in float32, in nats. Correct runners differ by less than 1e-4, wrong ones by more than
@@ -26,29 +27,13 @@ TOLERANCE = 1e-3
 SLOTS = 4
 LENGTHS = (40, 23, 6)
 _CONTEXT = 64
-_GAIN = 2.5
-"""Large enough that attention scores reach the nonlinear range of a cap of 50."""
 _WINDOW = 12
-_WHOLE_PARAMETERS = 50_000_000
-_VOCAB = 1024
-_LAYERS = 2
 
 
 def reference_model(config: Any) -> Any:
     """Return a small float32 model of the configuration with random weights, in evaluation mode."""
-    config = _with_short_windows(config)
-    make = auto_class(config).from_config
-    with torch.device("meta"):
-        whole = make(copy.deepcopy(config))
-    if sum(parameter.numel() for parameter in whole.parameters()) > _WHOLE_PARAMETERS:
-        config = _cut(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = make(config, dtype=torch.float32).eval()
-        use_whole_attention(model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                _spread(parameter)
+    model = spread_model(_with_short_windows(config), auto_class(config).from_config)
+    use_whole_attention(model)
     return model
 
 
@@ -59,37 +44,6 @@ def _with_short_windows(config: Any) -> Any:
         if isinstance(value := getattr(text, name, None), int) and value > _WINDOW:
             setattr(text, name, _WINDOW)
     return config
-
-
-def _cut(config: Any) -> Any:
-    """Return the configuration with few layers of every type and a small vocabulary. Towers of other inputs get one layer."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for other in [part for name in config.sub_configs if (part := getattr(config, name, None)) not in (None, text)]:
-        for name in {"depth", "num_hidden_layers"} & set(other.to_dict()):
-            setattr(other, name, 1)
-    num = int(text.num_hidden_layers)
-    per_layer = {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == num}
-    kept = min(num, _LAYERS)
-    for value in per_layer.values():
-        kept = max(kept, 1 + max(value.index(item) for item in value))
-    for name, value in per_layer.items():
-        setattr(text, name, value[:kept])
-    text.num_hidden_layers = kept
-    text.vocab_size = min(int(text.vocab_size), _VOCAB)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
-    return config
-
-
-def _spread(parameter: torch.Tensor) -> None:
-    """Scale matrices so that activations stay near 1, and add noise to vectors."""
-    if parameter.dim() < 2:
-        parameter.add_(0.1 * torch.randn_like(parameter))
-    elif parameter.std() > 0:
-        parameter.mul_(_GAIN / (math.sqrt(parameter.shape[-1]) * parameter.std()))
-    else:
-        parameter.add_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
 
 
 class SelfCheck:
