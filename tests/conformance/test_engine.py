@@ -710,6 +710,25 @@ async def test_swap_with_keep_stamps_the_oldest_step_of_the_cache(kit: Kit) -> N
     assert {(delta.version.step, delta.kv_step_oldest) for delta in after.deltas} == {(1, 1)}
 
 
+async def test_with_keep_a_request_that_begins_after_the_swap_reads_no_older_keys(kit: Kit) -> None:
+    """Its prompt is in the cache, computed with the old weights, and it was submitted before the swap."""
+    prompt = [*PROMPT * 12, 7]
+    for attempt in range(10):
+        await kit.activate(0)
+        await kit.run(prompt, seed=attempt)
+        await kit.prepare(1)
+        call = kit.call(prompt, seed=attempt)
+        await kit.engine.activate(version(1), KvPolicy.KEEP)
+        await kit.end(call)
+        if {delta.version.step for delta in call.deltas} == {1}:
+            break
+    else:
+        pytest.fail("every request of ten had a token before the weights changed")
+    assert {delta.kv_step_oldest for delta in call.deltas} == {1}
+    (scored,) = await kit.engine.score([np.array(prompt + call.tokens, np.int32)])
+    np.testing.assert_allclose(call.logprobs, scored.logprobs[len(prompt) :], atol=kit.tolerance)
+
+
 async def test_activate_of_an_unprepared_version_is_a_key_error(kit: Kit) -> None:
     with pytest.raises(KeyError):
         await kit.engine.activate(version(9), KvPolicy.RECOMPUTE)

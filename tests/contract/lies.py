@@ -108,7 +108,7 @@ def _twice(rng: random.Random, _: Sequence[Version], episode: types_pb2.Episode,
 def _kv(rng: random.Random, _: Sequence[Version], episode: types_pb2.Episode, __: types_pb2.SampleMeta) -> bool:
     """Stamp keys that are newer than the weights."""
     for segment in sampled(episode):
-        segment.kv_step_oldest = rng.choice((-1, segment.version.step + 1))
+        segment.kv_step_oldest = -1 if segment.version.incarnation else rng.choice((-1, segment.version.step + 1))
         return True
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +41,17 @@ async def test_an_argument_that_vllm_does_not_have_is_a_config_error(tmp_path: P
     await broken.close()
     with pytest.raises(EngineBroken):
         await broken.score([np.array([1, 2], np.int32)])
+
+
+async def test_a_model_that_vllm_starts_with_but_cannot_run_is_a_config_error(tmp_path: Path) -> None:
+    """vLLM's attention on a CPU has no heads of 16 numbers, which shows at the first token."""
+    save_models(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 16}))
+    broken = engine(tmp_path)
+    with pytest.raises(ConfigError, match=r"`model`: vLLM has started, but cannot generate a token with .*: Engine"):
+        await broken.start()
+    await broken.close()
 
 
 async def test_the_end_of_a_process_of_vllm_ends_the_requests_and_the_engine(tmp_path: Path) -> None:

@@ -474,8 +474,9 @@ class Segment(_message.Message):
     loss_mask: _builtins.bytes
     """u8 [n], 1 if the token may be trained on. Absent means 0 for all tokens. See also LeasedSample.mask_below_step."""
     kv_step_oldest: _builtins.int
-    """The oldest step of the weights behind the key-value cache that the span attended to, 0 to `version.step`. Set with `version`. The
-    staleness bound is computed from `version` alone: under kv policy `keep` this step MAY be older than the bound.
+    """The step of the oldest weights behind the key-value cache that the span attended to. Set with `version`. It is in 0 to `version.step`;
+    after a roll-back it is above `version.step` for weights that the roll-back made void. The staleness bound is computed from `version`
+    alone: under kv policy `keep` this step MAY be older than the bound.
     """
     sampling: _builtins.int
     """Index into Episode.sampling_params; -1 if the span was not sampled."""

@@ -110,14 +110,21 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
+def oldest_kv_step(steps: Iterable[int], version: PolicyVersion) -> int:
+    """Return which of the steps behind keys and values is of the oldest weights, for tokens of `version`.
+
+    Steps above that of the version are of weights that a roll-back has made void, which are older than those of the version."""
+    return min(steps, key=lambda step: (step <= version.step, step))
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive tokens with one source and, if sampled, one set of weights.
 
     `logprobs` [n] are under the distribution sampled from, natural log, present exactly for sampled (POLICY, PEER) spans.
     `logprobs_model` [n] are under the plain softmax of the model (temperature 1, no truncation), if the engine gives them.
     `loss_mask` [n] is 1 where a token may be trained on; None means none of them.
-    `version` and `kv_step_oldest` are set by the engine only: the weights that sampled the span, and the oldest step
-    behind the key-value cache it attended to.
+    `version` and `kv_step_oldest` are set by the engine only: the weights that sampled the span, and the step of the
+    oldest weights behind the key-value cache it attended to.
     `arrays` are further outputs of the engine, by name, as the run requested them.
     """
 

@@ -105,3 +105,14 @@ def test_an_end_without_tokens_has_the_active_version() -> None:
     assert [(d.finish, d.error, d.version.step, len(d.token_ids)) for d in deltas] == [
         (FinishReason.ERROR, "it broke", 9, 0)
     ]
+
+
+def test_kept_keys_are_those_of_the_oldest_weights_also_after_a_rollback_to_a_lower_step() -> None:
+    request, deltas = live()
+    request.meets(2, PolicyVersion(policy="main", step=3, incarnation=1), KvPolicy.KEEP)
+    request.take(output("a", 2))
+    request.meets(3, version(4), KvPolicy.KEEP)
+    request.take(output("bcde", 3))
+    request.meets(4, version(6), KvPolicy.RECOMPUTE)
+    request.take(output("fghi", 4))
+    assert texts(deltas) == [("a", 3, 5), ("bcde", 4, 5), ("fghi", 6, 6)]

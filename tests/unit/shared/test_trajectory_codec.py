@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rollmesh.shared import trajectory as domain
 from rollmesh.shared.codec import trajectory as codec
 from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.trajectory import oldest_kv_step
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
@@ -323,3 +324,8 @@ def test_the_conversations_of_clients_survive_and_a_negative_number_is_named() -
         wrong = msgspec.structs.replace(chains, begun=broken, forks=-1)
         with pytest.raises(InvalidInput, match=rf"episode.chains.{field}"):
             codec.episode_to_bytes(msgspec.structs.replace(episode, chains=wrong))
+
+
+def test_the_oldest_kept_keys_are_those_of_void_steps() -> None:
+    assert oldest_kv_step([7, 8, 8], PolicyVersion(policy="main", step=8)) == 7
+    assert oldest_kv_step([8, 10, 7], PolicyVersion(policy="main", step=8, incarnation=1)) == 10

@@ -81,7 +81,8 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     its version is then the active one and has no meaning.
 
     `logprobs` are under the sampling distribution, `logprobs_model` under the plain softmax; both are [n] float32.
-    `kv_step_oldest` is the oldest step whose keys and values the tokens attended to. Under RECOMPUTE it equals `version.step`.
+    `kv_step_oldest` is the step of the oldest weights whose keys and values the tokens attended to, above `version.step` if a roll-back has
+    made them void. Under RECOMPUTE it equals `version.step`.
     """
 
     request_id: str

@@ -31,7 +31,7 @@ from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overlo
 from rollmesh.shared.outputs import NUM_TOP
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.trajectory import FinishReason, oldest_kv_step
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2, types_pb2
 
@@ -364,7 +364,7 @@ def _joined(deltas: list[GenerateDelta]) -> GenerateDelta:
             logprobs=column([part.logprobs for part in parts]),
             logprobs_model=None if any(model is None for model in models) else column(models),
             arrays={name: column([part.arrays[name] for part in parts]) for name in first.arrays},
-            kv_step_oldest=min(part.kv_step_oldest for part in parts),
+            kv_step_oldest=oldest_kv_step((part.kv_step_oldest for part in parts), first.version),
             finish=last.finish,
             error=last.error,
         )

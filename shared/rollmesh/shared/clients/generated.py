@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from rollmesh.shared.trajectory import Columns, FinishReason, FloatArray, IntArray, Segment
+from rollmesh.shared.trajectory import Columns, FinishReason, FloatArray, IntArray, Segment, oldest_kv_step
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2
 
@@ -125,6 +125,6 @@ def _joined(run: list[Segment], finish: FinishReason) -> Segment:
         run[0],
         **{name: column(name) for name in ("token_ids", "logprobs", "logprobs_model")},
         arrays={name: np.concatenate([piece.arrays[name] for piece in run]) for name in run[0].arrays},
-        kv_step_oldest=min(steps, default=None),
+        kv_step_oldest=oldest_kv_step(steps, run[0].version) if steps and run[0].version else None,
         finish=finish,
     )

@@ -8,8 +8,9 @@ seed only, as with the other engines.
     prepare -> check the files -> keep them (`prepared_files`)
     activate -> pause -> each worker loads the files (`vllm_weights`) -> drop or keep the cache -> emit the old tokens -> resume
 
-Prefixes are salted with the serial number of the weights, so that a request never reads keys and values of other weights. An error in the
-middle of an update, or the end of a process of vLLM, breaks the engine: every live request ends with ERROR, and later calls raise EngineBroken.
+Prefixes are salted with the serial number of the weights under which a request begins, so that its prompt is never read from keys and
+values of other weights. A request without a token at an update begins again under the new weights. An error in the middle of an update, or
+the end of a process of vLLM, breaks the engine: every live request ends with ERROR, and later calls raise EngineBroken.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.model_folder import check_positions
 from rollmesh.shared.outputs import NUM_TOP
 from rollmesh.shared.settings import Settings
-from rollmesh.shared.trajectory import FinishReason, IntArray
+from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 
 _WATCH_S = 1.0
@@ -133,8 +134,24 @@ class VllmEngine:
                 f"`model`: vLLM cannot generate with {self._config.model}: `architectures` in its config.json must name a causal language model",
                 key="model",
             )
+        await self._try_generation()
         self._counts.set_cache(self._llm.vllm_config.cache_config)
         self._spawn(self._watch())
+
+    async def _try_generation(self) -> None:
+        """Generate one token. vLLM starts with some models that its attention cannot run, and ends at their first request."""
+        params = SamplingParams(max_tokens=1)
+        request = GenerateRequest(request_id="start", token_ids=np.zeros(1, np.int32), params=params)
+        live = LiveRequest(request, lambda _: None, self._stop_rules, self._config.flush_tokens)
+        try:
+            async for _ in self._llm.generate(self._prompt(request.token_ids), self._params(live), "start"):
+                pass
+        except Exception as err:  # vLLM raises whatever its processes raised
+            raise ConfigError(
+                f"`model`: vLLM has started, but cannot generate a token with {self._config.model}: {type(err).__name__}: {err}; the log of this "
+                "process has the error of vLLM's worker; choose a model, a device or `inference.engine.options.arguments` that vLLM runs",
+                key="model",
+            ) from err
 
     async def close(self) -> None:
         self._broken = self._broken or "engine is closed"
@@ -215,12 +232,19 @@ class VllmEngine:
         """Run one request in vLLM until it ends."""
         request_id = request.request.request_id
         try:
-            collector = await self._llm.add_request(
-                f"{request_id}#{next(self._numbers)}", self._prompt(request.request.token_ids), self._params(request)
-            )
-            if request.ended:  # cancelled before vLLM had it
-                await self._llm.abort(collector.request_id, internal=True)
-                return
+            collector, serial = None, -1
+            while serial != self._serial:  # an update in between has made the salt of the prompt wrong
+                if collector is not None:
+                    await self._llm.abort(collector.request_id, internal=True)
+                serial = self._serial
+                collector = await self._llm.add_request(
+                    f"{request_id}#{next(self._numbers)}",
+                    self._prompt(request.request.token_ids),
+                    self._params(request),
+                )
+                if request.ended:  # cancelled before vLLM had it
+                    await self._llm.abort(collector.request_id, internal=True)
+                    return
             self._collectors[request_id] = collector
             finish = None
             while finish is None and not request.ended:
@@ -282,12 +306,12 @@ class VllmEngine:
         return tokens_input(token_ids.tolist(), cache_salt=str(self._serial))
 
     def _params(self, request: LiveRequest) -> Any:
-        from vllm import SamplingParams
+        import vllm
         from vllm.sampling_params import RequestOutputKind
 
         params, length = request.request.params, len(request.request.token_ids)
         seed = int(np.uint64(params.seed).astype(np.int64))
-        return SamplingParams(
+        return vllm.SamplingParams(
             max_tokens=min(params.max_tokens, self.context_max - length),
             stop_token_ids=list(params.stop_token_ids),
             ignore_eos=True,
@@ -326,12 +350,12 @@ class VllmEngine:
 
     async def _score_one(self, sequence: IntArray, slots: asyncio.Semaphore, num_pairs: int) -> Any:
         """Return ids and values [n - 1, 1 + num_pairs] of the tokens after the first one."""
-        from vllm import SamplingParams
+        import vllm
         from vllm.sampling_params import RequestOutputKind
 
         if len(sequence) == 1:
             return np.empty((0, 1 + num_pairs), np.int64), np.empty((0, 1 + num_pairs))
-        params = SamplingParams(
+        params = vllm.SamplingParams(
             max_tokens=1,
             ignore_eos=True,
             detokenize=False,
@@ -399,9 +423,22 @@ class VllmEngine:
             if finish is not None:
                 self._end(request, finish)
             elif request.request.request_id in self._running:
-                request.meets(serial, version, kv)
+                begins = not request.has_tokens
+                request.meets(serial, version, KvPolicy.RECOMPUTE if begins else kv)
+                if begins:
+                    self._begin_again(request)
         self._serial, self._active = serial, version
         await self._llm.resume_generation()
+
+    def _begin_again(self, request: LiveRequest) -> None:
+        """Let a request without tokens begin under the weights that become active. One that vLLM does not have yet does so by itself."""
+        request_id = request.request.request_id
+        collector = self._collectors.pop(request_id, None)
+        if collector is None:
+            return
+        self._running[request_id].cancel()
+        self._abort(collector.request_id)
+        self._running[request_id] = self._spawn(self._run(request))
 
     def discard(self, version: PolicyVersion) -> None:
         if hasattr(self, "_files"):

@@ -57,15 +57,20 @@ class LiveRequest:
         self._num_buffered = 0
 
     @property
+    def has_tokens(self) -> bool:
+        """Whether vLLM has returned a token."""
+        return self.num_emitted + self._num_buffered > 0
+
+    @property
     def num_pairs(self) -> int:
         """Number of pairs beside the sampled token's that vLLM must return per token."""
         return num_pairs(self.request.outputs, self.request.num_top)
 
     def meets(self, serial: int, version: PolicyVersion, kv: KvPolicy) -> None:
-        """Note that weights become active while the request runs, or that it starts under them."""
+        """Note that weights become active while the request runs (`kv` says what happens to its keys), or that it starts under them."""
         oldest = version.step
         if kv is KvPolicy.KEEP and self._weights:
-            oldest = min(oldest, *(weights.kv_step_oldest for weights in self._weights.values()))
+            oldest = self._weights[max(self._weights)].kv_step_oldest
         self._weights[serial] = WeightsStamp(version, oldest)
 
     def take(self, output: Any) -> tuple[FinishReason | None, int]:
