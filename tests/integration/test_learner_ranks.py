@@ -30,8 +30,17 @@ from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.errors import ConfigError, LossFailed, RankFailed, RanksDisagree
 from rollmesh.shared.process_launch import bound_to_parent
-from rollmesh.trainer.config import ComputeConfig, LossTerm, OptimizerConfig, PackingConfig, ReferenceConfig
-from rollmesh.trainer.model_files import WEIGHTS_NAME, write_model_folder
+from rollmesh.trainer.checkpoint import latest_checkpoint
+from rollmesh.trainer.config import (
+    ComputeConfig,
+    LossTerm,
+    OptimizerConfig,
+    PackingConfig,
+    ReferenceConfig,
+    UpdateConfig,
+)
+from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, write_model_folder
+from rollmesh.trainer.update import BatchTrainer
 from tests.conformance.test_trainer_engine import HEAD, SMALL, batch
 
 from .learner_world import ACCESS, RunningWorld
@@ -82,6 +91,17 @@ AVERAGE = {
     "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
     "reference": ReferenceConfig(kind="average", decay=0.5),
 }
+
+
+def test_changed_settings_of_the_optimizer_are_reported_after_a_checkpoint_of_two_ranks(
+    tmp_path: Path, model: Path
+) -> None:
+    two = config(tmp_path / "run", model, 2)
+    found = latest_checkpoint(advance(TorchTrainer.open(two), 1).parent)
+    assert found is not None
+    changed = OptimizerConfig(lr=1e-3, betas=(0.5, 0.6), weight_decay=0.1)
+    trainer = BatchTrainer(load_model(found.path), UpdateConfig(optimizer=changed), seed=two.seed)
+    assert found.restore(trainer) == ("betas (0.9, 0.95) -> (0.5, 0.6)", "weight_decay 0.0 -> 0.1")
 
 
 @pytest.mark.parametrize("more", [{}, AVERAGE], ids=["policy", "moving average"])

@@ -40,8 +40,10 @@ from rollmesh.trainer.model_files import (
 from rollmesh.trainer.plugins import Plugins
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.trainer.update import BatchTrainer
+from tests.models.architectures import build_model
 
 from .builders import minibatches, random_batch
+from .mixtures import tiny_mixture
 
 peft = pytest.importorskip("peft")
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=2)
@@ -277,6 +279,26 @@ def test_without_targets_every_linear_layer_except_the_output_layer_is_adapted(b
 def test_settings_that_do_not_fit_the_model_are_rejected(base: Path, lora: LoraSettings, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opened(base, UpdateConfig(lora=lora))
+
+
+def test_stacked_experts_without_adapters_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = UpdateConfig(lora=LoraSettings(rank=2))
+    made = BatchTrainer(tiny_mixture(), config, seed=7)
+    assert made.adapters is not None
+    assert not any("experts" in name for name in made.adapters.tensors())
+    assert "experts get no low-rank adapter" in caplog.text
+    assert "tensors=4 first=model.layers.0.mlp.experts.gate_up_proj share_of_weights=0.4" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"targets`: 'gate_up_proj' of Qwen3MoeForCausalLM is a stack of the matrices of experts"
+    ):
+        BatchTrainer(tiny_mixture(), UpdateConfig(lora=LoraSettings(rank=2, targets=("gate_up_proj",))), seed=7)
+
+
+def test_layers_that_peft_cannot_adapt_are_a_config_error() -> None:
+    with pytest.raises(
+        ConfigError, match=r"`learner.lora.targets` \[\]: peft cannot adapt .*Mamba.*; name those to adapt"
+    ):
+        BatchTrainer(build_model("mamba2"), UpdateConfig(lora=LoraSettings(rank=2)), seed=7)
 
 
 def test_settings_that_do_not_fit_together_are_rejected() -> None:

@@ -72,10 +72,10 @@ def computed(
     features: Mapping[str, Any],
     *,
     grad: bool,
-    make: Callable[[], PreTrainedModel] = partial(build_tiny_model, SMALL, seed=1),
+    make: Callable[[], PreTrainedModel] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the features of all tokens by name, and the gradients of a random weighting of them by parameter."""
-    model = make().train(False)
+    model = (make or partial(build_tiny_model, SMALL, seed=1))().train(False)
     chosen = sequences()
     columns = columns_of(chosen)
     requests = {name: FeatureRequest(feature, "current", grad=grad) for name, feature in features.items()}

@@ -6,6 +6,7 @@ A checkpoint is one folder `<root>/update-00000012.0` (update, incarnation):
     adapter_config.json, adapter_model.safetensors, base.json, tokenizer files     instead, for low-rank adapters (`lora`)
     optimizer.pt          optimizer state of a trainer of one rank
     optimizer/            optimizer state of a trainer of several ranks (`torch.distributed.checkpoint`)
+    optimizer_groups.pt   settings of its parameter groups, to report those that differ at a resume
     plugins.pt            memory and modules of the estimator, the loss and the update rule, moving average of the reference
     settings.json         settings of the recipe, to report those that differ at a resume
     trained.jsonl         samples that these weights were trained on (`trained_log`)
@@ -29,7 +30,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ from rollmesh.trainer.update import BatchTrainer
 
 OPTIMIZER_NAME = "optimizer.pt"
 OPTIMIZER_PARTS = "optimizer"
+OPTIMIZER_GROUPS = "optimizer_groups.pt"
 SETTINGS_NAME = "settings.json"
 PLUGINS_NAME = "plugins.pt"
 
@@ -172,7 +174,12 @@ class Checkpoint:
     def _restore_optimizer(self, trainer: BatchTrainer) -> tuple[str, ...]:
         if (self.path / OPTIMIZER_PARTS).is_dir():
             _load_parts(trainer, self.path / OPTIMIZER_PARTS)
-            return ()
+            groups = self.path / OPTIMIZER_GROUPS
+            if not groups.exists():  # written by an older version
+                return ()
+            return _changed_groups(
+                torch.load(groups, weights_only=True), trainer.optimizer.state_dict()["param_groups"]
+            )
         several = trainer.ranks.size > 1  # then a rank reads only its part of the file
         where = "cpu" if several else trainer.model.device
         state = torch.load(self.path / OPTIMIZER_NAME, map_location=where, weights_only=True, mmap=several)
@@ -297,6 +304,11 @@ def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tu
     if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         _divide(optimizer, state)
     optimizer.load_state_dict({"state": state["state"], "param_groups": present})
+    return _changed_groups(before, present)
+
+
+def _changed_groups(before: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the settings of parameter groups that differ, without the learning rate and the parameters."""
     changed = [
         f"{name} {old[name]} -> {value}"
         for old, new in zip(before, present, strict=False)
@@ -369,6 +381,8 @@ def _write_state(folder: Path, trainer: BatchTrainer) -> None:
             for key, value in trainer.optimizer.state.get(parameter, {}).items()
         }
         save(state, storage_writer=FileSystemWriter(folder / OPTIMIZER_PARTS))
+        if trainer.ranks.rank == 0:
+            torch.save(trainer.optimizer.state_dict()["param_groups"], folder / OPTIMIZER_GROUPS)
     memory = trainer.memory()
     if trainer.ranks.rank == 0:
         torch.save(memory, folder / PLUGINS_NAME)

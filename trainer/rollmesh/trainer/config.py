@@ -111,7 +111,7 @@ class LoraSettings(Settings):
     """Scale of the adapters: B A is multiplied by alpha / rank."""
     targets: tuple[NonEmptyStr, ...] = ()
     """Linear layers that get an adapter, by the last parts of their names, e.g. `q_proj` or `mlp.down_proj`. Empty: all linear layers
-    except the output layer."""
+    except the output layer. Stacked matrices of experts are not linear layers, and get none."""
     publish: Literal["adapter", "merged"] = "adapter"
     """`adapter` publishes the base once and then the adapter alone, which every node merges into its copy of the base. `merged` publishes
     whole weights, which servers that rollmesh does not start need."""

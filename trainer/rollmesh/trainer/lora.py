@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollmesh.trainer.config import LoraSettings
 from rollmesh.trainer.model_config import text_config, text_part
 from rollmesh.trainer.model_files import fingerprint
+
+_log = logging.getLogger(__name__)
 
 BASE_NAME = "base.json"
 _KEY = "learner.lora"
@@ -132,10 +135,19 @@ def inject(model: PreTrainedModel, config: LoraSettings, seed: int = 0) -> dict[
         target_modules=targets or _all_targets(model),
         task_type="CAUSAL_LM",
     )
+    layers = ", ".join(_all_targets(model))
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)
+        try:
+            inject_adapter_in_model(settings, model)
+        except ValueError as error:
+            raise ConfigError(
+                f"`{_KEY}.targets` {list(config.targets)}: peft cannot adapt these layers of {type(model).__name__}: {error}; the model has the "
+                f"linear layers {layers}; name those to adapt",
+                key=f"{_KEY}.targets",
+            ) from error
+    _warn_of_stacks(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     model.train(False)
@@ -143,11 +155,43 @@ def inject(model: PreTrainedModel, config: LoraSettings, seed: int = 0) -> dict[
     return {**json.loads(json.dumps(found, default=str)), "inference_mode": True}
 
 
+def _warn_of_stacks(model: PreTrainedModel) -> None:
+    """Log the matrices of experts that are stacked in one tensor, because they are not linear layers."""
+    stacks = _stacks(model)
+    if stacks:
+        count, total = (sum(p.numel() for p in parts) for parts in (stacks.values(), model.parameters()))
+        _log.warning(
+            "experts get no low-rank adapter, because their matrices are stacked in one tensor: model=%s tensors=%s first=%s share_of_weights=%.2f",
+            type(model).__name__,
+            len(stacks),
+            next(iter(stacks)),
+            count / total,
+        )
+
+
+def _stacks(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the stacked matrices [experts, out, in] of the text part by name."""
+    kept = text_part(model)
+    owned = [
+        (f"{path}.{name}", parameter)
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Conv1d)
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    return {name: parameter for name, parameter in owned if parameter.ndim == 3 and name in kept}
+
+
 def _check(model: PreTrainedModel, config: LoraSettings) -> None:
     """Raise ConfigError for targets and a rank that do not fit the layers of the model."""
     linear = _linear_layers(model)
     for target in config.targets:
         if not any(_matches(name, target) for name in linear):
+            if any(_matches(name, target) for name in _stacks(model)):
+                raise ConfigError(
+                    f"`{_KEY}.targets`: {target!r} of {type(model).__name__} is a stack of the matrices of experts, for which adapters are not "
+                    f"implemented; name linear layers: {', '.join(_all_targets(model)) or 'it has none'}",
+                    key=f"{_KEY}.targets",
+                )
             raise ConfigError(
                 f"`{_KEY}.targets`: no linear layer of {type(model).__name__} matches {target!r}; it has "
                 f"{', '.join(_all_targets(model)) or 'none'}",
