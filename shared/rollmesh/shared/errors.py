@@ -53,7 +53,7 @@ __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
-    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "LeaseOut", "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
+    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut", "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
@@ -277,6 +277,13 @@ class LossFailed(FailedPrecondition):
     """A term of the loss raised; the message has its error and the lines of the user's code."""
 
     reason = "LOSS_FAILED"
+
+
+class LearnerCodeFailed(FailedPrecondition):
+    """The estimator or the update rule raised, or returned what an update cannot use; the message names it and has the lines of the user's
+    code."""
+
+    reason = "LEARNER_CODE_FAILED"
 
 
 class NoLearner(FailedPrecondition):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+from rollmesh.shared.errors import MeshError
 
 TRACEBACK_CHARS_MAX = 4000
 _CALLERS = ("rollmesh.", "importlib.", "_frozen_importlib")
@@ -20,6 +24,15 @@ def explain(error: BaseException) -> str:
     if inspect.iscoroutine(owner):
         return f"{text} (`{owner.__name__}` is a coroutine; await it: `await ...{owner.__name__}(...)`)"
     return text
+
+
+@contextmanager
+def reported(what: str, failure: type[MeshError]) -> Iterator[None]:
+    """Raise `failure` with the error and the user's lines if the code inside raises. `what` begins the message."""
+    try:
+        yield
+    except Exception as error:
+        raise failure(f"{what} failed: {explain(error)}\n{user_traceback(error)}") from error
 
 
 def user_traceback(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """The learning port: what estimators, features, loss terms and update rules can do, each against values by hand or by autograd."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def test_an_estimator_drops_weighs_masks_and_reports() -> None:
     assert made.update(2, *random_batch(seed=2, step=1)).metrics["estimator/last_lr"] == 1e-3
 
 
-def test_a_malformed_estimate_drops_the_samples_and_not_the_run() -> None:
+def test_a_malformed_estimate_drops_the_samples_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
     samples, groups = random_batch()
     result = trainer(estimator=part("Broken")).update(1, samples, groups)
     assert [v.reason for v in result.verdicts[:3]] == [DropReason.NOT_FINITE_ADVANTAGE] * 2 + [None]
@@ -250,7 +251,8 @@ def test_a_malformed_estimate_drops_the_samples_and_not_the_run() -> None:
     before = weights(made)
     result = made.update(1, samples, groups)
     assert result.outcome is UpdateOutcome.SKIPPED
-    assert {v.reason for v in result.verdicts} == {DropReason.NOT_FINITE_ADVANTAGE}
+    assert {v.reason for v in result.verdicts} == {DropReason.WRONG_SHAPE}
+    assert re.search(r"wrong shape, .*: update=1 `advantages` \[\d+\], expected \[\d+\];", caplog.text)
     assert same(before, weights(made))
 
 

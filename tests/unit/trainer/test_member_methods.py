@@ -436,7 +436,7 @@ def test_columns_of_an_estimator_are_checked() -> None:
     found = estimator("dsdr")(of)
     assert checked_estimate(found, of, ("diversity_share",)).columns["diversity_share"].shape == (4,)
     missing = checked_estimate(dataclasses.replace(found, columns={}), of, ("diversity_share",))
-    assert missing.dropped == {0: "NOT_FINITE_ADVANTAGE", 1: "NOT_FINITE_ADVANTAGE"}
+    assert missing.dropped == {0: "WRONG_SHAPE", 1: "WRONG_SHAPE"}
     bad = np.array([0.0, 0.0, np.nan, 0.0], np.float32)
     assert set(
         checked_estimate(dataclasses.replace(found, columns={"diversity_share": bad}), of, ("diversity_share",)).dropped

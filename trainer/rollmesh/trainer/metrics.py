@@ -5,7 +5,7 @@ tokens hides it, so metrics are also grouped by lag. All numbers use natural log
 
 `kl`, `ess` and so on are over all trained tokens that were sampled, of which `tokens/external_share` is the complement; `lag/<n>/...` are over tokens of staleness n. `entropy` is that of the distribution
 at the sampling temperature. `clipped_share` counts the tokens without gradient: tokens beyond a clip bound, and tokens whose ratio is
-limited to stay finite. `packed` is 1 if sequences share rows (see `self_test`).
+limited to stay finite. `terms_without_gradient` counts loss terms with a value without gradient, if any. `packed` is 1 if sequences share rows (see `self_test`).
 The policy's log-probs are taken when a token is trained on. With several optimizer steps per update, later ones include the effect of
 earlier steps.
 """

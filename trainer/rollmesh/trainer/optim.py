@@ -84,7 +84,9 @@ def _split(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate, multiplied by the factor of each group."""
+    """Set the learning rate, multiplied by the factor of each group. Raises ValueError for a rate that would ruin the weights."""
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"the learning rate must be finite and >= 0, got {lr}")
     for group in optimizer.param_groups:
         value = lr * group.get("lr_factor", 1.0)
         if isinstance(group["lr"], Tensor):  # a compiled optimizer reads the rate from a tensor

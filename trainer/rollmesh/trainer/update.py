@@ -16,6 +16,7 @@ Collaborators: `samples`, `batch`, `feature_pass`, `plugins` (estimator, loss te
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import ConfigError, LearnerCodeFailed
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainedGroup, TrainingSample
+from rollmesh.shared.user_code import reported
 from rollmesh.trainer import forward
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig
@@ -56,8 +58,10 @@ from rollmesh.trainer.self_test import check_rounded, check_shared, choose_forwa
 from rollmesh.trainer.sharding import join_alone, leave_alone, release, shard
 from rollmesh.trainer.shared_prefix import square_tokens
 from rollmesh.trainer.trace import StepTrace, UpdateTrace
-from rollmesh.trainer.update_rules import OptimizerStep
+from rollmesh.trainer.update_rules import OptimizerStep, checked_step
 from rollmesh.trainer.vocabulary_features import Entropy
+
+_log = logging.getLogger(__name__)
 
 _ENTROPY = "report/entropy"
 """Name of the reported entropy among the features; no column has it, because names of columns have no slash."""
@@ -190,6 +194,7 @@ class BatchTrainer:
         ]
         names = list(dict.fromkeys(s.group for s, reason in zip(samples, reasons, strict=True) if reason is None))
         trace = UpdateTrace()
+        self.plugins.loss.without_gradient.clear()
         metrics = self._train(k, samples, groups, reasons, trace)
         self.step = k
         verdicts = tuple(SampleVerdict(s.sample.sample_id, r) for s, r in zip(samples, reasons, strict=True))
@@ -324,7 +329,7 @@ class BatchTrainer:
         usable = None if bool(trained.all()) else trained.numpy()
         taken: set[int] = set()
         failed: set[int] = set()
-        for step in self.plugins.rule.steps(batch, np.random.default_rng([self.seed, k])):
+        for step in self._steps(batch, k):
             if step.refresh:
                 batch = replace(batch, repeat=batch.repeat + 1)
                 estimate = self._estimate(batch)
@@ -340,13 +345,30 @@ class BatchTrainer:
                 reasons[place] = DropReason.NON_FINITE if number in failed else DropReason.LEFT_OUT
         return metrics
 
+    def _steps(self, batch: UpdateBatch, k: int) -> Iterator[OptimizerStep]:
+        """Yield the steps of the update rule. Raises LearnerCodeFailed for an error of the rule, and for a step that cannot be taken."""
+        name, sizes = self.config.update_rule.short_name, (len(batch.samples), int(batch.lengths.sum()))
+        with reported(f"the update rule {name}", LearnerCodeFailed):
+            steps = iter(self.plugins.rule.steps(batch, np.random.default_rng([self.seed, k])))
+        while True:
+            with reported(f"the update rule {name}", LearnerCodeFailed):
+                step = next(steps, None)
+                if step is None:
+                    return
+                step = checked_step(step, *sizes)
+            yield step
+
     def _estimate(self, batch: UpdateBatch) -> Estimate:
         """Compute the features under the current weights, and the advantages, into the batch. Return a well-formed estimate."""
         columns = batch.table.columns
         columns.update(self._computed(batch.table, "start"))
         if self.plugins.needs_gradients:
             columns["gradient_square"] = gradient_squares(self.model, batch.table, self.forward_plan)
-        estimate = checked_estimate(self.plugins.estimator(batch), batch, self.plugins.columns)
+        with reported(f"the estimator {self.config.estimator.short_name}", LearnerCodeFailed):
+            estimate = self.plugins.estimator(batch)
+            if not isinstance(estimate, Estimate):
+                raise TypeError(f"it returned {type(estimate).__name__}, expected an Estimate")
+            estimate = checked_estimate(estimate, batch, self.plugins.columns)
         columns.update(estimate.columns)
         columns["advantages"] = estimate.advantages
         return estimate
@@ -450,6 +472,7 @@ class BatchTrainer:
             **reward_metrics(groups),
             **length_metrics(samples, used),
             **trace.summary(),
+            **({"terms_without_gradient": float(len(found))} if (found := self.plugins.loss.without_gradient) else {}),
         }
 
 
@@ -476,15 +499,26 @@ def _reward_sums(batch: UpdateBatch, weights: Mapping[str, float]) -> FloatArray
 def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str] = ()) -> Estimate:
     """Return the estimate without the samples whose numbers cannot be used: not finite, or, for all samples, of the wrong shape.
 
-    `names` are those of the columns that it must have. One wrong value must not stop a run, so these samples are dropped as NOT_FINITE_ADVANTAGE and counted in the metric `malformed`.
+    `names` are those of the columns that it must have. One wrong value must not stop a run, so these samples are dropped as NOT_FINITE_ADVANTAGE or
+    WRONG_SHAPE and counted in the metric `malformed`.
     """
     num_tokens, num_samples = int(batch.lengths.sum()), len(batch.samples)
     advantages = np.asarray(estimate.advantages, dtype=np.float32)
     weights = np.ones(num_samples) if estimate.sample_weights is None else np.asarray(estimate.sample_weights)
     mask = np.ones(num_tokens, bool) if estimate.token_mask is None else np.asarray(estimate.token_mask)
     columns = {name: np.asarray(estimate.columns.get(name, ()), dtype=np.float32) for name in names}
-    shapes = (advantages.shape, weights.shape, mask.shape, *(values.shape for values in columns.values()))
-    if shapes != ((num_tokens,), (num_samples,), *((num_tokens,) for _ in (mask, *columns))):
+    arrays = {"advantages": advantages, "token_mask": mask, **{f"columns[{n}]": v for n, v in columns.items()}}
+    expected = {"sample_weights": (weights, num_samples), **{n: (values, num_tokens) for n, values in arrays.items()}}
+    wrong = [f"`{n}` {list(v.shape)}, expected [{size}]" for n, (v, size) in expected.items() if v.shape != (size,)]
+    reason = DropReason.NOT_FINITE_ADVANTAGE
+    if wrong:
+        reason = DropReason.WRONG_SHAPE
+        _log.error(
+            "the estimator returned arrays of the wrong shape, so that the update trains nothing: update=%s %s; advantages, masks and columns "
+            "have one entry per trained token (`batch.per_token` makes it of one per sample), weights one per sample",
+            batch.update,
+            ", ".join(wrong),
+        )
         columns = {name: np.zeros(num_tokens, np.float32) for name in names}
         advantages, weights, mask = np.zeros(num_tokens, np.float32), np.ones(num_samples), np.ones(num_tokens, bool)
         bad = set(range(num_samples))
@@ -498,7 +532,7 @@ def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str
     return Estimate(
         advantages=advantages,
         sample_weights=weights.astype(np.float32) if estimate.sample_weights is not None else None,
-        dropped={**estimate.dropped, **dict.fromkeys(bad, DropReason.NOT_FINITE_ADVANTAGE)},
+        dropped={**estimate.dropped, **dict.fromkeys(bad, reason)},
         token_mask=mask.astype(bool) if estimate.token_mask is not None else None,
         columns=columns,
         metrics={**estimate.metrics, **({"malformed": float(len(bad))} if bad else {})},

@@ -115,8 +115,7 @@ class Estimator(Protocol):
     bit for bit. `group_size` is a `GroupSize` that `run.group_size` must satisfy, and `rewards` are names of rewards that it reads,
     which some scorer must give. `needs_behavior = False` states that it does not read behavior log-probs. Without it, samples with tokens
     that were not sampled, such as those of a given solution, are dropped, because their log-probs in the column `behavior` are NaN.
-    bit for bit. `columns`, names of the columns that each of its estimates returns. `group_size` is a `GroupSize` that
-    `run.group_size` must satisfy, and `rewards` are names of rewards that it reads, which some scorer must give.
+    `columns` are names of the columns that each of its estimates returns.
     """
 
     def of_group(self, group: GroupContext) -> dict[str, float]:

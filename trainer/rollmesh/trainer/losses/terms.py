@@ -7,8 +7,9 @@ reaches a value or a gradient. The weights of the tokens of a term have the sum 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from rollmesh.shared.errors import ConfigError, LossFailed, located_at
 from rollmesh.shared.trajectory import Source
-from rollmesh.shared.user_code import explain, user_traceback
+from rollmesh.shared.user_code import reported
 from rollmesh.trainer.config import LossTerm, Normalization
 from rollmesh.trainer.losses.base import LOSSES, LossInputs, PolicyLoss, PreparedLoss, TokenStats
+
+_log = logging.getLogger(__name__)
 
 PLACES = ("policy", "external", "all")
 """Values of `where`."""
@@ -68,6 +71,9 @@ class LossSum:
         """Construct the terms. A user's file is relative to `base_dir`. Raises ConfigError for a name, an option or a token set."""
         self._normalization = normalization
         self._prefixed = len(terms) > 1
+        self.without_gradient: set[str] = set()
+        """Terms that had a value without gradient in this update. The update empties it."""
+        self._warned: set[str] = set()
         self._terms: list[_Term] = []
         for index, term in enumerate(terms):
             with located_at(f"learner.loss[{index}]"):
@@ -119,6 +125,17 @@ class LossSum:
                 prepared |= found if whole else {name: _spread(values, at) for name, values in found.items()}
         return prepared
 
+    def _note_no_gradient(self, term: str) -> None:
+        """Count a term that cannot train anything, and warn of it once."""
+        if term not in self._warned:
+            self._warned.add(term)
+            _log.warning(
+                "the loss term has no gradient, so that it trains nothing: term=%s; compute it from `inputs.logprobs` or a feature with `grad`, "
+                "without detach or no_grad",
+                term,
+            )
+        self.without_gradient.add(term)
+
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         """Return the weighted sum and the statistics of all terms; NaN at tokens outside the set of the term. Raises LossFailed."""
         total, stats = inputs.logprobs.new_zeros(()), dict[str, Tensor]()
@@ -127,8 +144,12 @@ class LossSum:
             if at is not None and not bool(at.any()):
                 continue
             with _reported(term.name):
-                value, found = term.loss(inputs if at is None else _selected(inputs, at, inputs[term.weights]))
+                mine = inputs if at is None else _selected(inputs, at, inputs[term.weights])
+                value, found = term.loss(mine)
+                _check(value, found, len(mine.logprobs))
                 total = total + term.weight * value
+            if not value.requires_grad:
+                self._note_no_gradient(term.name)
             prefix = f"{term.name}/" if self._prefixed else ""
             for key, values in found.items():
                 stats[f"{prefix}{key}"] = values if at is None else _spread(values.detach(), at, float("nan"))
@@ -170,10 +191,21 @@ def _rescaled(columns: Mapping[str, Tensor], at: Tensor, normalization: Normaliz
     return weight * (factor * per_sample[sample[at]]).to(weight.dtype)
 
 
-@contextmanager
-def _reported(term: str) -> Iterator[None]:
+def _reported(term: str) -> AbstractContextManager[None]:
     """Raise LossFailed with the error and the user's lines if a term raises."""
-    try:
-        yield
-    except Exception as error:
-        raise LossFailed(f"the loss term {term} failed: {explain(error)}\n{user_traceback(error)}") from error
+    return reported(f"the loss term {term}", LossFailed)
+
+
+def _check(value: Any, stats: TokenStats, count: int) -> None:
+    """Raise ValueError unless a term returned a scalar, and statistics of `count` tokens."""
+    if not isinstance(value, Tensor) or value.ndim:
+        found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"it returned a loss of {found}, expected a tensor of shape []: sum over the tokens, for example "
+            '`(inputs["token_weight"] * loss).sum()`'
+        )
+    for name, values in stats.items():
+        if values.shape != (count,):
+            raise ValueError(
+                f"it returned the statistic `{name}` of shape {list(values.shape)}, expected [{count}], one number per token"
+            )

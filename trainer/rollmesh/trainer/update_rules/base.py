@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,6 +39,24 @@ class OptimizerStep:
     samples only does this, so that the rule sees the new columns."""
     advantage_factors: FloatArray | None = None
     """[M] factors of the advantages of the batch; None means 1."""
+
+
+def checked_step(step: OptimizerStep, num_samples: int, num_tokens: int) -> OptimizerStep:
+    """Return the step. Raises TypeError or ValueError if an update of S samples with M tokens cannot take it."""
+    if not isinstance(step, OptimizerStep):
+        raise TypeError(f"it yielded {type(step).__name__}, expected an OptimizerStep")
+    if not (math.isfinite(step.lr_factor) and step.lr_factor >= 0):
+        raise ValueError(f"`lr_factor` must be finite and >= 0, got {step.lr_factor}")
+    if unknown := [n for n in step.samples if not 0 <= n < num_samples]:
+        raise ValueError(
+            f"`samples` must be in [0, {num_samples - 1}], the numbers of the samples of the batch, got {unknown[0]}"
+        )
+    for name, values in (("tokens", step.tokens), ("advantage_factors", step.advantage_factors)):
+        if values is not None and np.shape(values) != (num_tokens,):
+            raise ValueError(
+                f"`{name}` must have shape [{num_tokens}], one entry per trained token of the batch, got {list(np.shape(values))}"
+            )
+    return step
 
 
 class UpdateRule(Protocol):
