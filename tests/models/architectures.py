@@ -265,7 +265,7 @@ def build_model(name: str, *, seed: int = 0, fresh: bool = False) -> PreTrainedM
     model_type, changes = ARCHITECTURES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        sizes = {} if "text_config" in changes else _SIZES | ({"initializer_range": 0.02} if fresh else {})
+        sizes = {} if "text_config" in changes else {**_SIZES, **({"initializer_range": 0.02} if fresh else {})}
         config = CONFIG_MAPPING[model_type](**{**sizes, **changes})
         model: Any = auto_class(config).from_config(config, dtype=torch.float32)
         with torch.no_grad():

@@ -92,8 +92,9 @@ def deep_gemma() -> PreTrainedModel:
             vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=9, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
             initializer_range=0.2,
         )  # fmt: skip
-        model: PreTrainedModel = make(config)
-    return model.eval()
+        model: Any = make(config)
+    made: PreTrainedModel = model.eval()
+    return made
 
 
 def test_the_padding_token_is_not_in_the_test() -> None:
@@ -125,7 +126,8 @@ def test_a_model_that_cannot_be_made_again_is_not_packed() -> None:
         def __init__(self, config: Qwen3Config, further: int) -> None:
             super().__init__(config)  # type: ignore[no-untyped-call]
 
-    model = Extended(tiny().config, 1).eval()
+    config: Any = tiny().config
+    model: PreTrainedModel = Extended(config, 1)
     choice = choose_forward(model)
     assert choice.mode is ForwardMode.UNPACKED
     assert "small model of its configuration with spread weights" in choice.reason

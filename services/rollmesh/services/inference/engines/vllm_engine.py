@@ -232,7 +232,8 @@ class VllmEngine:
         """Run one request in vLLM until it ends."""
         request_id = request.request.request_id
         try:
-            collector, serial = None, -1
+            collector: Any = None
+            serial = -1
             while serial != self._serial:  # an update in between has made the salt of the prompt wrong
                 if collector is not None:
                     await self._llm.abort(collector.request_id, internal=True)
