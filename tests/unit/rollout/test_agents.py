@@ -156,6 +156,24 @@ async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
     assert observed[2] == "3"
 
 
+@pytest.mark.parametrize(("listed", "known"), [([], "none"), (["calculator"], "calculator")])
+async def test_a_tool_that_the_task_does_not_list_fails_the_attempt_of_an_agent_that_names_it(
+    listed: list[str], known: str
+) -> None:
+    class Careless:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            with contextlib.suppress(Exception):
+                env.observe((await env.tool("stock", "fig")).text)
+
+    mesh = tool_mesh(lambda text: "look:fig<|end|>")
+    report = await mesh.runner(Careless()).run(lease(tools=listed))
+    assert report.outcome == INFRA_FAILURE, "the model did not choose the tool, so its text is not at fault"
+    assert report.failure.message.startswith("agent: `env.tool('stock')`: the task does not list this tool; ")
+    assert f"tools of the task: {known}; add it to" in report.failure.message
+    assert "data.source.options.tools" in report.failure.message
+
+
 @pytest.mark.parametrize(
     ("text", "call"),
     [

@@ -259,10 +259,14 @@ class Environment:
         return scored.after(prompt.size)
 
     async def tool(self, name: str, text: str) -> ToolResult:
-        """Call a tool of the task. An error inside the tool is a result with `ok` False. The call itself does not add an observation."""
+        """Call a tool of the task. An error inside the tool is a result with `ok` False. The call itself does not add an observation.
+
+        A tool that the task does not list fails the attempt, because the agent and not the model chose it.
+        """
         state = self._state
         state.check()
-        with _Crossing(state, "tool", "sandbox", "tool") as traced:
+        boundary = "sandbox" if name in self._tools.names else "agent"
+        with _Crossing(state, "tool", boundary, "tool") as traced:
             result = await self._tools.call(name, text)
             if traced is not None:
                 traced.set_attributes({"tool": name, "ok": result.ok})

@@ -67,7 +67,8 @@ class ToolBox:
                 await self._session(profile)
 
     async def call(self, name: str, text: str) -> ToolResult:
-        """Return the tool's result for `text`. Raise `SandboxFailed` and other `MeshError`s for infra failures."""
+        """Return the tool's result for `text`. Raise `NotFound` for a tool that the task does not list, which is a mistake of the agent,
+        and `SandboxFailed` and other `MeshError`s for infra failures."""
         result = await self._call(name, text)
         self.calls[result.ok] += 1
         return result
@@ -75,8 +76,9 @@ class ToolBox:
     async def _call(self, name: str, text: str) -> ToolResult:
         tool = self._tools.get(name)
         if tool is None:
-            return ToolResult(
-                text=f"error: there is no tool {name!r}; tools: {', '.join(self.names) or 'none'}", ok=False
+            raise NotFound(
+                f"`env.tool({name!r})`: the task does not list this tool; tools of the task: {', '.join(self.names) or 'none'}; add it to "
+                "`tools` of the task (data.source.options.tools). An agent whose model writes the name compares it with task.tools first"
             )
         if tool.stateless:
             result = await self._sandbox.call_stateless(

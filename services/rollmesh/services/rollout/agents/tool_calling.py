@@ -21,7 +21,7 @@ from rollmesh.shared.trajectory import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `error` describes a malformed call to the model."""
+    """A call as the model wrote it. `error` describes to the model a malformed call, or one of a tool that does not exist."""
 
     name: str
     text: str
@@ -55,6 +55,9 @@ def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall |
     pieces = [*stream.feed(body), *stream.finish()]
     last = pieces[-1] if pieces else ""
     if isinstance(last, ParsedCall):
+        if last.name not in tools:
+            known = ", ".join(tools) or "none"
+            return ToolCall(last.name, "", f"error: there is no tool {last.name!r}; tools: {known}")
         values = list(json.loads(last.arguments).values())
         (value,) = values if len(values) == 1 else (last.arguments,)
         return ToolCall(last.name, value if isinstance(value, str) else json.dumps(value))
