@@ -21,21 +21,16 @@ Render = Callable[..., str]
 """render(messages, tools, add_generation_prompt): text. Raises InvalidInput for a conversation that the template rejects."""
 
 _QUESTION, _ANSWER, _RESULT, _TOOL = "rollmesh question", "rollmesh answer", "rollmesh result", "rollmesh_tool"
+_PROBES = (_TOOL, "text", _ANSWER), ("other_tool", "words", "other answer")
+"""Name, argument and value of the calls whose common parts are the markers: what only one of them has is not a marker."""
 _CALL_ID = "rollmesh0"
 """Some templates require an id of nine letters or digits."""
-_EXAMPLE: ToolSchema = {
-    "type": "function",
-    "function": {
-        "name": _TOOL,
-        "description": "rollmesh description",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
-    },
-}
 _KEY = "rollout.format.turn_end"
 _CALL_SHAPES: Mapping[ToolCallBody, str] = {
     "json": '{"name": NAME, "arguments": {...}}',
     "pythonic": "[NAME(ARGUMENT=VALUE)]",
     "bare": "TEXT",
+    "xml": "\n<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n",
 }
 
 
@@ -52,7 +47,7 @@ class ChatFormat:
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody
     """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
-    `[name(argument=value, ...), ...]`."""
+    `[name(argument=value, ...), ...]`, `xml` has a tag per function and argument."""
     observation: str
     """Text appended after a turn to show a tool's result, up to the model's next turn. Special tokens are encoded only around `{text}`."""
     tool_role: str = "tool"
@@ -68,6 +63,11 @@ class ChatFormat:
     def turn_end(self) -> str:
         """The string that the chat template writes after an assistant turn."""
         return self.turn_ends[0]
+
+    @property
+    def call_opening(self) -> str:
+        """The string with which a turn begins that is a call."""
+        return self.tool_call_start or {"json": '{"name": "', "pythonic": "["}.get(self.tool_call_body, "")
 
     @property
     def frame(self) -> tuple[str, str]:
@@ -181,27 +181,35 @@ def _observation(render: Render, turn_end: str, as_text: bool) -> str:
 
 
 def _written_call(render: Render, turn_end: str, as_text: bool) -> tuple[str, str, ToolCallBody] | None:
-    """Return start, end and body of a tool call as the template writes it, or None if it does not write tool calls."""
+    """Return start, end and body of a tool call as the template writes it, or None if it does not write tool calls, or others."""
+    found = {_markers(render, turn_end, as_text, *probe) for probe in _PROBES}
+    return found.pop() if len(found) == 1 else None
+
+
+def _markers(
+    render: Render, turn_end: str, as_text: bool, name: str, key: str, value: str
+) -> tuple[str, str, ToolCallBody] | None:
+    """Return what the template writes around one call, with what belongs to the call itself if the format is not known."""
+    tools = [_example(name, key)]
     try:
-        plain = render([_user(), _said(_ANSWER)], [_EXAMPLE], False)
-        text = render([_user(), _called(as_text)], [_EXAMPLE], False)
+        plain = render([_user(), _said(value)], tools, False)
+        text = render([_user(), _called(as_text, name, key, value)], tools, False)
     except InvalidInput:
         return None
     turn = text[len(commonprefix([plain, text])) :]
-    if _ANSWER not in turn:
+    if value not in turn:
         return None
-    at = turn.index(_ANSWER)
-    end = turn.find(turn_end, at)
+    end = turn.find(turn_end, turn.index(value))
     turn = turn[: end if end != -1 else None].strip()
-    if f"[{_TOOL}(" in turn:
+    if f"<function={name}>" in turn and f"<parameter={key}>" in turn:
+        return turn.partition("<function=")[0].strip(), turn.rpartition("</function>")[2].strip(), "xml"
+    if f"[{name}(" in turn:
         start, _, rest = turn.partition("[")
         return start.strip(), rest.rpartition("]")[2].strip(), "pythonic"
-    if _TOOL in turn and "{" in turn:
+    if name in turn and "{" in turn:
         start, _, _ = turn.partition("{")
-        if _TOOL in start:  # the name is not in the JSON, so this is another format
-            return None
         return start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json"
-    start, _, rest = turn.partition(_ANSWER)
+    start, _, rest = turn.partition(value)
     # A bare call without a marker cannot be distinguished from an answer.
     return (start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None
 
@@ -243,11 +251,22 @@ def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _called(as_text: bool) -> dict[str, Any]:
-    arguments = {"text": _ANSWER}
-    function = {"name": _TOOL, "arguments": json.dumps(arguments) if as_text else arguments}
+def _called(as_text: bool, name: str = _TOOL, key: str = "text", value: str = _ANSWER) -> dict[str, Any]:
+    arguments = {key: value}
+    function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
     return {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"id": _CALL_ID, "type": "function", "function": function}],
     }
+
+
+def _example(name: str, key: str) -> ToolSchema:
+    parameters = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "rollmesh description", "parameters": parameters},
+    }
+
+
+_EXAMPLE = _example(_TOOL, "text")

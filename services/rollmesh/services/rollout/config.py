@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -24,7 +25,8 @@ from rollmesh.shared.settings import (
     Settings,
 )
 
-ToolCallBody = Literal["bare", "json", "pythonic"]
+ToolCallBody = Literal["bare", "json", "pythonic", "xml"]
+_JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 
 class FormatConfig(Settings):
@@ -38,7 +40,7 @@ class FormatConfig(Settings):
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody | None = None
     """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
-    `[name(argument=value, ...), ...]`."""
+    `[name(argument=value, ...), ...]`, `xml` is <function=NAME> with a tag <parameter=KEY> per argument."""
     observation: str | None = None
     """Text appended after a turn to show a tool's result, up to the start of the model's next turn. `{text}` itself is encoded
     without special tokens, so a tool's output cannot open a turn."""
@@ -113,10 +115,32 @@ class ToolConfig(Settings):
             raise ValueError(
                 f"`function` must be empty for code in a language, got {self.function!r} with {self.language!r}"
             )
+        _check_parameters(self.parameters)
 
 
-def _default_tools() -> dict[str, ToolConfig]:
-    return {"calculator": ToolConfig(profile="calc", function="call"), "python": ToolConfig(profile="python")}
+def _check_parameters(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a JSON schema describes the arguments of a call, as an object with named properties."""
+    if not schema:
+        return
+    if schema.get("type") != "object":
+        raise ValueError(f"`parameters.type` must be object, got {schema.get('type')!r}; a call has named arguments")
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(one, dict) for one in properties.values()):
+        raise ValueError(f"`parameters.properties` must map each argument to its JSON schema, got {properties!r}")
+    for name, one in properties.items():
+        kinds = one.get("type", [])
+        if unknown := [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind not in _JSON_TYPES]:
+            raise ValueError(
+                f"`parameters.properties.{name}.type` must be one of {', '.join(_JSON_TYPES)}, got {unknown[0]!r}"
+            )
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(name in properties for name in required):
+        raise ValueError(
+            f"`parameters.required` must list keys of `properties` ({', '.join(properties)}), got {required!r}"
+        )
+
+
+DEFAULT_TOOLS = {"calculator": ToolConfig(profile="calc", function="call"), "python": ToolConfig(profile="python")}
 
 
 class StagesConfig(Settings):
@@ -164,7 +188,7 @@ class OpenAiServerConfig(Settings):
     request_mb_max: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Maximum size of the body of a request, MiB."""
     tool_calls: Extension | None = None
-    """Parser of the model's tool calls: `hermes`, `llama3_json`, `llama_pythonic`, `bare` or a custom one. Absent: the parser for the calls
+    """Parser of the model's tool calls: `hermes`, `llama3_json`, `llama_pythonic`, `qwen3_coder`, `bare` or a custom one. Absent: the parser for the calls
     that the model's chat template writes."""
 
     def check_fields(self) -> None:
@@ -214,7 +238,7 @@ class RolloutConfig(Settings):
     """The agent: `tool_calling`, `single_turn`, `program`, `url` or a custom one."""
     model_dir: str = ""
     """Folder with the tokenizer.json and tokenizer_config.json of the model that the engines serve."""
-    tools: dict[str, ToolConfig] = msgspec.field(default_factory=_default_tools)
+    tools: dict[str, ToolConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_TOOLS))
     """Tools by the name that tasks refer to."""
     session_ttl_s: Annotated[PositiveFloat, LIVE] = 900.0
     """Idle time after which a sandbox ends a session that this worker lost, seconds. It must exceed the longest turn."""

@@ -267,7 +267,16 @@ def _call_text(call: RequestedCall, words: ChatFormat) -> str:
     arguments = _object_or_text(call.arguments)
     if words.tool_call_body == "json":
         return json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+    if isinstance(arguments, dict) and words.tool_call_body == "pythonic":
+        return f"[{call.name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})]"
+    if isinstance(arguments, dict) and words.tool_call_body == "xml":
+        given = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
+        return f"\n<function={call.name}>\n{given}</function>\n"
     return str(next(iter(arguments.values()), "")) if isinstance(arguments, dict) else arguments
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------

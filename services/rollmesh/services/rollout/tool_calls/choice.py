@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from rollmesh.services.rollout.chat_format import ChatFormat
-from rollmesh.services.rollout.tool_calls.parsing import ToolCallParser
+from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
+from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall, turn_tokens
+from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.services.rollout.tool_calls.parsing import ToolCallParser, parse_turn
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.registry import Extension, Registry
 
 TOOL_CALL_PARSERS = Registry(
@@ -14,6 +18,7 @@ TOOL_CALL_PARSERS = Registry(
         "hermes": "rollmesh.services.rollout.tool_calls.marked:HermesParser",
         "llama3_json": "rollmesh.services.rollout.tool_calls.whole_turn:Llama3JsonParser",
         "llama_pythonic": "rollmesh.services.rollout.tool_calls.whole_turn:LlamaPythonicParser",
+        "qwen3_coder": "rollmesh.services.rollout.tool_calls.xml_calls:Qwen3CoderParser",
         "bare": "rollmesh.services.rollout.tool_calls.bare:BareParser",
     },
 )
@@ -27,9 +32,44 @@ def tool_call_parser(
     return parser
 
 
+def why_unread(tokenizer: Tokenizer, parser: ToolCallParser) -> str:
+    """Return why the parser does not read a call that the chat template writes; empty if it does.
+
+    A call that the parser takes for text would be shown to a client, or end the episode, as the model's answer.
+    """
+    is_bare = tokenizer.format.tool_call_body == "bare"
+    for function, arguments in _BARE_CALLS if is_bare else _CALLS:
+        call = RequestedCall(id="rollmesh1", name=function["function"]["name"], arguments=json.dumps(arguments))
+        question, turn = ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", calls=(call,))
+        try:
+            written = tokenizer.decode(turn_tokens(tokenizer, [question], turn, [function]))
+        except InvalidInput as err:
+            return err.message
+        text = tokenizer.format.without_end(written)
+        calls = parse_turn(parser, text, [function]).calls
+        if [(found.name, json.loads(found.arguments)) for found in calls] != [(call.name, arguments)]:
+            return f"the chat template writes a call as {text.strip()!r}, from which {type(parser).__name__} reads {len(calls)} calls, or others"
+    return ""
+
+
+def _tool(name: str, **types: str) -> ToolSchema:
+    properties = {key: {"type": type_} for key, type_ in types.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(types)}
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+_BARE_CALLS = ((_tool("add", text="string"), {"text": "1+2"}), (_tool("look_up", words="string"), {"words": "a b"}))
+_CALLS = (
+    *_BARE_CALLS,
+    (_tool("plan", days="integer", places="array"), {"days": 2, "places": ["Bern", "x, y"]}),
+)
+
+
 def _written_by(format: ChatFormat) -> str:
     if format.tool_call_body == "bare":
         return "bare"
+    if format.tool_call_body == "xml":
+        return "qwen3_coder"
     if format.tool_call_body == "pythonic":
         return "llama_pythonic"
     return "hermes" if format.tool_call_start else "llama3_json"
