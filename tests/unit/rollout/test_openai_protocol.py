@@ -56,6 +56,7 @@ from rollmesh.testing.rollout import CharTokenizer
 QUESTION = {"role": "user", "content": "1+2"}
 CALL = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object", "properties": {}}}}
 REPLY = ReplyHead(id="chatcmpl-1", created=1_700_000_000, model="policy")
 
 
@@ -141,6 +142,13 @@ def test_a_tool_reaches_the_template_as_the_client_wrote_it() -> None:
     assert list(tool["function"]) == ["description", "name", "parameters"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_required_call_begins_the_turn(choice: Any) -> None:
+    request = chat(tools=[ADD], tool_choice=choice)
+    assert (request.parse_calls, request.begin_call) == (True, True)
+    assert not chat(tools=[ADD]).begin_call
+
+
 @pytest.mark.parametrize("fields", [{"tools": [ADD], "tool_choice": "none"}, {}, {"tools": []}])
 def test_a_turn_is_not_parsed_for_calls_without_tools_to_choose(fields: dict[str, Any]) -> None:
     assert not chat(**fields).parse_calls
@@ -188,8 +196,24 @@ def test_a_turn_is_not_parsed_for_calls_without_tools_to_choose(fields: dict[str
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
         ({"tools": [ADD, {"type": "function", "function": {"name": ""}}]}, "tools[1].function.name", "length >= 1"),
         ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "auto or none"),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "auto or none"),
+        ({"tool_choice": "required"}, "tool_choice", "must be auto or none without tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+            "tool_choice",
+            "function of the only tool",
+        ),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice",
+            "function of the only tool",
+        ),
+        (
+            {"tools": [ADD, SUB], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+            "tool_choice",
+            "function of the only tool",
+        ),
+        ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "must be auto, none, required"),
+        ({"tools": [ADD], "tool_choice": {"type": "function"}}, "tool_choice", "must be auto, none, required"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "must be true"),
         ({"response_format": {"type": "json_object"}}, "response_format", 'must be {"type":"text"}'),
         ({"functions": []}, "functions", "use `tools`"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, InternalServerError, NotFoundError
 
 from rollmesh.services.rollout.agent import Environment, Task
-from rollmesh.services.rollout.config import LimitsConfig, OpenAiServerConfig, RolloutConfig
+from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, OpenAiServerConfig, RolloutConfig
 from rollmesh.services.rollout.conversation import ChatMessage
 from rollmesh.services.rollout.environment import ServedEpisode
 from rollmesh.services.rollout.openai.app import MODEL
@@ -169,6 +170,86 @@ async def test_a_tool_calling_agent_is_recorded_as_one_chain_of_the_engines_toke
     assert served.chains.counts.chains == {"first": 1}
     assert served.chains.counts.reencoded_tokens == 0
     assert episode.samples[0].rewards[0].value == 1.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_call_begins_with_given_tokens_and_continues_as_one_chain(run: Any, stream: bool) -> None:
+    """The turn of a framework that requires a call: its opening is given and has no loss, the rest is sampled."""
+
+    def model(text: str) -> str:
+        if text.endswith("<tool_call>"):
+            return "12+30</tool_call><|end|>"
+        return solve(text)
+
+    async def work(client: AsyncOpenAI, api: ServedEpisode, task: Task) -> None:
+        messages: Messages = [{"role": m.role, "content": m.content} for m in task.messages]
+        ask: Any = functools.partial(client.chat.completions.create, model="policy", tools=[CALCULATOR])
+        if stream:
+            chunks = [chunk async for chunk in await ask(messages=messages, tool_choice="required", stream=True)]
+            deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+            assert not any(delta.content for delta in deltas)
+            (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        else:
+            reply = await ask(messages=messages, tool_choice="required")
+            assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (None, "tool_calls")
+            assert reply.usage.completion_tokens == len("12+30") + 2
+            (call,) = reply.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"expression": "12+30"}
+        said = {"id": call.id, "type": "function", "function": call.function.model_dump()}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [said]})
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
+        answer = await ask(messages=messages)
+        assert answer.choices[0].message.content == "<answer>42</answer>"
+
+    report, served, mesh = await run(work, model)
+    assert report.outcome == COMPLETED, report.failure
+    (episode,) = mesh.samples.episodes
+    (path,) = paths(episode)
+    segments = [episode.segments[index] for index in path]
+    assert [(segment.role, segment.source) for segment in segments] == [
+        (Role.CONTEXT, Source.PROMPT),
+        (Role.ACTION, Source.HINT),
+        (Role.ACTION, Source.POLICY),
+        (Role.OBSERVATION, Source.TOOL),
+        (Role.ACTION, Source.POLICY),
+    ]
+    assert segments[1].loss_mask is None
+    assert mesh.tokenizer.decode(segments[1].token_ids) == "<tool_call>"
+    check_tokens(episode, mesh)
+    assert served.chains.counts.chains == {"first": 1}
+    assert (served.chains.counts.continued, served.chains.counts.reencoded_tokens) == (1, 0)
+
+
+async def test_a_required_call_without_room_for_a_token_leaves_no_sample_of_given_tokens(run: Any) -> None:
+    async def work(client: AsyncOpenAI, api: ServedEpisode, task: Task) -> None:
+        messages: Messages = [{"role": m.role, "content": m.content} for m in task.messages]
+        ask: Any = functools.partial(client.chat.completions.create, model="policy", messages=messages)
+        await ask(max_tokens=1)
+        with pytest.raises(BadRequestError, match="limit"):
+            await ask(tools=[CALCULATOR], tool_choice="required")
+
+    report, _, mesh = await run(work, turns_max=1)
+    assert report.outcome == COMPLETED, report.failure
+    (episode,) = mesh.samples.episodes
+    assert [segment.source for segment in episode.segments if segment.role is Role.ACTION] == [Source.POLICY]
+
+
+async def test_tools_are_rejected_if_the_calls_of_the_template_are_not_read(run: Any) -> None:
+    """Otherwise each call of the model would be the text of an answer, without an error."""
+
+    async def work(client: AsyncOpenAI, api: ServedEpisode, task: Task) -> None:
+        user: Any = {"role": "user", "content": "a"}
+        with pytest.raises(
+            BadRequestError,
+            match=r"`tools` cannot be served: the chat template writes a call as .*rollout.openai.tool_calls",
+        ):
+            await client.chat.completions.create(model="policy", messages=[user], tools=[CALCULATOR])
+        await client.chat.completions.create(model="policy", messages=[user])
+
+    config = RolloutConfig(format=FormatConfig(tool_call_start="<call>"))
+    report, _, _ = await run(work, mesh=LocalMesh(script=lambda text: "hm<|end|>", config=config))
+    assert report.outcome == COMPLETED, report.failure
 
 
 async def test_the_first_prompt_shares_the_context_of_the_task(run: Any) -> None:
@@ -404,7 +485,7 @@ async def test_bad_requests_name_the_field_and_do_not_end_the_episode(run: Any) 
         wrong: dict[str, dict[str, Any]] = {
             "logit_bias": {"logit_bias": {"5": 1}},
             "response_format": {"response_format": {"type": "json_object"}},
-            "tool_choice": {"tool_choice": "required", "tools": [CALCULATOR]},
+            "tool_choice": {"tool_choice": "any", "tools": [CALCULATOR]},
         }
         for field, fields in wrong.items():
             with pytest.raises(BadRequestError) as caught:

@@ -207,20 +207,23 @@ class Environment:
         top_p: float | None = None,
         train: bool = True,
         on_piece: Callable[[Segment], None] | None = None,
+        begin: IntArray | None = None,
     ) -> Turn:
         """Generate from here until one of `stop` (by default the end of its turn), which is kept.
 
         Omitted parameters come from the config. `train=False` keeps the tokens out of the loss. `on_piece` is called with new tokens as
-        they arrive; it must not raise. Raises `LimitReached`.
+        they arrive; it must not raise. `begin` are tokens [n] that the turn begins with: they are recorded with the turn, as given tokens
+        without loss, and are not in the returned turn. Raises `LimitReached`.
         """
         state = self._state
         state.check()
-        params = self._params(stop, max_tokens, temperature, top_p)
+        begin = np.zeros(0, dtype=np.int32) if begin is None else begin
+        params = self._params(stop, max_tokens, temperature, top_p, room=self.tokens_left - begin.size)
         with _Crossing(state, "generate", "inference", "generate") as traced:
-            spans = await self._generate(params, train=train, on_piece=on_piece)
+            spans = await self._generate(params, train=train, on_piece=on_piece, begin=begin)
             if traced is not None:
-                traced.set_attributes(_generation_attributes(spans, state.num_turns, self._num_tokens))
-        return self._record(spans, params, train=train)
+                traced.set_attributes(_generation_attributes(spans, state.num_turns, self._num_tokens + begin.size))
+        return self._record(spans, params, train=train, begin=begin)
 
     async def logprobs(
         self,
@@ -501,13 +504,20 @@ class Environment:
     # Inside -----------------------------------------------------------------------------------------------------------
 
     def _params(
-        self, stop: Sequence[str] | None, max_tokens: int | None, temperature: float | None, top_p: float | None
+        self,
+        stop: Sequence[str] | None,
+        max_tokens: int | None,
+        temperature: float | None,
+        top_p: float | None,
+        *,
+        room: int,
     ) -> SamplingParams:
-        """Build the parameters and count the turn, so that of two concurrent generations only one takes the last turn."""
+        """Build the parameters and count the turn, so that of two concurrent generations only one takes the last turn. `room` is the
+        number of tokens that the limits still allow."""
         state, sampling = self._state, self._state.sampling
         if not self.turns_left:
             raise state.end_at("turns")
-        if not self.tokens_left:
+        if room <= 0:
             raise state.end_at("tokens")
         state.num_turns += 1
         words = state.format.turn_ends if stop is None else tuple(stop)
@@ -518,14 +528,14 @@ class Environment:
             temperature=sampling.temperature if temperature is None else temperature,
             top_p=sampling.top_p if top_p is None else top_p,
             top_k=sampling.top_k,
-            max_tokens=min(max_tokens or sampling.max_tokens, self.tokens_left),
+            max_tokens=min(max_tokens or sampling.max_tokens, room),
             stop=tuple(word for word, number in ids.items() if number is None),
             stop_token_ids=tuple(number for number in ids.values() if number is not None),
             seed=state.recorder.draw_key(self._head),
         )
 
     async def _generate(
-        self, params: SamplingParams, *, train: bool, on_piece: Callable[[Segment], None] | None
+        self, params: SamplingParams, *, train: bool, on_piece: Callable[[Segment], None] | None, begin: IntArray
     ) -> tuple[Segment, ...]:
         """Generate and record. If the episode times out during a generation, record the tokens sampled so far."""
         state = self._state
@@ -533,7 +543,7 @@ class Environment:
         session = f"{state.key.episode}.{state.key.attempt}"
         try:
             async with state.generator.open(
-                self.token_ids, params, target=state.target, session=session, key=state.key
+                np.concatenate([self.token_ids, begin]), params, target=state.target, session=session, key=state.key
             ) as generation:
                 async for piece in generation:
                     pieces.append(piece)
@@ -543,14 +553,18 @@ class Environment:
                         await state.at(RolloutFaultPoint.GENERATING)
         except asyncio.CancelledError:
             if pieces:
-                self._record(merged(pieces, FinishReason.CANCELLED), params, train=train)
+                self._record(merged(pieces, FinishReason.CANCELLED), params, train=train, begin=begin)
             raise
         if generation.finish not in _ENDED or not pieces:
             raise EngineFailed(f"the engine finished with {generation.finish.name} after {len(pieces)} pieces; retry")
         return merged(pieces, generation.finish)
 
-    def _record(self, segments: Sequence[Segment], params: SamplingParams, *, train: bool) -> Turn:
+    def _record(self, segments: Sequence[Segment], params: SamplingParams, *, train: bool, begin: IntArray) -> Turn:
         state = self._state
+        if begin.size:
+            opening = [Message(role=state.format.assistant_role, content=state.tokenizer.decode(begin))]
+            self._head = state.recorder.add_given(self._head, Role.ACTION, Source.HINT, begin, opening)
+            self._grow(begin)
         token_ids = np.concatenate([segment.token_ids for segment in segments])
         text = state.tokenizer.decode(token_ids)
         message = Message(role=state.format.assistant_role, content=state.format.without_end(text))

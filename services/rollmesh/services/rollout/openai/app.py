@@ -91,13 +91,18 @@ class OpenAiApp:
         *,
         tokenizer: Tokenizer,
         parser: ToolCallParser,
+        unread: str,
+        opens_calls: bool,
         request_bytes_max: int,
         clock: Clock,
     ) -> None:
-        """`find` raises `Unauthenticated` for a key that is not the key of a running episode."""
+        """`find` raises `Unauthenticated` for a key that is not the key of a running episode. `unread` is why the parser does not read the
+        calls of the chat template; empty if it does. `opens_calls`: whether it reads calls in the words of the chat format."""
         self._find = find
         self._tokenizer = tokenizer
         self._parser = parser
+        self._unread = unread
+        self._opening = tokenizer.format.call_opening if opens_calls else ""
         self._request_bytes_max = request_bytes_max
         self._clock = clock
 
@@ -153,6 +158,10 @@ class OpenAiApp:
         reply = self._reply(served, "chatcmpl", asked.model)
         if asked.model != MODEL:
             return await self._ask(request, served, asked, reply)
+        if asked.parse_calls and self._unread:
+            reject("tools", f"cannot be served: {self._unread}; name a parser in rollout.openai.tool_calls")
+        if asked.begin_call and not self._opening:
+            reject("tool_choice", "must be auto or none, because the opening of a call is not known for this parser")
         if not asked.sampling.stream:
             return _json(await self._attended(request, served, self._chat_reply(served, asked, reply)))
         return await self._streamed(request, served, lambda emit: self._chat_stream(served, asked, reply, emit))
@@ -288,7 +297,11 @@ class OpenAiApp:
                 turn=_turn_id(served.env, prompt),
                 on_part=lambda piece, parts: on_part(index, piece, parts),
             )
-            env, turn = await chains.generate(prompt, asked.sampling, self._stops(asked.sampling), text.feed)
+            begin = None
+            if asked.begin_call:
+                text.begin(self._opening)
+                begin = self._tokenizer.encode_markup(self._opening)
+            env, turn = await chains.generate(prompt, asked.sampling, self._stops(asked.sampling), text.feed, begin)
             text.finish()
             chains.answered(prompt, env, turn, text.message, asked.messages)
             return turn, text
@@ -448,7 +461,7 @@ def _check_model(model: str, endpoints: Sequence[str]) -> None:
 def _check_asked(asked: ChatRequest, kind: EndpointKind) -> None:
     """Reject what the endpoint cannot do."""
     sampling = asked.sampling
-    for field, value in (("n", sampling.n > 1), ("logprobs", sampling.logprobs)):
+    for field, value in (("n", sampling.n > 1), ("logprobs", sampling.logprobs), ("tool_choice", asked.begin_call)):
         if value:
             reject(field, f"is only for the model {MODEL}, because {asked.model} is an endpoint; remove it")
     called = any(message.calls or message.role == "tool" for message in asked.messages)

@@ -178,8 +178,10 @@ class Chains:
         sampling: SamplingRequest,
         stop: Sequence[str],
         on_piece: Callable[[Segment], None],
+        begin: IntArray | None = None,
     ) -> tuple[Environment, Turn]:
-        """Sample a turn after a prompt; return the branch after it. Raise as `Environment.generate`."""
+        """Sample a turn after a prompt; return the branch after it. `begin` are the given first tokens of the turn. Raise as
+        `Environment.generate`."""
         env = prompt.env.branch()
         self._turns.append((prompt.env, env))
         turn = await env.generate(
@@ -188,6 +190,7 @@ class Chains:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             on_piece=on_piece,
+            begin=begin,
         )
         return env, turn
 

@@ -46,6 +46,11 @@ class ChoiceText:
         """The turn as the client knows it."""
         return ChatMessage(role="assistant", content=self.content, calls=tuple(self.calls))
 
+    def begin(self, opening: str) -> None:
+        """Read the text of a call's opening, with which the turn begins. Nothing is complete with it."""
+        if self._stream is not None:
+            self._stream.feed(opening)
+
     def feed(self, piece: Segment) -> None:
         """Read the next tokens of the turn."""
         text = self._text.feed(piece.token_ids)

@@ -94,6 +94,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of the prompt, as chat templates expect them."""
     parse_calls: bool = False
     """Whether the turn is parsed for calls: there are tools, and `tool_choice` is not none."""
+    begin_call: bool = False
+    """Whether the turn begins with the opening of a call, because `tool_choice` requires one."""
     sampling: SamplingRequest
 
 
@@ -127,7 +129,8 @@ def chat_request(body: bytes) -> ChatRequest:
         model=fields.model,
         messages=tuple(read_message(message, f"messages[{number}]") for number, message in enumerate(fields.messages)),
         tools=tools,
-        parse_calls=bool(tools) and choice == "auto",
+        parse_calls=bool(tools) and choice != "none",
+        begin_call=choice == "required",
         sampling=_sampling(fields, fields.max_completion_tokens or fields.max_tokens, fields.logprobs),
     )
 
@@ -292,9 +295,18 @@ def read_tool(value: Mapping[str, Any], at: str) -> ToolSchema:
     return {"type": "function", "function": kept}
 
 
-def _tool_choice(choice: str | Mapping[str, Any], tools: Sequence[ToolSchema]) -> Literal["auto", "none"]:
-    if choice == "none":
-        return "none"
-    if choice != "auto":
-        reject("tool_choice", "must be auto or none, because the engine cannot force a call; remove it")
-    return "auto" if tools else "none"
+def _tool_choice(choice: str | Mapping[str, Any], tools: Sequence[ToolSchema]) -> Literal["auto", "none", "required"]:
+    names = [tool["function"]["name"] for tool in tools]
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        named = choice.get("function")
+        if isinstance(named, Mapping) and names == [named.get("name")]:
+            choice = "required"
+    if choice not in ("auto", "none", "required"):
+        reject(
+            "tool_choice",
+            "must be auto, none, required or the function of the only tool, because a turn can begin with a call but its name cannot be "
+            "forced; send required, with the tools that may be called",
+        )
+    if choice == "required" and not tools:
+        reject("tool_choice", "must be auto or none without tools, got required; send the tools")
+    return "none" if choice == "none" or not tools else "required" if choice == "required" else "auto"

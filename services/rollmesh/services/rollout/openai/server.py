@@ -18,7 +18,7 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.openai.chains import Chains
 from rollmesh.services.rollout.openai.served import Served, expired_key
 from rollmesh.services.rollout.tokenizer import Tokenizer
-from rollmesh.services.rollout.tool_calls.choice import tool_call_parser
+from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
 from rollmesh.shared.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, FailedPrecondition
@@ -90,10 +90,13 @@ class OpenAiServer:
                 from rollmesh.services.rollout.openai.app import OpenAiApp
 
             config = self._config.openai
+            parser = tool_call_parser(self._tokenizer.format, config.tool_calls, self._base_dir)
             app = OpenAiApp(
                 self._find,
                 tokenizer=self._tokenizer,
-                parser=tool_call_parser(self._tokenizer.format, config.tool_calls, self._base_dir),
+                parser=parser,
+                unread=why_unread(self._tokenizer, parser),
+                opens_calls=config.tool_calls is None,
                 request_bytes_max=config.request_mb_max << 20,
                 clock=self._clock,
             ).asgi()
