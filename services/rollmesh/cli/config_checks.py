@@ -1,25 +1,28 @@
 """Find every mistake of a configuration before a run starts. Each one names the key, the expected value and the remedy.
 
 The types of the sections check their values when a file is read. This module checks files, the user's objects, and settings of two
-sections that must agree. `model_checks` checks the model. Nothing is started or written.
+sections that must agree. `model_checks` checks the model, and `profile_checks` starts each sandbox profile once. Nothing else is started or
+written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollmesh.cli.config import TrainConfig, read_train_config
 from rollmesh.cli.model_checks import check_made_model, check_model, check_reference
-from rollmesh.cli.run_loggers import LOGGERS
+from rollmesh.cli.profile_checks import check_profiles
+from rollmesh.cli.run_loggers import LOGGERS, check_installed
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
+from rollmesh.mesh.security import open_tls, read_token
 from rollmesh.services.data.config import build_pools, build_selector
-from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import INFERENCE_ENGINES, with_model
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
@@ -28,23 +31,30 @@ from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.reward.engine import ConfiguredScorer
 from rollmesh.services.reward.finalizer import FINALIZERS
-from rollmesh.services.reward.oracles import ORACLES
+from rollmesh.services.reward.oracles import ORACLES, JsonlOracle
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.tests import TestsOptions
 from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.services.sandbox.oracle.manifest import PROFILE, TIME_LIMITS_MAX
+from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.config import all_in_one, underlay_places
 from rollmesh.shared.endpoints.config import check_endpoint
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key, located_at
 from rollmesh.shared.outputs import array_names, output_of
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.trajectory import Message
 from rollmesh.trainer.estimators import make_estimator
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.plugins import Plugins
+
+LR_UNUSUAL = 0.1
+"""Learning rate above which a note is printed."""
+_TASKS_NAMED = 4
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
@@ -97,13 +107,14 @@ def find_mistakes(
 def notes(config: TrainConfig, base_dir: Path) -> list[str]:
     """Return remarks about a valid configuration, a line each."""
     run = config.run
-    found = [
-        f"note: {line}"
-        for line in _missing_nodes(
-            config, build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))[Split.TRAIN]
-        )
-    ]
-    size = len(build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))[Split(run.eval_split)])
+    pools = build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))
+    lines = (
+        *_missing_nodes(config, pools[Split.TRAIN]),
+        *_unusual_values(config, len(pools[Split.TRAIN])),
+        *_contradictions(config, base_dir, pools),
+    )
+    found = [f"note: {line}" for line in lines]
+    size = len(pools[Split(run.eval_split)])
     if run.eval_every and 0 < size < run.eval_tasks:
         found.append(
             f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
@@ -151,6 +162,47 @@ def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
             yield f"counts.{kind} is 0{why}: the run waits until one joins (rollmesh serve {kind} --join HOST:PORT)"
 
 
+def _unusual_values(config: TrainConfig, num_tasks: int) -> Iterator[str]:
+    """Yield the values that are legal and rarely meant."""
+    run, sampling, limits = config.run, config.rollout.sampling, config.rollout.limits
+    if not sampling.temperature and not run.export_groups:
+        yield (
+            "rollout.sampling.temperature is 0, so the answers of a group are equal and train nothing (ZERO_VARIANCE) unless the agent "
+            "sets another; 1 is the default"
+        )
+    if sampling.max_tokens > limits.context_tokens_max:
+        yield (
+            f"rollout.sampling.max_tokens is {sampling.max_tokens}, but rollout.limits.context_tokens_max ends every turn at "
+            f"{limits.context_tokens_max} tokens with its prompt; lower it, or raise the limit and inference.engine.options.context_max"
+        )
+    if not run.export_groups and config.learner.optimizer.lr > LR_UNUSUAL:
+        yield f"learner.optimizer.lr is {config.learner.optimizer.lr:g}, and models rarely learn above {LR_UNUSUAL:g}; 1e-6 is the default"
+    if not run.export_groups and run.batch_groups > num_tasks:
+        yield f"run.batch_groups is {run.batch_groups}, but the train split has {num_tasks} tasks; a batch repeats tasks"
+
+
+def _contradictions(config: TrainConfig, base_dir: Path, pools: Mapping[Split, TaskPool]) -> Iterator[str]:
+    """Yield a line about prompts that several tasks have, with different answers."""
+    tasks: dict[tuple[Message, ...], list[PoolTask]] = {}
+    for pool in pools.values():
+        for position in range(len(pool)):
+            task = pool.task(position)
+            if task.oracle_ref.startswith("jsonl:"):
+                tasks.setdefault(task.messages, []).append(task)
+    repeated = [same for same in tasks.values() if len(same) > 1]
+    if not repeated:
+        return
+    resolve = JsonlOracle(reward_config(config).answer_files, base_dir).resolve
+    wrong = [same for same in repeated if len({repr(resolve(_rest(task)).answers) for task in same}) > 1]
+    if wrong:
+        names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
+        yield f"{len(wrong)} prompts have several answers in data.source, such as that of the tasks {names}; each answer fails the others"
+
+
+def _rest(task: PoolTask) -> str:
+    return task.oracle_ref.partition(":")[2]
+
+
 class _Check:
     """The checks of one configuration."""
 
@@ -183,15 +235,19 @@ class _Check:
         if pools:
             with self._collected("data.selector"):
                 build_selector(config.data, pools[Split.TRAIN], base_dir)
-            train = pools[Split.TRAIN]
-            for name in train.task(0).tools if len(train) else ():
-                with self._collected():
-                    _check_tool(config, name)
+            self._tools(pools)
         with self._collected():
             self._evaluation(pools)
         self._rewards(has_tasks=bool(pools))
         with self._collected("learner.estimator"):
             make_estimator(config.learner.estimator, config.reward.weights, base_dir)
+        with self._collected("security"):
+            open_tls(config.security, base_dir=base_dir)
+            if config.security.token_file:
+                read_token(base_dir / config.security.token_file)
+        with self._collected("bus.url"):
+            if not config.bus.url:
+                find_binary()
         with self._collected("rollout.agent"):
             load_agent(config.rollout.agent, base_dir)
         with self._collected("sandbox.engine"):
@@ -204,6 +260,27 @@ class _Check:
                     BACKENDS.options(policy.retrieval.backend, base_dir)
         if self._learner or config.counts.inference:
             self._learning(pools)
+
+    def _tools(self, pools: dict[Split, TaskPool]) -> None:
+        """Check the tools that tasks list, and the profiles in which this host runs them."""
+        config = self._config
+        every = (pool.task(position).tools for pool in pools.values() for position in range(len(pool)))
+        listed = set().union(*every)
+        for name in sorted(listed):
+            with self._collected():
+                _check_tool(config, name)
+        for name, tool in config.rollout.tools.items():
+            if name not in listed and not _is_default(name, tool):
+                self.mistakes.append(
+                    ConfigError(
+                        f"`rollout.tools.{name}`: no task lists this tool, so no episode has it; add it to "
+                        "`data.source.options.tools`, or remove it",
+                        key=f"rollout.tools.{name}",
+                    )
+                )
+        if config.counts.sandbox:
+            own = {name: tool for name, tool in config.rollout.tools.items() if not _is_default(name, tool)}
+            self.mistakes += check_profiles(config.sandbox.located(self._base_dir), own)
 
     def _learning(self, pools: dict[Split, TaskPool]) -> None:
         """Check what needs torch: engine, learner and model."""
@@ -221,7 +298,7 @@ class _Check:
             with self._collected():
                 check_made_model(config, base_dir, engine)
         else:
-            self.mistakes += check_model(config, base_dir, engine, pools.get(Split.TRAIN))
+            self.mistakes += check_model(config, base_dir, engine, pools)
 
     def _method(self) -> None:
         """Check the trainer, and what the parts of an update need of the run."""
@@ -299,6 +376,7 @@ class _Check:
         for logger in config.run.loggers:
             with self._collected("run.loggers"):
                 LOGGERS.options(logger, self._base_dir)
+                check_installed(logger.name)
         with self._collected("reward.finalizer"):
             FINALIZERS.options(config.reward.finalizer, self._base_dir)
         for scheme, oracle in config.reward.oracles.items():
@@ -382,6 +460,12 @@ class _Check:
         return "; ".join(
             f"built-in engines with {output}: {', '.join(names) or 'none'}" for output, names in found.items()
         )
+
+
+def _is_default(name: str, tool: ToolConfig) -> bool:
+    """Return whether every configuration has this tool. A printed configuration adds its description."""
+    default = DEFAULT_TOOLS.get(name)
+    return default is not None and (tool.profile, tool.function) == (default.profile, default.function)
 
 
 def _check_tool(config: TrainConfig, name: str) -> None:

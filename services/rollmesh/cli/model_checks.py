@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +12,23 @@ import msgspec
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.demo.config import demonstrated_source
+from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.source import SOURCES
-from rollmesh.services.data.task import TaskPool
+from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.services.inference.engine import INFERENCE_ENGINES
 from rollmesh.services.learner.engine import TRAINERS
-from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
+from rollmesh.services.rollout.tokenizer import ChatTokenizer, eos_ids, load_tokenizer
+from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
+from rollmesh.services.rollout.tools import tool_schema
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.model_folder import check_positions, find_model
-from rollmesh.shared.trajectory import Message
 
 if TYPE_CHECKING:
     from rollmesh.trainer.memory_plan import MemoryPlan
 
+_ENGINE_DEVICE = "inference.engine.options.device"
 PROMPTS_CHECKED = 64
-"""Prompts of the train split whose length is compared with the context."""
+"""Prompts whose length is compared with the context: the longest of all tasks, by their characters."""
 
 
 def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
@@ -51,7 +55,7 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
         raise mistake
 
 
-def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPool | None) -> list[MeshError]:
+def check_model(config: TrainConfig, base_dir: Path, engine: Any, pools: Mapping[Split, TaskPool]) -> list[MeshError]:
     """Return every mistake about the model in a folder. `engine` are the settings of an engine that runs it, otherwise None."""
     mistakes: list[MeshError] = list(_devices(config, base_dir, engine))
     if engine is None and not _trains_model(config, base_dir):
@@ -60,6 +64,12 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPoo
         folder = model_folder(config, base_dir)
     except ConfigError as err:
         return [*mistakes, err]
+    try:
+        vocabulary = _vocabulary(folder)
+    except ConfigError as err:
+        return [*mistakes, err]
+    if any(mistake.metadata.get("key") == _ENGINE_DEVICE for mistake in mistakes):
+        engine = None  # without its device, the engine can run no model
     for step in (_check_served, _check_weights):
         try:
             step(config, base_dir, folder, engine)
@@ -68,10 +78,47 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPoo
     try:
         tokenizer = load_tokenizer(folder, config.rollout.format)
         _ = tokenizer.format
-        _check_prompts(config, tokenizer, train)
+        check_vocabulary(folder, tokenizer, vocabulary)
+        if config.rollout.agent.name == "tool_calling" and pools and _lists_tools(pools):
+            _refuse_unread(tokenizer)
+        _check_prompts(config, tokenizer, pools)
     except InvalidInput as err:
         mistakes.append(err)
     return mistakes
+
+
+def _vocabulary(folder: Path) -> int:
+    """Return the number of rows of the model's embedding. Raises ConfigError if its configuration cannot be read."""
+    from rollmesh.trainer.model_files import read_config
+
+    try:
+        return int(read_config(folder).get_text_config().vocab_size)
+    except ValueError as err:
+        raise ConfigError(f"`model`: {err}; correct the file, or take that of the original model", key="model") from err
+
+
+def check_vocabulary(folder: Path, tokenizer: ChatTokenizer, vocabulary: int) -> None:
+    """Raise ConfigError if the tokenizer, or a token that ends a sequence, has an id for which the embedding has no row.
+
+    Added tokens may be beyond it if the chat format does not use them, such as the place of an image in some models for text alone.
+    """
+    words = [token for token in tokenizer.format.turn_ends if (tokenizer.token_id(token) or 0) >= vocabulary]
+    if words or tokenizer.num_plain_ids > vocabulary:
+        what = (
+            f"{words[0]} has the id {tokenizer.token_id(words[0])}" if words else f"it has {tokenizer.num_ids} tokens"
+        )
+        raise ConfigError(
+            f"`model`: the tokenizer in {folder} must fit the embedding of {vocabulary} rows (vocab_size), but {what}; take the tokenizer of "
+            "this model, or resize its embedding",
+            key="model",
+        )
+    for name in ("config.json", "generation_config.json"):
+        for token in eos_ids(folder / name):
+            if token >= vocabulary:
+                raise ConfigError(
+                    f"`model`: eos_token_id in {folder / name} must be in [0, {vocabulary}), got {token}; name the token that ends a sequence",
+                    key="model",
+                )
 
 
 def model_folder(config: TrainConfig, base_dir: Path) -> Path:
@@ -176,26 +223,62 @@ def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPla
     )
 
 
-def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, train: TaskPool | None) -> None:
+def _lists_tools(pools: Mapping[Split, TaskPool]) -> bool:
+    return any(pool.task(position).tools for pool in pools.values() for position in range(len(pool)))
+
+
+def _refuse_unread(tokenizer: ChatTokenizer) -> None:
+    """Raise ConfigError if the agent `tool_calling` does not read the calls that the chat template writes."""
+    if why := why_unread(tokenizer, tool_call_parser(tokenizer.format)):
+        raise ConfigError(
+            f"`rollout.format`: tasks list tools, and their calls would be taken for answers: {why}; set `tool_call_start`, `tool_call_end` "
+            "and `tool_call_body` to what the template writes if one of the bodies fits, or take an agent that reads these calls",
+            key="rollout.format",
+        )
+
+
+def call_note(config: TrainConfig, base_dir: Path) -> list[str]:
+    """Return a remark on calls of an agent that is a program, whose tools are not known here, if they are not read."""
+    if not config.model or config.rollout.agent.name not in ("program", "url"):
+        return []
+    tokenizer = load_tokenizer(model_folder(config, base_dir), config.rollout.format)
+    why = why_unread(tokenizer, tool_call_parser(tokenizer.format, config.rollout.openai.tool_calls, base_dir))
+    return (
+        [f"note: requests with tools will be rejected: {why}; name a parser in rollout.openai.tool_calls"]
+        if why
+        else []
+    )
+
+
+def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, pools: Mapping[Split, TaskPool]) -> None:
     limit = config.rollout.limits.context_tokens_max
-    for number in range(min(PROMPTS_CHECKED, len(train) if train is not None else 0)):
-        assert train is not None
-        task = train.task(number)
-        messages = [Message(role=message.role, content=message.content) for message in task.messages]
-        length = tokenizer.encode_prompt(messages, ()).size
-        if length >= limit:
-            raise ConfigError(
-                f"`rollout.limits.context_tokens_max`: the prompt of task {task.task_id} has {length} tokens, the context {limit}; "
-                "raise it and inference.engine.options.context_max, or drop the task",
-                key="rollout.limits.context_tokens_max",
-            )
+    tools = rollout_config(config).tools
+    tasks = (pool.task(position) for pool in pools.values() for position in range(len(pool)))
+    longest = heapq.nlargest(PROMPTS_CHECKED, tasks, key=lambda task: sum(len(one.content) for one in task.messages))
+    found = [
+        (task.task_id, length)
+        for task in longest
+        if (
+            length := tokenizer.encode_prompt(
+                task.messages, [tool_schema(name, tools[name]) for name in task.tools if name in tools]
+            ).size
+        )
+        >= limit
+    ]
+    if found:
+        (name, length), more = found[0], f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise ConfigError(
+            f"`rollout.limits.context_tokens_max`: the prompt of task {name} has {length} tokens, the context {limit}{more}; "
+            "raise it and inference.engine.options.context_max, or drop the task",
+            key="rollout.limits.context_tokens_max",
+        )
 
 
 def _devices(config: TrainConfig, base_dir: Path, engine: Any) -> Iterator[MeshError]:
     """Yield the mistakes about devices that this host does not have."""
     named = {"learner.device": config.learner.device} if _trains_model(config, base_dir) else {}
     if hasattr(engine, "device"):
-        named["inference.engine.options.device"] = engine.device
+        named[_ENGINE_DEVICE] = engine.device
     for key, name in named.items():
         if why := _why_no_device(name):
             yield ConfigError(f"`{key}`: {why}; set it to cpu, or run on a host with the device", key=key)

@@ -10,10 +10,12 @@ logger that fails is reported once and gets no further entries; it never ends or
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import queue
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +29,7 @@ import msgspec
 from rollmesh.cli.series import Eval
 from rollmesh.services.learner.metrics_log import MetricsLine
 from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension, Registry
 from rollmesh.shared.user_code import explain
 
@@ -72,6 +75,12 @@ LOGGERS = Registry(
     "logger",
     {"wandb": "rollmesh.cli.wandb_logger:WandbLogger", "mlflow": "rollmesh.cli.mlflow_logger:MlflowLogger"},
 )
+
+
+def check_installed(name: str) -> None:
+    """Raise ConfigError if the package of a built-in logger, which has its name, is not installed."""
+    if name in LOGGERS.names and name not in sys.modules and importlib.util.find_spec(name) is None:
+        raise ConfigError(f"`run.loggers`: {name} requires the package {name}: pip install {name}", key="run.loggers")
 
 
 _Entry = tuple[int, float, dict[str, float]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from rollmesh.cli.run_loggers import LoggedRun
+from rollmesh.cli.run_loggers import LoggedRun, check_installed
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.settings import NonEmptyStr, PositiveFloat, Settings
 
@@ -31,12 +31,9 @@ class WandbLogger:
     Options: ClassVar[type[Settings]] = WandbOptions
 
     def __init__(self, *, run: LoggedRun, options: WandbOptions) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as err:
-            raise ConfigError(
-                "`run.loggers`: wandb requires the package wandb: pip install wandb", key="run.loggers"
-            ) from err
+        check_installed("wandb")
+        import wandb
+
         try:
             self._run = wandb.init(
                 project=options.project,

@@ -39,6 +39,7 @@ from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.run_lock import owned
 from rollmesh.mesh.scaling import SCALABLE, NotScalable, ScaleAnswer, answer_requests
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
+from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.bus.jetstream_bus import check_servers
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
@@ -199,9 +200,12 @@ class Supervisor:
                 await self._clock.sleep(_POLL_S)
 
     async def _reach_bus(self) -> None:
-        """Raise BusUnavailable or ConfigError now, and not after all restarts, if the servers at `bus.url` cannot be used."""
+        """Raise BusUnavailable or ConfigError now, and not after all restarts, if the servers at `bus.url` cannot be used, or without them
+        the nats-server of this host."""
         if url := self.layout.config.bus.url:
             await check_servers(url, self.layout.bus_login())
+        elif NATS in self._hosts:
+            find_binary()
 
     def _write_config(self) -> None:
         """Write the configuration that the hosts read, without the keys of the command line."""

@@ -14,6 +14,7 @@ from typing import Any
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.manifest import ADAPTER_CONFIG
 
+_WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".onnx")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -31,6 +32,12 @@ def find_model(model: str, base_dir: Path, key: str = "model") -> Path:
         raise ConfigError(
             f"`{key}`: {folder} holds a low-rank adapter and no weights of a model; merge it into its base (`rollmesh merge {folder} --out "
             "MODEL`), and name that folder",
+            key=key,
+        )
+    if folder.is_file() or folder.suffix in _WEIGHT_FILES:
+        raise ConfigError(
+            f"`{key}` must be a folder with a model in transformers format (config.json, safetensors, tokenizer), got the file {folder}; "
+            "name the folder, or convert the file",
             key=key,
         )
     if folder.exists() or not _HUB_ID.fullmatch(model):

@@ -1,10 +1,10 @@
-"""Describe errors of user code, such as an agent or a scorer: the error with a hint, and the frames of the user code."""
+"""Describe user code, such as an agent or a scorer: its errors with a hint and its frames, and whether a call would fit it."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -33,6 +33,17 @@ def reported(what: str, failure: type[MeshError]) -> Iterator[None]:
         yield
     except Exception as error:
         raise failure(f"{what} failed: {explain(error)}\n{user_traceback(error)}") from error
+
+
+def takes_arguments(function: Callable[..., object], number: int) -> bool:
+    """Return whether a function can be called with `number` positional arguments. True if its signature cannot be read."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # a function in C without a signature
+        return True
+    return True
 
 
 def user_traceback(error: BaseException) -> str:

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+<<<<<<< HEAD
 from torch import Tensor
+=======
+from huggingface_hub.errors import StrictDataclassError
+>>>>>>> 9152251b (check starts each profile once and tells wrong inputs that passed without a word)
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -26,12 +30,19 @@ from rollmesh.trainer.config import ComputeConfig
 FLASH = "flash_attention_2"
 _ATTENTION_KEY = "learner.compute.attention"
 
+CONFIG_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
+"""Exceptions that transformers raises for a config.json that it cannot read, or whose values contradict each other."""
 _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
 _CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
 _FACTOR_NAMES = ("logit_scale", "lm_head_multiplier")
 _FACTOR_OR_DIVISOR = "logits_scaling"
 _MULTIPLIED = ("hyperclovax",)
 """Beginnings of the types of models that multiply by `logits_scaling`. The others divide by it."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error of transformers in one line. Its first line alone often lacks the cause."""
+    return " ".join(str(error).split())[:500]
 
 
 def auto_class(config: PretrainedConfig) -> Any:

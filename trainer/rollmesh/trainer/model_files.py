@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollmesh.shared.weights.precision import DTYPES
-from rollmesh.trainer.model_config import auto_class, has_tied_head
+from rollmesh.trainer.model_config import CONFIG_ERRORS, auto_class, has_tied_head, one_line
 from rollmesh.trainer.ranks import ONE_RANK, Ranks
 from rollmesh.trainer.sharding import assign, class_name, empty_model, parts_on_first, whole
 
@@ -159,8 +159,10 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(os.fspath(folder))
         return found
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"no model can be loaded from {folder}: {error}") from error
+    except CONFIG_ERRORS as error:
+        raise ValueError(
+            f"no model can be loaded from {folder}: config.json cannot be read: {one_line(error)}"
+        ) from error
 
 
 def load_model(folder: Path | str, *, device: str = "cpu") -> PreTrainedModel:

@@ -36,12 +36,13 @@ def check(
         set_up_compute()
         from rollmesh.cli.config_checks import load_checked, notes
         from rollmesh.cli.effective_config import effective_config, headline
-        from rollmesh.cli.model_checks import memory_note
+        from rollmesh.cli.model_checks import call_note, memory_note
         from rollmesh.shared.config import to_yaml
 
         settings, base_dir = load_checked(config, overrides or []), config.parent
         typer.echo(to_yaml(effective_config(settings, base_dir)), nl=False)
-        for line in (headline(settings, base_dir), *notes(settings, base_dir), *memory_note(settings, base_dir)):
+        remarks = (*notes(settings, base_dir), *call_note(settings, base_dir), *memory_note(settings, base_dir))
+        for line in (headline(settings, base_dir), *remarks):
             typer.echo(line, err=True)
         if dry_run:
             from rollmesh.cli.dry_run import run_dry

@@ -29,6 +29,7 @@ from rollmesh.shared.endpoints.answer import Asks
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.settings import LIVE, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.user_code import takes_arguments
 from rollmesh.trainer.estimators import make_estimator
 
 
@@ -132,7 +133,8 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
             f'scorer `{config.name}`: `columns` must be a tuple of names such as ("entropy",), got {columns!r}',
             name=config.name,
         )
-    if not inspect.iscoroutinefunction(getattr(scorer, "score", None)):
+    score = getattr(scorer, "score", None)
+    if not inspect.iscoroutinefunction(score) or not takes_arguments(score, 1):
         raise ConfigError(f"scorer `{config.name}` must have a method `async def score(self, item)`", name=config.name)
     if limits_itself := isinstance(scorer, LimitsItself):
         scorer.use_timeout(config.timeout_s)

@@ -31,6 +31,7 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension, Registry
+from rollmesh.shared.user_code import takes_arguments
 
 __all__ = ["AGENTS", "Agent", "Environment", "LimitReached", "ScoredTokens", "Task", "ToolResult", "Turn", "load_agent"]
 
@@ -57,7 +58,8 @@ def load_agent(chosen: Extension, base_dir: str | Path | None = None) -> Agent:
     """Construct the chosen agent. Raise ConfigError."""
     takes = inspect.signature(AGENTS.find(chosen.name, base_dir)).parameters
     agent = AGENTS.make(chosen, base_dir, **({"base_dir": base_dir} if "base_dir" in takes else {}))
-    if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+    run = getattr(agent, "run", None)
+    if not inspect.iscoroutinefunction(run) or not takes_arguments(run, 2):
         raise ConfigError(
             f"agent `{chosen.name}` must have a method `async def run(self, task, env)`", name=chosen.name
         )

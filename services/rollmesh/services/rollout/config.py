@@ -120,24 +120,25 @@ class ToolConfig(Settings):
 
 def _check_parameters(schema: Mapping[str, Any]) -> None:
     """Raise ValueError unless a JSON schema describes the arguments of a call, as an object with named properties."""
-    if not schema:
-        return
+    if schema and (why := _why_no_object(schema)):
+        raise ValueError(
+            f"`parameters` must be the JSON schema of an object, whose properties are the arguments: {why}"
+        )
+
+
+def _why_no_object(schema: Mapping[str, Any]) -> str:
     if schema.get("type") != "object":
-        raise ValueError(f"`parameters.type` must be object, got {schema.get('type')!r}; a call has named arguments")
-    properties = schema.get("properties", {})
+        return f"its `type` must be object, got {schema.get('type')!r}"
+    properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not all(isinstance(one, dict) for one in properties.values()):
-        raise ValueError(f"`parameters.properties` must map each argument to its JSON schema, got {properties!r}")
+        return f"its `properties` must map each argument to a JSON schema, got {properties!r}"
     for name, one in properties.items():
         kinds = one.get("type", [])
         if unknown := [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind not in _JSON_TYPES]:
-            raise ValueError(
-                f"`parameters.properties.{name}.type` must be one of {', '.join(_JSON_TYPES)}, got {unknown[0]!r}"
-            )
-    required = schema.get("required", [])
+            return f"the type of `{name}` must be one of {', '.join(_JSON_TYPES)}, got {unknown[0]!r}"
     if not isinstance(required, list) or not all(name in properties for name in required):
-        raise ValueError(
-            f"`parameters.required` must list keys of `properties` ({', '.join(properties)}), got {required!r}"
-        )
+        return f"its `required` must list keys of `properties` ({', '.join(properties)}), got {required!r}"
+    return ""
 
 
 DEFAULT_TOOLS = {"calculator": ToolConfig(profile="calc", function="call"), "python": ToolConfig(profile="python")}

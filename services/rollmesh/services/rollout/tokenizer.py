@@ -193,6 +193,12 @@ class ChatTokenizer:
         highest: int = max(self._core.get_vocab(with_added_tokens=True).values())
         return highest + 1
 
+    @cached_property
+    def num_plain_ids(self) -> int:
+        """Ids of tokens that were not added to the vocabulary are in [0, num_plain_ids)."""
+        highest: int = max(self._core.get_vocab(with_added_tokens=False).values(), default=-1)
+        return highest + 1
+
     def token_id(self, token: str) -> int | None:
         found: int | None = self._core.token_to_id(token)
         return found
@@ -212,7 +218,9 @@ def load_tokenizer(model_dir: str | Path, words: FormatConfig | None = None) -> 
     folder = Path(model_dir)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(f"model_dir: {path} does not exist; set the folder with the model's tokenizer", file=path)
+        raise ConfigError(
+            f"`model`: {path} does not exist; copy the tokenizer of the model into its folder", key="model", file=path
+        )
     try:
         core = Core.from_str(path.read_text(encoding="utf-8"))
     except Exception as err:  # the library raises plain Exception for all read errors
@@ -226,13 +234,16 @@ def _eos_tokens(folder: Path, core: Any) -> list[str]:
     """Return the tokens that end a sequence: the tokenizer's, then those of generation_config.json, or else of config.json."""
     found = [_token_text(value) for value in [_read_config(folder / "tokenizer_config.json").get("eos_token")] if value]
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        ids = _read_config(path).get("eos_token_id") if path.is_file() else None
-        if ids is not None:
-            numbers = ids if isinstance(ids, list) else [ids]
-            found += [token for token in map(core.id_to_token, numbers) if token is not None]
+        if ids := eos_ids(folder / name):
+            found += [token for token in map(core.id_to_token, ids) if token is not None]
             break
     return [token for token in dict.fromkeys(found) if core.token_to_id(token) is not None]
+
+
+def eos_ids(path: Path) -> list[int]:
+    """Return the ids of the tokens that end a sequence by a configuration of the model; none if the file does not name them."""
+    ids = _read_config(path).get("eos_token_id") if path.is_file() else None
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 def _renderer(folder: Path) -> Callable[..., str]:

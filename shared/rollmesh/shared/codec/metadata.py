@@ -127,7 +127,9 @@ def _stamp_problem(segment: types_pb2.Segment) -> str:
     version, oldest = segment.version, segment.kv_step_oldest
     if not segment.HasField("version"):
         return "has no version"
-    if oldest < 0 or (oldest > version.step and not version.incarnation):  # a roll-back makes weights of later steps void
+    if oldest < 0 or (
+        oldest > version.step and not version.incarnation
+    ):  # a roll-back makes weights of later steps void
         return f"has `kv_step_oldest` {oldest}, expected a step in [0, {version.step}], which sampled it"
     return ""
 

@@ -16,6 +16,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rollmesh.trainer.model_config import CONFIG_ERRORS, one_line
+
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -192,8 +194,8 @@ def read_config(folder: Path) -> Any:
     """Read the transformers configuration in a folder. Raises ValueError naming the folder and the cause."""
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"model {folder}: config.json cannot be read: {error}") from error
+    except CONFIG_ERRORS as error:
+        raise ValueError(f"model {folder}: config.json cannot be read: {one_line(error)}") from error
 
 
 def model_spec(config: Any) -> ModelSpec:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -31,6 +32,8 @@ from rollmesh.shared.settings import NonEmptyStr, PositiveFloat, Settings
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables of the worker that programs get."""
+_INTERPRETER = re.compile(r"(python|node|bash|sh)[\d.]*")
+"""Programs whose first argument, if it is not an option, is the file that they execute."""
 _KILL_S = 5.0
 _OUTPUT_S = 1.0
 """Time in which the rest of the output of an exited program must arrive, seconds."""
@@ -123,6 +126,14 @@ class ProgramAgent:
         if shutil.which(self._command[0], path=path) is None:
             raise ConfigError(
                 f"agent `program`: options.command[0] must be an executable file or a program on PATH, got {self._command[0]!r}"
+            )
+
+        script = next(iter(self._command[1:]), "-")
+        is_file = script.startswith("-") or (base / script).is_file()
+        if _INTERPRETER.fullmatch(Path(self._command[0]).name) and not is_file:
+            raise ConfigError(
+                f"agent `program`: options.command[1] must be a file, because {self._command[0]} executes it, got {script!r}: "
+                f"there is no {base / script}"
             )
 
     async def run(self, task: Task, env: Environment) -> None:
