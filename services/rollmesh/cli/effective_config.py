@@ -148,7 +148,9 @@ def _model(config: TrainConfig, base_dir: Path) -> str:
         return "no model"
     folder = model_folder(config, base_dir)
     _, number = weights_of(folder)
-    return f"model {folder.name} with {_short(number)} parameters" if number else f"model {folder.name}"
+    # A run and a fine-tuning write their results into `model`, which does not say whose model it is.
+    name = f"{folder.parent.name}/model" if folder.name == "model" else folder.name
+    return f"model {name} with {_short(number)} parameters" if number else f"model {name}"
 
 
 def _short(number: int) -> str:

@@ -104,6 +104,7 @@ def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:
         read_message({key: part for key, part in one.items() if key != "weight"}, f"messages[{place}]")
         for place, one in enumerate(given)
     ]
+    _check_call_ids(messages)
     listed = value.get("tools") or []
     if not isinstance(listed, list):
         raise InvalidInput(f"`tools`: must be a list of tools, got {type(listed).__name__}")
@@ -122,6 +123,20 @@ def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:
         staleness=None,
     )
     return EncodedChat(sample, sum(s.num_tokens for s in segments), sum(s.num_trainable for s in segments))
+
+
+def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
+    """Raise InvalidInput for a result of a tool that answers no call of the assistant before it."""
+    called: set[str] = set()
+    for place, message in enumerate(messages):
+        if message.role == "assistant":
+            called = {call.id for call in message.calls}
+        elif message.role == "tool" and message.call_id not in called:
+            raise InvalidInput(
+                f"`messages[{place}].tool_call_id`: must be the id of a call in `tool_calls` of the assistant before it "
+                f"({', '.join(sorted(called)) or 'it has none'}), got {message.call_id!r}; write the call as `tool_calls`, or the result in a "
+                "message of the user"
+            )
 
 
 def _segments(

@@ -19,7 +19,6 @@ from typer.testing import CliRunner, Result
 from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.shared.bus import embedded_server
 from rollmesh.trainer.model_files import write_model_folder
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
@@ -183,7 +182,9 @@ def test_values_that_are_legal_and_rarely_meant_are_noted(mine: Path) -> None:
 
 
 def test_a_configuration_without_odd_values_has_no_note(mine: Path) -> None:
-    assert "note:" not in check(mine).stderr
+    said = check(mine).stderr
+    assert "note:" not in said
+    assert said.startswith(f"model {mine.name}/model with "), "a folder called model does not say whose model it is"
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -253,7 +254,8 @@ def test_calls_that_no_parser_reads_are_a_mistake_of_a_run_with_tools(mine: Path
 
 
 def test_a_host_without_a_nats_server_is_told_at_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_server.shutil, "which", lambda *_, **__: None)
+    real = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **more: None if name == "nats-server" else real(name, **more))
     for command in (["check"], ["train"], ["train", "--out", str(mine / "run")]):
         done = CliRunner().invoke(app, [command[0], str(mine / "mine.yaml"), *command[1:]])
         assert done.exit_code == 2

@@ -15,6 +15,7 @@ from rollmesh.shared.errors import InvalidInput
 from tests.newcomer.chat_models import STYLES
 from tests.unit.rollout.chat_tokenizers import ADD, MODELS, save_all
 
+ROOT = Path(__file__).parents[3]
 NAMES = (*STYLES, *MODELS)
 
 
@@ -112,6 +113,19 @@ def test_only_turns_of_the_assistant_and_their_ends_are_trained(folders: dict[st
     assert chat.num_tokens == len(chat.sequence.token_ids)
 
 
+def test_the_conversation_of_the_documentation_is_encoded(folders: dict[str, Path]) -> None:
+    (text,) = [
+        part for part in (ROOT / "docs" / "sft.md").read_text().split("```") if part.startswith('json\n{"tools"')
+    ]
+    example = json.loads(text.removeprefix("json\n"))
+    for name in ("chatml", "llama3", "mistral", "qwen3"):
+        tokenizer = load_tokenizer(folders[name])
+        chat = encode_chat(json.dumps(example).encode(), tokenizer, name="f:1")
+        trained = [tokenizer.decode(s.token_ids) for s in chat.sample.segments if s.num_trainable]
+        assert '"name": "stock"' in trained[0]
+        assert len(trained) == 2
+
+
 def test_a_turn_of_weight_0_is_read_and_not_trained(folders: dict[str, Path]) -> None:
     messages = [user("1+2"), {**said("4"), "weight": 0}, user("sure?"), said("No, 3.")]
     chat = encoded(folders["chatml"], messages)
@@ -151,6 +165,20 @@ def test_tags_in_contents_stay_text(folders: dict[str, Path]) -> None:
         (json.dumps({"messages": [user("1"), {**said("2"), "weight": 2}]}), r"messages\[1\].weight"),
         (json.dumps({"messages": [user("1"), said("2")], "tools": [{"type": "web"}]}), r"tools\[0\].type"),
         (json.dumps({"messages": [user("1"), said("2")], "tools": 3}), "`tools`: must be a list of tools, got int"),
+        (
+            json.dumps({"messages": [user("1"), said("2"), result("3"), said("4")]}),
+            r"`messages\[2\].tool_call_id`: must be the id of a call in `tool_calls` of the assistant before it \(it has none\), got 'callcall0'",
+        ),
+        (
+            json.dumps(
+                {"messages": [user("1"), called("{}"), {**result("3"), "tool_call_id": "callcall1"}, said("4")]}
+            ),
+            r"`messages\[2\].tool_call_id`: .*\(callcall0\), got 'callcall1'",
+        ),
+        (
+            json.dumps({"messages": [user("1"), called("{}"), result("3"), said("4"), result("3"), said("5")]}),
+            r"`messages\[4\].tool_call_id`: .*\(it has none\)",
+        ),
     ],
 )
 def test_a_wrong_line_names_its_field(folders: dict[str, Path], line: str, message: str) -> None:
