@@ -66,7 +66,7 @@ def check(folder: Path, *overrides: str) -> Result:
     return done
 
 
-# Settings and files, which are told together --------------------------------------------------------------------------
+# Settings and files, reported together --------------------------------------------------------------------------
 
 SETTINGS: list[tuple[str, str]] = [
     ("rollout.tools.stock={profile: calc, function: call}", r"`rollout.tools.stock`: no task lists this tool, so no episode has it; add it to `data.source.options.tools`"),
