@@ -264,8 +264,7 @@ class _Check:
     def _tools(self, pools: dict[Split, TaskPool]) -> None:
         """Check the tools that tasks list, and the profiles in which this host runs them."""
         config = self._config
-        every = (pool.task(position).tools for pool in pools.values() for position in range(len(pool)))
-        listed = set().union(*every)
+        listed = {name for pool in pools.values() for at in range(len(pool)) for name in pool.task(at).tools}
         for name in sorted(listed):
             with self._collected():
                 _check_tool(config, name)

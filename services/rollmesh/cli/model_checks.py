@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,11 +89,12 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, pools: Mapping
 
 
 def _vocabulary(folder: Path) -> int:
-    """Return the number of rows of the model's embedding. Raises ConfigError if its configuration cannot be read."""
+    """Return the number of rows of the model's embedding; the largest number if its configuration does not name it. Raises ConfigError if
+    the configuration cannot be read."""
     from rollmesh.trainer.model_files import read_config
 
     try:
-        return int(read_config(folder).get_text_config().vocab_size)
+        return int(getattr(read_config(folder).get_text_config(), "vocab_size", sys.maxsize))
     except ValueError as err:
         raise ConfigError(f"`model`: {err}; correct the file, or take that of the original model", key="model") from err
 
