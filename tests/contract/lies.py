@@ -106,7 +106,7 @@ def _twice(rng: random.Random, _: Sequence[Version], episode: types_pb2.Episode,
 
 
 def _kv(rng: random.Random, _: Sequence[Version], episode: types_pb2.Episode, __: types_pb2.SampleMeta) -> bool:
-    """Stamp keys that are newer than the weights."""
+    """Stamp keys that are newer than the weights, which no roll-back explains, or older than any."""
     for segment in sampled(episode):
         segment.kv_step_oldest = -1 if segment.version.incarnation else rng.choice((-1, segment.version.step + 1))
         return True

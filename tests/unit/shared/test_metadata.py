@@ -258,6 +258,12 @@ def test_a_payload_of_another_episode_or_with_other_rewards_contradicts_the_leas
         check_leased(episode, leased)
 
 
+def test_keys_of_an_undone_step_are_above_the_step_of_the_weights() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    episode.segments[1].version.incarnation, episode.segments[1].kv_step_oldest = 1, 9
+    assert sample_meta(episode, episode.samples[0]).steps
+
+
 def test_rewards_of_the_finalizer_and_leases_of_earlier_releases_are_not_compared() -> None:
     episode = encode_episode(episodes.rich_episode())
     leased = run_pb2.LeasedSample(meta=sample_meta(episode, episode.samples[0]), key=episode.key)

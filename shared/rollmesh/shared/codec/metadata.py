@@ -123,13 +123,12 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> ty
 
 
 def _stamp_problem(segment: types_pb2.Segment) -> str:
-    """Return what no engine can have stamped on a sampled segment; empty if nothing."""
+    """Return what no engine can have stamped on a sampled segment; empty if nothing. After a roll-back, keys may be of an undone step above
+    that of the weights."""
     version, oldest = segment.version, segment.kv_step_oldest
     if not segment.HasField("version"):
         return "has no version"
-    if oldest < 0 or (
-        oldest > version.step and not version.incarnation
-    ):  # a roll-back makes weights of later steps void
+    if oldest < 0 or (oldest > version.step and not version.incarnation):
         return f"has `kv_step_oldest` {oldest}, expected a step in [0, {version.step}], which sampled it"
     return ""
 
