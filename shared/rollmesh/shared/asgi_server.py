@@ -14,11 +14,9 @@ import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rollmesh.shared.errors import ConfigError, Internal
-from rollmesh.shared.rpc.access import Tls
-from rollmesh.shared.rpc.addresses import host_of, port_of
 
 _KEEP_ALIVE_S = 75
 """Longer than the pools of clients keep an idle connection, so that they do not use one that is being closed."""
@@ -36,6 +34,17 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
+class TlsFiles(Protocol):
+    """Paths of the files that a server with TLS reads."""
+
+    @property
+    def certificate(self) -> Any: ...
+    @property
+    def key(self) -> Any: ...
+    @property
+    def ca(self) -> Any: ...
+
+
 def connections_max() -> int:
     """Return the largest number of connections: half of the files that the process may open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
@@ -44,8 +53,10 @@ def connections_max() -> int:
 def bind_http(address: str, key: str) -> socket.socket:
     """Return a listener on host:port. Raise ConfigError that names the setting `key` if the address cannot be listened on."""
     try:
-        family = socket.AF_INET6 if ":" in host_of(address) else socket.AF_INET
-        return socket.create_server((host_of(address), port_of(address)), family=family, backlog=1024)
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, int(port)), family=family, backlog=1024)
     except OSError as err:
         raise ConfigError(
             f"{key}: cannot listen on {address}: {err.strerror or err}; use a free port of this machine, or port 0",
@@ -66,7 +77,7 @@ class AsgiServer:
         app: Any,
         listener: socket.socket,
         *,
-        tls: Tls | None = None,
+        tls: TlsFiles | None = None,
         client_certificates: bool = False,
         num_max: int | None = None,
     ) -> AsgiServer:
