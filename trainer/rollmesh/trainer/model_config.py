@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-<<<<<<< HEAD
-from torch import Tensor
-=======
 from huggingface_hub.errors import StrictDataclassError
->>>>>>> 9152251b (check starts each profile once and tells wrong inputs that passed without a word)
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (

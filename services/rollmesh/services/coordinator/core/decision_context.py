@@ -153,7 +153,7 @@ class ScoredEpisode:
 
     rewards: tuple[tuple[str, float], ...]
     num_sampled_tokens: tuple[int, ...]
-    """Of each sample."""
+    """Numbers of sampled tokens, one per sample."""
     num_tool_calls: int
     num_tool_calls_failed: int
     newest_sample_id: str
