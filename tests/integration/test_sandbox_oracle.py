@@ -112,9 +112,10 @@ async def test_hidden_tests_that_judge_no_candidate_are_errors_before_it_runs(tm
             manifest = {"kind": "unit", "source": f"import unittest, solution\n{source}"}
             with pytest.raises(BrokenOracle, match=words):
                 await judged(stub, manifest, "def f(x): return True")
-        after = "def test_it():\n    got = solution.f(1)\n    solution.f([got] * 5_000_000)"
-        response = await judged(stub, {"kind": "unit", "source": f"import solution\n{after}"}, "def f(x): return 1")
-        assert outcomes(response) == ["WRONG_ANSWER"], "the candidate may have chosen a value that makes it long"
+        for value in ("solution.f(1)", "solution.N"):
+            after = f"import solution\ndef test_it(): solution.f([{value}] * 5_000_000)"
+            response = await judged(stub, {"kind": "unit", "source": after}, "N = 1\ndef f(x): return 1")
+            assert outcomes(response) == ["WRONG_ANSWER"], "the candidate may have chosen a value that makes it long"
         with pytest.raises(InvalidInput, match=r"`budget_s`: must be finite and >= 0, got -1"):
             await judged(stub, ADD, budget_s=-1)
         assert core.sessions.counts().live == 0

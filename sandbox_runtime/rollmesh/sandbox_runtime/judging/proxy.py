@@ -60,7 +60,7 @@ class Channel:
         self.inbox: SimpleQueue[str] = SimpleQueue()
         self.num_asked = 0
         self.has_values = False
-        """Whether the candidate has returned results, which later requests may contain."""
+        """Whether the candidate has sent values, which later requests may contain."""
         self.loading = False
         """Whether the tests' source is being executed, rather than a test."""
         self.used: frozenset[str] = frozenset()
@@ -80,10 +80,10 @@ class Channel:
             what = f"a request of the test has {len(text)} characters, at most {REQUEST_CHARS_MAX} are allowed"
             raise UnsupportedError(what) if self.has_values else BrokenTestsError(what)
         self.num_asked += 1
-        self.has_values |= verb != "look_up"
         self.outbox.put({"ask": [verb, text]})
         try:
             ((form, content),) = loads(self.inbox.get()).items()
+            self.has_values |= form not in ("callable", "exception") and verb != "names"
             if form == "value":
                 return form, decode(content, self._take)
             if form in forms:
@@ -157,6 +157,7 @@ class Channel:
         module, _, short = name.rpartition(".")
         home = builtins if not module else sys.modules.get(module) if _top(module) in _LIBRARIES else None
         known = getattr(home, short, None)
+        known = known if _top(getattr(known, "__module__", "")) in _LIBRARIES else None
         if isinstance(known, type) and (issubclass(known, Exception) or known is SystemExit):
             return cast("type[Exception]", known)
         if name not in self._classes:
