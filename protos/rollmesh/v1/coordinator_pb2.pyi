@@ -964,7 +964,7 @@ class EpisodeReport(_message.Message):
     num_tool_calls: _builtins.int
     """Number of tool calls of the episode in sandboxes of the mesh. Only for COMPLETED. Informational."""
     num_tool_calls_failed: _builtins.int
-    """Number of these that failed: an error of the tool, a limit, or a tool that does not exist."""
+    """Number of these that failed: an error of the tool, or a limit."""
     @_builtins.property
     def key(self) -> _types_pb2.EpisodeKey:
         """Identity of the episode and of the attempt, as in the lease."""
