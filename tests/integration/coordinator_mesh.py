@@ -246,10 +246,16 @@ class MeshParts:
         return await self.report(reports)
 
     async def finished(
-        self, lease: coordinator_pb2.EpisodeLease, *, step: int, incarnation: int = 0
+        self,
+        lease: coordinator_pb2.EpisodeLease,
+        *,
+        step: int,
+        incarnation: int = 0,
+        more_rewards: Sequence[types_pb2.Reward] = (),
     ) -> coordinator_pb2.EpisodeReport:
         """Store a payload with one sample of 9 tokens, 5 of them trainable, and make its report."""
         episode = episode_of(lease, step=step, incarnation=incarnation)
+        episode.samples[0].rewards.extend(more_rewards)
         payload = episode.SerializeToString()
         stream = await self.bus.open(run_streams(lease.key.run).samples.name)
         sequence = await stream.append(payload, msg_id=f"{lease.key.episode}.{lease.key.attempt}")

@@ -17,6 +17,7 @@ from rollmesh.services.coordinator.fact_codec import decode_record
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import UnknownRun
 from rollmesh.testing.memory_bus import MemoryBus
+from rollmesh.trainer.checkpoint_files import CheckpointMeta
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.v1 import run_pb2
 from tests.tamper.ledger_copy import read_raw, rechained, store, with_facts
@@ -43,6 +44,9 @@ def save(log: TrainedLog, folder: Path) -> TrainedLog:
     """Write a checkpoint and return the log that continues it."""
     folder.mkdir(parents=True)
     log.write_to(folder / "trained.jsonl")
+    incarnation = int(folder.suffix.removeprefix(".") or 0)
+    meta = CheckpointMeta(update=log.update, digest=log.digest, incarnation=incarnation)
+    (folder / "rollmesh.json").write_bytes(msgspec.json.encode(meta))
     return TrainedLog(folder / "trained.jsonl", update=log.update, digest=log.digest)
 
 

@@ -59,6 +59,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def ranks_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if dist.is_initialized():  # by a trainer in bfloat16 of another file in this process
+        dist.destroy_process_group()
     yield
     if torch_trainer._group is not None:
         torch_trainer._group.close()

@@ -41,9 +41,8 @@ def _reward(name: str, **values: str) -> types_pb2.Reward:
 
 async def _generate(mesh: MeshParts, num: int, reward: Callable[[str], types_pb2.Reward], num_rewards: int) -> None:
     for lease in await mesh.acquire(num):
-        report = await mesh.finished(lease, step=0)
-        for number in range(num_rewards):
-            report.samples[0].rewards.append(reward(f"r{number}"))
+        rewards = [reward(f"r{number}") for number in range(num_rewards)]
+        report = await mesh.finished(lease, step=0, more_rewards=rewards)
         assert await mesh.report([report]) == [""]
 
 

@@ -43,7 +43,7 @@ from rollmesh.v1 import events_pb2, types_pb2
 RUN = "golden"
 RELEASES = sorted((Path(__file__).parent / "golden").iterdir())
 POOL = {"source": {"name": "calc", "options": {"level_max": 2, "num_train": 32, "num_validation": 8, "num_test": 8}}}
-STATE_FIELDS = "14202bc3a0f6220dd37f05435c1ff58930aff8aafe7119f31ef9510902d37758"
+STATE_FIELDS = "99e524a97e987824e1a0a98a01ea29d1e30cb4d1796815acee4d97380c1d871b"
 """Digest of the fields of the coordinator's state in snapshots of format 1."""
 
 

@@ -438,6 +438,12 @@ RECORDS = Section(
             text="From the decision to the acknowledgement of NATS.",
         ),
         Panel(
+            title="Use of the ledger",
+            queries=[Query(expr=f"max by (run) ({_of(co.LEDGER_USED)})", legend="{{run}}")],
+            unit="percentunit",
+            text="Share of coordinator.streams.ledger_bytes_max. At 1 the run ends.",
+        ),
+        Panel(
             title="Ledger records per second",
             queries=[Query(expr=f"sum by (run) (deriv({_of(co.POSITION)}[{RATE}]))", legend="{{run}}")],
         ),

@@ -310,7 +310,7 @@ def test_a_method_that_fails_is_recorded_with_its_cause(models: Path, tmp_path: 
     )
     (tmp_path / "mine.yaml").write_text("learner: {estimator: 'broken.py:Broken'}\n")
     found = run_work(work(arm(str(tmp_path / "mine.yaml")), models)).record
-    assert found.error.startswith("LookupError: no such column")
+    assert "the estimator Broken failed: LookupError: no such column" in found.error
     assert "broken.py" in found.error
 
 

@@ -215,7 +215,7 @@ def _adjusted(*rewards: types_pb2.Reward, num: int = 1) -> dict[str, Any]:
         ({"decision": reward_pb2.GROUP_DECISION_EXTEND}, "`num_extend` must be in [1, 49152], got 0"),
         (_adjusted(_ok("n" * 100_000)), "`adjusted[0].rewards[0].name` must have 1 to 64 characters"),
         (_adjusted(*[_ok()] * 10_000), "`adjusted[0].rewards` must have at most 1024 entries, got 10000"),
-        (_adjusted(_ok(value=float("nan"))), "`adjusted[0].rewards[0].value` must be finite, got nan"),
+        (_adjusted(_ok(value=float("nan"))), "`adjusted[0].rewards[0].value` must be in [-1e+30, 1e+30], got nan"),
         (_adjusted(_ok(segment=-7)), "`adjusted[0].rewards[0].segment` must be >= -1, got -7"),
         (_adjusted(types_pb2.Reward(name="r", outcome=99)), "`adjusted[0].rewards[0].outcome` must be OK"),  # type: ignore[arg-type]
         (_adjusted(_ok(), num=2), "`adjusted` must name each once, got 'a'"),

@@ -48,7 +48,7 @@ def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
         *("data.epochs_max", "data.catch_up_s_max", "data.runs_max", "data.snapshot_records"),
         *("reward.concurrency_max", "reward.queue_samples_max", "rollout.session_ttl_s"),
         *("learner.directory", "learner.device", "learner.threads", "learner.checkpoint_every", "learner.keep_last"),
-        "learner.checkpoint_async",
+        *("learner.checkpoint_async", "learner.external_sources"),
         *(
             "learner.quarantined_max",
             "learner.wait_s",
@@ -101,7 +101,7 @@ def test_the_file_and_the_recorded_spec_agree_on_what_may_change() -> None:
             "group_s_max",
             "eval_s_max",
         ),
-        *("eval_every", "updates_max", "seconds_max", "success_target", "tokens_max", "stall_s"),
+        *("eval_every", "updates_max", "seconds_max", "success_target", "tokens_max", "stall_s", "external_sources"),
     }
 
 

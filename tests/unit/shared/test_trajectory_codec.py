@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rollmesh.shared import trajectory as domain
 from rollmesh.shared.codec import trajectory as codec
 from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.reward_range import REWARD_ABS_MAX
 from rollmesh.shared.trajectory import oldest_kv_step
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
@@ -75,7 +76,7 @@ rewards = st.lists(
     st.builds(
         domain.Reward,
         name=names,
-        value=st.floats(allow_nan=False, allow_infinity=False),
+        value=st.floats(-REWARD_ABS_MAX, REWARD_ABS_MAX),
         scorer=texts,
         evidence=texts,
         outcome=st.sampled_from(domain.Outcome),

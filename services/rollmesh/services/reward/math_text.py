@@ -111,7 +111,7 @@ _JOINS = frozenset(("and", "or"))
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MathReading:
     """How a text is compared: `choice` and `words` as normalized strings, `math` by value, `prose` not as a whole."""
 
     kind: str

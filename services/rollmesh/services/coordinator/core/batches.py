@@ -268,7 +268,7 @@ def _ready_sample(ctx: DecisionContext, group: GroupState, sample: SampleState) 
         payload=episode.payload,
         staleness=0,
         mask_below_step=0,
-        key=i.EpisodeKey(
+        key=i.LeasedKey(
             run=ctx.spec.run,
             task=group.task.task_id,
             group=group.group,

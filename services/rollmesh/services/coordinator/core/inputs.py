@@ -248,7 +248,7 @@ class WatchReady(TrainerRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeKey:
+class LeasedKey:
     run: str
     task: str
     group: str
@@ -264,7 +264,7 @@ class LeasedSample:
     payload: PayloadRef
     staleness: int
     mask_below_step: int
-    key: EpisodeKey
+    key: LeasedKey
     rewards_as_reported: bool
 
 

@@ -17,7 +17,11 @@ _EXPECTED = "a tool call must be a JSON object with name and arguments"
 
 
 class UnterminatedCall(MalformedCall):
-    """The JSON ends inside a string, so a marker in it may be a part of that string."""
+    """The text ends inside a string of JSON, or inside a value that `value_end` closes, so a marker in it may be a part of that value."""
+
+    def __init__(self, message: str, *, value_end: str = "") -> None:
+        super().__init__(message)
+        self.value_end = value_end
 
 
 def read_json(text: str) -> Any:

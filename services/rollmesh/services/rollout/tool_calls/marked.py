@@ -50,6 +50,8 @@ class MarkedStream:
         """Number of characters of `_text` that have no end marker, or one that is a part of the call."""
         self._in_string: bool | None = None
         """Whether `_searched` is inside a string of JSON; None until an end marker was inside one."""
+        self._value_end = ""
+        """What closes the value that `_searched` is inside of; empty outside of such a value."""
 
     def feed(self, text: str) -> list[str | ParsedCall]:
         self._text += text
@@ -58,7 +60,8 @@ class MarkedStream:
             if not self._inside:
                 before, _, self._text = self._text.partition(self._start)
                 pieces += self._content.say(before)
-                self._inside, self._searched, self._in_string = True, 0, None
+                self._inside = True
+                self._begin_call()
             found = self._call()
             if found is None:
                 return pieces
@@ -81,14 +84,18 @@ class MarkedStream:
             pieces = self._content.say(self._text)
         return pieces + self._content.finish()
 
+    def _begin_call(self) -> None:
+        self._searched, self._in_string, self._value_end = 0, None, ""
+
     def _call(self) -> list[str | ParsedCall] | None:
         """Return the call at the beginning of the text, or it as content if it is malformed, or None if its end is missing."""
         while self._end and (at := self._next_end()) != -1:
             body, rest = self._text[:at], self._text[at + len(self._end) :]
             try:
                 calls = self._read(body)
-            except UnterminatedCall:
-                self._searched, self._in_string = at + len(self._end), True
+            except UnterminatedCall as err:
+                self._searched, self._value_end = at + len(self._end), err.value_end
+                self._in_string = None if err.value_end else True
                 continue
             except MalformedCall as err:
                 self.error = str(err)
@@ -97,17 +104,24 @@ class MarkedStream:
                     self._inside, self._text = False, rest
                     return self._content.say(self._start + body + self._end)
                 # The call that this end closes begins at the last start marker.
-                self._text, self._searched, self._in_string = self._text[len(wrong) + len(again) :], 0, None
+                self._text = self._text[len(wrong) + len(again) :]
+                self._begin_call()
                 return self._content.say(self._start + wrong)
             self._inside, self._text = False, rest
             return self._content.call(calls)
-        if self._end and not self._in_string:
+        if self._end and not self._in_string and not self._value_end:
             self._searched = max(self._searched, len(self._text) - len(self._end) + 1)
         return None
 
     def _next_end(self) -> int:
         """Return the index of the next end marker that may end the call, or -1. A call with markers in its strings is read once, and not
         once for each marker."""
+        if self._value_end:
+            at = self._text.find(self._value_end, self._searched)
+            if at == -1:
+                self._searched = max(self._searched, len(self._text) - len(self._value_end) + 1)
+                return -1
+            self._searched, self._value_end = at + len(self._value_end), ""
         while self._in_string is not None:
             if self._in_string:
                 found = _STRING.match(self._text, self._searched)

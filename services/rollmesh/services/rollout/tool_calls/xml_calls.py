@@ -49,7 +49,9 @@ def read_tags(text: str, tools: Sequence[ToolSchema]) -> ParsedCall:
         key, at = _opened(text, at, _PARAMETER)
         end = text.find(_PARAMETER_END, at)
         if end == -1:
-            raise UnterminatedCall(f"a tool call must close the parameter {key} with {_PARAMETER_END}")
+            raise UnterminatedCall(
+                f"a tool call must close the parameter {key} with {_PARAMETER_END}", value_end=_PARAMETER_END
+            )
         if key in arguments:
             raise MalformedCall(f"a tool call must name each argument once, got {key} twice")
         arguments[key] = _value(text[at:end].removeprefix("\n").removesuffix("\n"), types.get(key, "string"))
