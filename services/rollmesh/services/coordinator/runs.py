@@ -267,7 +267,8 @@ class Runs:
         except MeshError:
             if is_new:  # a run may exist that only lacks another stream
                 async with self._lock(run):
-                    await self._storage.delete(run)
+                    if run not in self._led:  # another request may have opened it meanwhile
+                        await self._storage.delete(run)
             raise
 
     # With `_reserving` held -------------------------------------------------------------------------------------------
