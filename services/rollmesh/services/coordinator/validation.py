@@ -42,6 +42,8 @@ VERSIONS_MAX = 64
 """Most sets of weights that an engine holds."""
 CAPACITY_MAX = 1_000_000
 SPANS_MAX = 4096
+TOOL_CALLS_MAX = 2**31 - 1
+"""Most tool calls of an episode, so that their sum over episodes fits its field."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
 
@@ -244,6 +246,11 @@ def _check_completed(report: coordinator_pb2.EpisodeReport) -> None:
         reject("payload.sequence", "be the sequence of the stored payload, >= 1", report.payload.sequence)
     if report.payload.size_bytes < 0:
         reject("payload.size_bytes", "be >= 0", report.payload.size_bytes)
+    if not 0 <= report.num_tool_calls <= TOOL_CALLS_MAX:
+        reject("num_tool_calls", f"be in [0, {TOOL_CALLS_MAX}]", report.num_tool_calls)
+    if not 0 <= report.num_tool_calls_failed <= report.num_tool_calls:
+        must = f"be in [0, num_tool_calls = {report.num_tool_calls}]"
+        reject("num_tool_calls_failed", must, report.num_tool_calls_failed)
     _check_unique("samples.sample_id", [sample.sample_id for sample in report.samples])
     for index, sample in enumerate(report.samples):
         _check_sample(sample, f"samples[{index}]", report.key.episode)
