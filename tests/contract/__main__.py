@@ -26,6 +26,9 @@ from .mesh import kill_at_random, process_mesh, quiet_mesh
 from .player import Plan, Result
 from .sequences import play, play_all, to_text
 
+SEQUENCES_OF_A_MESH = 250
+"""Each sequence is a run, and the streams of ended runs keep their room at the NATS server of the mesh."""
+
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.contract", description=__doc__.splitlines()[0])
@@ -39,9 +42,12 @@ def _parse() -> argparse.Namespace:
 
 async def _quiet(options: argparse.Namespace, folder: Path) -> list[Result]:
     seeds = range(options.seed, options.seed + options.sequences)
-    async with quiet_mesh(folder) as ends:
-        plans = [Plan(seed, options.calls) for seed in seeds]
-        return await play_all(ends, plans, parallel=options.parallel, on_result=_print)
+    results: list[Result] = []
+    for first in range(0, len(seeds), SEQUENCES_OF_A_MESH):
+        async with quiet_mesh(folder / str(first)) as ends:
+            plans = [Plan(seed, options.calls) for seed in seeds[first : first + SEQUENCES_OF_A_MESH]]
+            results += await play_all(ends, plans, parallel=options.parallel, on_result=_print)
+    return results
 
 
 async def _killing(options: argparse.Namespace, folder: Path) -> list[Result]:

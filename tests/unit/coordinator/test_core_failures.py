@@ -73,7 +73,7 @@ def test_an_attempt_without_a_serving_node_uses_up_no_try() -> None:
         acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
     assert acquired.leases[0].episode == lease.episode
     assert acquired.leases[0].attempt == 6
-    assert not run_state(run.core, HEAD).HasField("failed_attempts")
+    assert (reported(run).num, reported(run).cause) == (5, "scorer: no reward node has joined")
 
 
 def test_a_dead_letter_keeps_the_traceback() -> None:

@@ -10,6 +10,7 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import FailedAttempts, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import (
+    REWARD_NAMES_MAX,
     EpisodeStatus,
     EvalState,
     GroupPhase,
@@ -59,7 +60,8 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
 def _recent(episodes: Sequence[ScoredEpisode]) -> pb.RecentEpisodes:
     values: dict[str, list[float]] = {}
     for name, value in (reward for episode in episodes for reward in episode.rewards):
-        values.setdefault(name, []).append(value)
+        if name in values or len(values) < REWARD_NAMES_MAX:
+            values.setdefault(name, []).append(value)
     tokens = [num for episode in episodes for num in episode.num_sampled_tokens]
     return pb.RecentEpisodes(
         num_samples=len(tokens),

@@ -199,7 +199,7 @@ class Runs:
         Raises RunLive, UnknownRun if there is nothing to remove, and the errors of `forget`; after those the run still
         exists.
         """
-        with suppress(UnknownRun, DataLoss, Internal, NewerFormat, LedgerFull, DiskFull):
+        with suppress(UnknownRun, DataLoss, Internal, NewerFormat, LedgerFull):
             await self.get(run)  # after these errors no live run can come from it; remove the rest of it
         async with self._lock(run):
             if (led := self._led.get(run)) is not None:
@@ -338,7 +338,10 @@ class Runs:
         async def restore(ends: bool) -> Recovered:
             recovered = await recover(streams.ledger, store)
             if ends or recovered.state.ended:
-                await self._storage.shrink(run)  # with room in its ledger again
+                try:
+                    await self._storage.shrink(run)  # with room in its ledger again
+                except DiskFull as error:
+                    raise Internal(str(error), run=run) from error
             else:
                 try:
                     await self._storage.extend(run)

@@ -12,6 +12,7 @@ import msgspec
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
+    REWARD_NAMES_MAX,
     EpisodeState,
     EpisodeStatus,
     EvalState,
@@ -91,7 +92,10 @@ def count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> 
         return  # older than the evaluations kept
     result.num_samples += 1
     for reward in rewards:
-        if reward.outcome is RewardOutcome.OK:
+        if reward.outcome is RewardOutcome.OK and (
+            reward.name in {*result.reward_sums, state.the_spec.success_reward}
+            or len(result.reward_sums) < REWARD_NAMES_MAX
+        ):
             result.reward_sums[reward.name] = result.reward_sums.get(reward.name, 0.0) + reward.value
             if reward.name == state.the_spec.success_reward:
                 result.graded |= reward.value not in (0.0, 1.0)

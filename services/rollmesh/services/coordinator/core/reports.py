@@ -39,9 +39,10 @@ def _record(ctx: DecisionContext, node_id: str, report: i.EpisodeReport) -> str:
     if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
         _complete(ctx, group, episode, report)
     elif episode.status is EpisodeStatus.LEASED:
-        counts = bool(broken) or (report.counts and report.outcome is not i.EpisodeOutcome.CANCELLED)
+        failed = report.outcome is not i.EpisodeOutcome.CANCELLED
+        counts = bool(broken) or (report.counts and failed)
         cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
-        rollouts.return_episode(ctx, group, episode, counts=counts, cause=cause, traceback=traceback)
+        rollouts.return_episode(ctx, group, episode, counts=counts, cause=cause, traceback=traceback, failed=failed)
     return f"INVALID_REPORT: {invalid}" if invalid else ""
 
 

@@ -241,11 +241,19 @@ def renew(ctx: DecisionContext, request: i.RenewLeases) -> None:
 
 
 def return_episode(
-    ctx: DecisionContext, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str, traceback: str = ""
+    ctx: DecisionContext,
+    group: GroupState,
+    episode: EpisodeState,
+    *,
+    counts: bool,
+    cause: str,
+    traceback: str = "",
+    failed: bool = False,
 ) -> None:
-    """Retry an episode, or end it and write a dead letter when its attempts are used up."""
+    """Retry an episode, or end it and write a dead letter when its attempts are used up. `failed` reports the cause of an attempt that does
+    not count."""
     ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
-    if counts:
+    if counts or failed:
         ctx.ephemeral.note_failure(cause, traceback)
     if counts and episode.failures + 1 >= ctx.spec.tries_max:
         ctx.emit(

@@ -194,6 +194,8 @@ REASONS_MAX = 256
 """Number of reasons that are counted separately. Later ones are counted together as `OTHER`, because the state of a run must fit into a
 message."""
 OTHER = "OTHER"
+REWARD_NAMES_MAX = 256
+"""Number of named rewards whose means a summary of many samples has, because the state of a run must fit into a message."""
 
 
 class SampleCounters(msgspec.Struct, kw_only=True):
