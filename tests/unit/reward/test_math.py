@@ -9,15 +9,19 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 import pytest_asyncio
 
+from rollmesh.services.reward.config import ScorerConfig, build_scorer
+from rollmesh.services.reward.engine import run_scorer
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
 from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.trajectory import Outcome
 
 from .builders import item
 
@@ -114,6 +118,24 @@ def test_the_timeout_of_the_entry_limits_the_cpu_time() -> None:
     assert made._pool.compare_s_max == 1.5
     made.use_timeout(30.0)
     assert made._pool.compare_s_max == 1.5
+
+
+async def test_an_answer_longer_than_a_line_of_the_worker_is_wrong() -> None:
+    compared = pool()
+    try:
+        assert not (await compared.compare(["7"], "\u4e2d" * 200_000)).equal
+    finally:
+        await compared.close()
+
+
+async def test_many_answers_beyond_the_limit_at_once_are_zeros_although_they_wait_longer_than_the_timeout() -> None:
+    made = build_scorer(ScorerConfig(name="math", timeout_s=0.5), None)
+    assert made.timeout_s is None, "the engine would count the wait for a worker"
+    try:
+        scored = await asyncio.gather(*(run_scorer(made, item(SLOW, answer="7")) for _ in range(3)))
+    finally:
+        await cast(MathScorer, made.scorer).close()
+    assert [(reward.value, reward.outcome) for (reward,) in scored] == [(0.0, Outcome.OK)] * 3
 
 
 async def test_a_cancelled_comparison_never_answers_the_next_one() -> None:

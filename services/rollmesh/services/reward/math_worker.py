@@ -15,6 +15,9 @@ from typing import Any
 
 from rollmesh.services.reward import math_text
 
+UNDERSTOOD_CHARS_MAX = 1000
+"""Maximum characters of `understood`, so that a reply fits into a line that the pool reads."""
+
 
 def main() -> None:
     memory_bytes_max = int(sys.argv[1])
@@ -54,7 +57,7 @@ class Comparer:
         try:
             said = self._answer_in(text)
             equal = any(self._equal(key, said, text) for key in keys)
-            return {"equal": equal, "understood": math_text.latex(said) or said}
+            return {"equal": equal, "understood": (math_text.latex(said) or said)[:UNDERSTOOD_CHARS_MAX]}
         except Exception:  # noqa: BLE001 - sympy and its parser raise anything; the model chose the text
             return {"equal": False, "understood": ""}
 
