@@ -176,20 +176,22 @@ class Channel:
             kind = CandidateStoppedError
         arguments: tuple[Any, ...] = (str(text),)
         with contextlib.suppress(UnsupportedError):
-            arguments = tuple(decode(given, self._take))
+            arguments = tuple(decode(given, self._take_of_error))
         error = _made(kind, arguments)
         error.__dict__[_TEXT] = str(text)
         for name, value in attributes.items():
             if name.isidentifier() and not name.startswith("_") and not hasattr(BaseException, name):
                 with contextlib.suppress(UnsupportedError, AttributeError, TypeError):
-                    setattr(error, name, decode(value, self._take))
+                    setattr(error, name, decode(value, self._take_of_error))
         if cause is not None:
             error.__cause__ = self._rebuilt(cause)
         return error
 
-    def _take(self, tag: str, number: Any) -> Handle | Exception:
-        if tag == "error":
-            return self._rebuilt(number)
+    def _take_of_error(self, tag: str, content: Any) -> Handle | Exception:
+        """Return what an exception contains, such as another exception. A result is never an exception of this process."""
+        return self._rebuilt(content) if tag == "error" else self._take(tag, content)
+
+    def _take(self, tag: str, number: Any) -> Handle:
         kind = {"object": Object, "stream": Stream}[tag]
         if type(number) is not int:
             raise ValueError("an object is named by a number")
