@@ -43,12 +43,14 @@ class Services:
     def __init__(self) -> None:
         self.watches: set[Watch] = set()
         self.missing: set[str] = set()
+        self.seconds = 0.0
+        self.mesh = pb.GetMeshResponse()
 
     async def GetRun(self, request: run_pb2.GetRunRequest, timeout: float) -> run_pb2.GetRunResponse:  # noqa: ASYNC109
         await asyncio.sleep(0)
         if request.run in self.missing:
             raise UnknownRun(f"there is no run {request.run!r}")
-        return run_pb2.GetRunResponse(state=run_pb2.RunState(run=request.run))
+        return run_pb2.GetRunResponse(state=run_pb2.RunState(run=request.run, seconds=self.seconds))
 
     def WatchRun(self, request: run_pb2.WatchRunRequest) -> Watch:
         return Watch(request.run, self.watches)
@@ -57,7 +59,7 @@ class Services:
         return pb.GetFleetResponse()
 
     async def GetMesh(self, request: pb.GetMeshRequest, timeout: float) -> pb.GetMeshResponse:  # noqa: ASYNC109
-        return pb.GetMeshResponse()
+        return self.mesh
 
 
 class World:
@@ -201,3 +203,14 @@ async def test_a_bug_in_a_reader_is_shown_and_no_answer_waits_for_it(monkeypatch
         async with asyncio.timeout(10):
             await feed.caught_up.wait()
         assert "LookupError" in feed.problem
+
+
+async def test_the_list_shows_the_progress_of_a_run_that_ended_and_was_resumed() -> None:
+    async with world() as found:
+        shown = []
+        for ended, seconds in (("", 1.0), ("COMPLETE", 2.0), ("COMPLETE", 3.0), ("", 4.0), ("COMPLETE", 5.0)):
+            found.services.seconds = seconds
+            found.services.mesh = pb.GetMeshResponse(runs=[pb.MeshRun(run="one", ended=ended)])
+            (run,) = (await found.feed.read_mesh())["runs"]
+            shown.append(run["progress"]["seconds"])
+        assert shown == [1.0, 2.0, 2.0, 4.0, 5.0], "an ended run is read once"

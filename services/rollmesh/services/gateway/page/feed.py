@@ -353,7 +353,9 @@ class Feed:
 
     async def _progress(self, run: str, ended: bool) -> dict[str, Any] | None:
         """Return what the list of runs shows; None for a run that was deleted meanwhile. The progress of an ended run does not change."""
-        if run in self._ended:
+        if not ended:  # a run that was resumed, or another one with this name
+            self._ended.pop(run, None)
+        elif run in self._ended:
             return self._ended[run]
         try:
             state = await self.run_state(run)

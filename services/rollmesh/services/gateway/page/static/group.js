@@ -11,7 +11,7 @@ function member(sample, run) {
   const rewards = sample.rewards.filter((one) => one.segment < 0).map((one) => `${one.name} ${one.outcome === "ok" ? number(one.value) : one.outcome.replaceAll("_", " ")}`).join(", ");
   return h("section", { class: "member", "aria-label": sample.sample_id }, h("h2", {}, h("a", { href: link(run, "sample", sample.sample_id) }, sample.sample_id)),
     h("p", {}, `${rewards || "no reward"}; ${plural(sample.num_tokens, "token")}${sample.advantage !== null ? `; advantage ${number(sample.advantage)}` : ""}`),
-    sample.runs.length ? transcriptOf(sample, "version") : sample.missing.map((text) => h("p", { class: "missing" }, text)));
+    sample.runs.length ? transcriptOf(sample, "version", `transcript-${sample.sample_id}`) : sample.missing.map((text) => h("p", { class: "missing" }, text)));
 }
 
 export function groupView(context, { run, id }) {

@@ -9,10 +9,10 @@ function tokenText(text) {
   return text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
 }
 
-// Return the tokens of a sample, colored.
-export function transcriptOf(sample, color) {
+// Return the tokens of a sample, colored. `id` is that of the element.
+export function transcriptOf(sample, color, id) {
   const versions = versionsOf(sample.runs);
-  return h("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": "Tokens of the sample", id: "transcript" }, sample.runs.map((one) => {
+  return h("div", { class: "transcript", tabindex: "0", role: "region", "aria-label": `Tokens of ${sample.sample_id}`, id }, sample.runs.map((one) => {
     const facts = [one.role, one.source !== one.role ? one.source : "", plural(one.ids.length, "token"), one.step !== null && one.step !== undefined ? `step ${one.step}${one.incarnation ? `.${one.incarnation}` : ""}` : "", one.finish,
       one.reward !== null && one.reward !== undefined ? `reward ${number(one.reward)}` : ""].filter(Boolean).join(" · ");
     return h("div", { class: `segment ${one.role}` }, h("h3", {}, facts), h("p", { class: "tokens" }, one.tokens.map((text, n) => {
@@ -48,7 +48,7 @@ export function sampleView(context, { run, id, query }) {
     const options = h("fieldset", { class: "filters" }, h("legend", {}, "Color tokens by"), COLORS.map((name) => h("label", {}, h("input", { type: "radio", name: "color", value: name, id: `color-${name}`, checked: name === color, onchange: () => choose(name) }), ` ${name}`)));
     const legend = h("p", { class: "legend" }, legendOf(sample, color, versionsOf(sample.runs)).map(([cls, text]) => h("span", {}, h("i", { class: `key token ${cls}` }), text)));
     replace(head, facts(sample, run));
-    replace(body, sample.runs.length ? [options, legend, transcriptOf(sample, color)] : null, details(sample));
+    replace(body, sample.runs.length ? [options, legend, transcriptOf(sample, color, "transcript")] : null, details(sample));
   };
   const choose = (name) => {
     color = name;
