@@ -279,7 +279,8 @@ class _Check:
                 )
         if config.counts.sandbox:
             own = {name: tool for name, tool in config.rollout.tools.items() if not _is_default(name, tool)}
-            self.mistakes += check_profiles(config.sandbox.located(self._base_dir), own)
+            with self._collected("sandbox.engine"):
+                self.mistakes += check_profiles(config.sandbox.located(self._base_dir), own)
 
     def _learning(self, pools: dict[Split, TaskPool]) -> None:
         """Check what needs torch: engine, learner and model."""

@@ -112,8 +112,8 @@ def test_parameters_of_a_tool_that_are_not_a_schema_are_told(mine: Path, paramet
         ("[python, not_here.py]", r"options.command\[1\] must be a file, because python executes it, got 'not_here.py': there is no .*/not_here.py"),
         ("[bash, not_here.sh]", r"options.command\[1\] must be a file, because bash executes it"),
         ("[not_a_program]", r"options.command\[0\] must be an executable file or a program on PATH, got 'not_a_program'"),
-        ("[python, -c, pass]", ""),
-        ("[python, called.py, out.py]", ""),
+        pytest.param("[python, -c, pass]", "", marks=pytest.mark.slow),
+        pytest.param("[python, called.py, out.py]", "", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_program_that_does_not_exist_is_told(mine: Path, command: str, expected: str) -> None:
@@ -135,6 +135,7 @@ def test_the_longest_prompt_is_compared_with_the_context_wherever_it_is(mine: Pa
     )
 
 
+@pytest.mark.slow  # it checks the model
 def test_the_tools_of_a_task_count_for_the_length_of_its_prompt(mine: Path) -> None:
     write_tasks(mine, [*TASKS, {"question": "1" * 505, "answer": "1"}])
     assert check(mine).exit_code == 0
@@ -233,6 +234,7 @@ def test_a_file_in_place_of_a_model_folder_is_told(mine: Path, name: str) -> Non
     )
 
 
+@pytest.mark.slow  # it checks the model several times
 def test_calls_that_no_parser_reads_are_a_mistake_of_a_run_with_tools(mine: Path) -> None:
     path = mine / "model" / "chat_template.jinja"
     path.write_text(
@@ -250,9 +252,19 @@ def test_calls_that_no_parser_reads_are_a_mistake_of_a_run_with_tools(mine: Path
     assert "note: requests with tools will be rejected: the chat template writes a call as" in program.stderr
 
 
+def test_an_engine_that_does_not_exist_hides_no_other_mistake(mine: Path) -> None:
+    done = check(
+        mine, "counts.sandbox=1", "sandbox.engine=nowhere", "sandbox.profiles.mine.prelude='1'", "rollout.agent=none"
+    )
+    assert done.exit_code == 2
+    assert all(f"`{key}`" in done.stderr for key in ("sandbox.engine", "rollout.agent")), done.stderr
+    assert "error: 2 mistakes:" in done.stderr
+
+
 # The host -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # it checks the model several times
 def test_a_host_without_a_nats_server_is_told_at_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name, **more: None if name == "nats-server" else real(name, **more))
