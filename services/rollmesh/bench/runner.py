@@ -32,8 +32,8 @@ BENCHES = (
     "recipes",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm", "race", "weights", "demo_time", "publish_to_active")
-"""Modules that run by name only: they need another environment, another checkout, or 12 GB of memory. `methods` is a command with its own options."""
+BY_NAME = ("vllm", "race", "weights", "demo_time", "publish_to_active", "open_connections")
+"""Modules that run by name only: they need another environment, another checkout, 12 GB of memory, or 2,000 open files. `methods` is a command with its own options."""
 WITH_OPTIONS = ("race", "demo_time")
 """Modules whose `run` has further options."""
 METHODS = "methods"
