@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 REWARD_ABS_MAX = 1e30
-RANGE_FORM = f"be in [{-REWARD_ABS_MAX:g}, {REWARD_ABS_MAX:g}]"
-REWARD_RANGE = f"expected a number in [{-REWARD_ABS_MAX:g}, {REWARD_ABS_MAX:g}]"
+_RANGE = f"[{-REWARD_ABS_MAX:g}, {REWARD_ABS_MAX:g}]"
+RANGE_FORM = f"be in {_RANGE}"
+REWARD_RANGE = f"expected a number in {_RANGE}"
 
 
 def in_reward_range(value: float) -> bool:

@@ -180,7 +180,7 @@ def test_untrainable_samples_are_dropped_with_their_reason() -> None:
             True,
             DropReason.OTHER_POLICY,
         ),
-        "nobody": ([good[0], replace(good[1], version=None)], True, DropReason.OTHER_POLICY),
+        "unstamped": ([good[0], replace(good[1], version=None)], True, DropReason.OTHER_POLICY),
         "peer": ([good[0], replace(good[1], source=Source.PEER)], True, DropReason.SOURCE_NOT_ADMITTED),
         "replay": ([good[0], good[1], replace(good[1], source=Source.REPLAY)], True, DropReason.SOURCE_NOT_ADMITTED),
         "unmasked": ([good[0], replace(masked, source=Source.PEER), good[1]], True, None),

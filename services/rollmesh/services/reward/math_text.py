@@ -7,7 +7,6 @@ answer is never its value: the first number of `3\sqrt{2}` is not the answer, an
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 _UNICODE = str.maketrans(
     {
@@ -108,14 +107,6 @@ _LITTLE_WORDS = frozenset(
 )
 _OPEN = re.compile(r"\b(?:not|or|either|cannot)\b|n't\b", re.IGNORECASE)
 _JOINS = frozenset(("and", "or"))
-
-
-@dataclass(frozen=True, slots=True)
-class MathReading:
-    """How a text is compared: `choice` and `words` as normalized strings, `math` by value, `prose` not as a whole."""
-
-    kind: str
-    text: str
 
 
 def answer_in(text: str) -> str:

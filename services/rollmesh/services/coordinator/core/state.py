@@ -62,7 +62,7 @@ class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     meta: SampleMeta
     """As reported, without the evidence of its rewards. A finalizer may change the rewards."""
     rewards_as_reported: bool = False
-    """Whether no finalizer has replaced them. False if it is not known, in snapshots of earlier releases."""
+    """Whether no finalizer has replaced them."""
     episode: str
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
