@@ -96,8 +96,8 @@ images-steps: setup ## execute the pip steps of the Containerfiles in clean virt
 	$(BIN)/python -m pytest -q -s -m slow --timeout 1800 tests/deploy/test_images.py
 
 reference: setup ## regenerate the reference pages of docs/, deploy/grafana and deploy/alerts.yml; tests check that they are current
-	$(BIN)/python -m rollmesh.cli.reference docs
-	$(BIN)/python -m rollmesh.cli.dashboards deploy
+	$(BIN)/python -m tools.reference docs
+	$(BIN)/python -m tools.dashboards deploy
 
 tools: .tools/deploy/.installed ## install tools into .tools that check deploy/; checks and tests skip what is absent
 	-mkdir -p .tools/prometheus && cd .tools/prometheus && apt-get download -q prometheus && dpkg-deb -x prometheus_*.deb . && rm prometheus_*.deb
@@ -131,7 +131,7 @@ breaking: $(BUF) ## check that protos/ stay compatible with those of the last re
 released-protos: setup ## at a release: store the descriptors with which `breaking` compares
 	rm -f protos/released-*.binpb
 	$(BIN)/python -m grpc_tools.protoc -I protos --include_imports \
-		--descriptor_set_out=protos/released-$$($(BIN)/python -c "from rollmesh.shared.protocol import PROTOCOL; print(PROTOCOL)").binpb \
+		--descriptor_set_out=protos/released-$$($(BIN)/python -c "from rollmesh.shared.domain.protocol import PROTOCOL; print(PROTOCOL)").binpb \
 		protos/rollmesh/v1/*.proto
 
 $(BUF):

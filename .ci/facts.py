@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 ELSEWHERE = {
     "Record": "rollmesh.services.coordinator.core.records",
     "RunSpec": "rollmesh.services.coordinator.core.records",
-    "PolicyVersion": "rollmesh.shared.versions",
+    "PolicyVersion": "rollmesh.shared.domain.versions",
 }
 """Types that are written by hand, because they have rules, and their modules."""
 ZERO_MEMBERS = {"SampleEnd": "LIVE", "FinishReason": "UNFINISHED"}

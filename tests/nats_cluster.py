@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollmesh.cli.nats_files import make_logins
+from rollmesh.app.nats_files import make_logins
 from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus, JetStreamConfig
 from rollmesh.shared.bus.login import BusLogin
@@ -30,8 +30,8 @@ from rollmesh.shared.bus.server_config import (
     tls_paths,
     user_of,
 )
-from rollmesh.shared.ports import lasting_ports
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.net.ports import lasting_ports
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.shared.rpc.access import Tls
 
 HOST = "127.0.0.1"

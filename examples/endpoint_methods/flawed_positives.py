@@ -10,7 +10,7 @@ get the answer key, because the answer is right; a reply that is not as asked is
 """
 
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable
-from rollmesh.shared.trajectory import Outcome, Reward
+from rollmesh.shared.domain.trajectory import Outcome, Reward
 
 QUESTION = """\
 [Problem]

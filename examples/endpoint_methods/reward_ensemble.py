@@ -12,8 +12,8 @@ import asyncio
 from statistics import fmean, pvariance
 from typing import Literal
 
-from rollmesh.shared.settings import NonNegativeFloat, Settings
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.config.settings import NonNegativeFloat, Settings
+from rollmesh.shared.domain.trajectory import Reward
 
 QUESTION = """\
 Rate the answer from 0 to 1. Return the number only.

@@ -12,9 +12,9 @@ answer. If all answers are right, A is 0. Deviations: the first answers are not 
 import numpy as np
 
 from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern, not_applicable
-from rollmesh.shared.jsonl import last_match
-from rollmesh.shared.settings import Settings
-from rollmesh.shared.trajectory import Purpose, Reward
+from rollmesh.shared.store.jsonl import last_match
+from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.trajectory import Purpose, Reward
 from rollmesh.trainer.estimators.base import GroupSize, episode_weights, turn_rewards, usable_rewards
 from rollmesh.trainer.estimators.turns import TurnEstimator
 

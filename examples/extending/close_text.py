@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class CloseTextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ import csv
 import msgspec
 
 from rollmesh.services.data.task import PoolTask, Split
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 
 
 class CsvOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 
 from rollmesh.services.inference.engine import EngineLoad, GenerateDelta, ScoreResult
-from rollmesh.shared.engine_capabilities import EngineCapabilities
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.trajectory import FinishReason
 
 
 class UniformOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

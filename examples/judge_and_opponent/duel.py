@@ -9,7 +9,7 @@ import re
 
 from rollmesh.services.data.generated import Demonstration, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.domain.trajectory import Reward
 
 QUESTION = """\
 Task: {task}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 here = Path(__file__).resolve().parent
 folder = Path(sys.argv[1]) if len(sys.argv) > 1 else here / "model"

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.shared.trajectory import Role
+from rollmesh.shared.domain.trajectory import Role
 
 
 class CarefulOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -5,7 +5,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from rollmesh.shared.trajectory import Message, Reward
+from rollmesh.shared.domain.trajectory import Message, Reward
 
 
 class Certainty:

@@ -11,7 +11,7 @@ from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import Manifest, manifest_of
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.domain.ids import RandomIds
 
 from .forgeries import PROGRAM, SOLUTION
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rollmesh.services.sandbox.config import ProfileConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 from .internet import Internet
 

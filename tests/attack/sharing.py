@@ -11,7 +11,7 @@ from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import MeshError
-from rollmesh.shared.ids import IdSource
+from rollmesh.shared.domain.ids import IdSource
 
 PROFILE = "shared"
 _PRELUDE = """

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.demo.model_process import make_in_process
 
 from ..nats_cluster import NatsCluster

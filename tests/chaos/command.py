@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from rollmesh.cli import session
+from rollmesh.app import session
 from rollmesh.cli.__main__ import main
 from rollmesh.mesh.supervisor import Supervisor
 

@@ -23,10 +23,10 @@ import aiohttp
 import msgspec
 from msgspec.structs import replace
 
-from rollmesh.cli.config import TrainConfig
+from rollmesh.app.config import TrainConfig
 from rollmesh.mesh.config import CountsConfig
 from rollmesh.services.rollout.config import StagesConfig
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 from .processes import Process, gone_after, listed
 from .traps import FOLDER_VARIABLE

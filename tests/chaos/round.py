@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.nats_files import ALL
+from rollmesh.app.config import TrainConfig
+from rollmesh.app.nats_files import ALL
 from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.shared.config import to_yaml
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.config.loader import to_yaml
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import run_pb2
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.config import TrainConfig
-from rollmesh.shared.process_launch import bound_to_parent
-from rollmesh.shared.registry import Extension
+from rollmesh.app.config import TrainConfig
+from rollmesh.shared.process.process_launch import bound_to_parent
+from rollmesh.shared.config.registry import Extension
 
 from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Fault, draw
 from .processes import gone_after, marked

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from rollmesh.shared.trajectory import ROOT, Role, Sample, SamplingParams, Segment, Source, TrainingSample
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import ROOT, Role, Sample, SamplingParams, Segment, Source, TrainingSample
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing.fake_policy import FakePolicy
 
 from .trainer import VOCAB_SIZE, num_forged, oldest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.inference.engine import Emit, GenerateRequest
-from rollmesh.services.inference.engines import torch_engine
+from rollmesh.services.inference.engines.torch import engine as torch_engine
 
 from .engine import trapped
 

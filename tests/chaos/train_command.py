@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rollmesh.cli.config import load_train_config
+from rollmesh.app.config import load_train_config
 from rollmesh.mesh.process_events import FILE, read_process_events
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.supervisor import CONFIG_FILE
 from rollmesh.sandbox_runtime import cgroups
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.v1 import run_pb2
 
 from .plan import SERVER, SUPERVISOR

@@ -17,8 +17,8 @@ import numpy as np
 
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult, TrainerEngine
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing.fake_policy import FakePolicy
 from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.trainer.trained_log import TrainedLog

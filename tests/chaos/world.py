@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmesh.cli.config import TrainConfig
+from rollmesh.app.config import TrainConfig
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.process_events import ProcessEvent
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.supervisor import LOGS, Supervisor
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors

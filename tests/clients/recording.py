@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest
-from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_engine import TorchEngine
-from rollmesh.services.inference.engines.vllm_config import VllmEngineConfig
-from rollmesh.services.inference.engines.vllm_engine import VllmEngine
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch.engine import TorchEngine
+from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
+from rollmesh.services.inference.engines.vllm.engine import VllmEngine
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
-from rollmesh.shared.trajectory import FinishReason, GroupContext, IntArray, Reward, Role, TrainingSample
+from rollmesh.shared.domain.trajectory import FinishReason, GroupContext, IntArray, Reward, Role, TrainingSample
 
 GENERATED, SCORED, TRAINED = "generated.jsonl", "scored.jsonl", "trained.jsonl"
 

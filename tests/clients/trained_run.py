@@ -23,11 +23,11 @@ import yaml
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.run_folder import RunFolder
-from rollmesh.cli.series import read_series
+from rollmesh.app.run_folder import RunFolder
+from rollmesh.app.views.series import read_series
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.telemetry import metrics
 
 from .recording import GENERATED, SCORED, TRAINED, GeneratedTurn, ScoredSample, TrainedSample

@@ -22,14 +22,14 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     WeightsMismatch,
 )
-from rollmesh.services.inference.engines.sglang_engine import SglangConfig, SglangEngine
-from rollmesh.services.inference.engines.torch_config import Forward, TorchEngineConfig
-from rollmesh.services.inference.engines.torch_engine import TorchEngine
-from rollmesh.services.inference.engines.vllm_server_engine import VllmServerConfig, VllmServerEngine
+from rollmesh.services.inference.engines.attached.sglang import SglangConfig, SglangEngine
+from rollmesh.services.inference.engines.torch.config import Forward, TorchEngineConfig
+from rollmesh.services.inference.engines.torch.engine import TorchEngine
+from rollmesh.services.inference.engines.attached.vllm_server import VllmServerConfig, VllmServerEngine
 from rollmesh.shared.codec.checks import check_segment
-from rollmesh.shared.outputs import NO_LOGPROB, NO_TOKEN, NUM_TOP, NUM_TOP_MAX, array_names
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.outputs import NO_LOGPROB, NO_TOKEN, NUM_TOP, NUM_TOP_MAX, array_names
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
 from rollmesh.testing.fake_sglang_server import FakeSglangServer
 from tests.bigram import bigram_model
@@ -362,7 +362,7 @@ SHAPES: dict[str, tuple[int, set[str]]] = {
     "routed_experts": (2, {"uint8", "int32"}),
     "mean_logprob": (1, {"float32"}),
 }
-"""Dimensions and types of the arrays of the outputs that `rollmesh.shared.outputs` defines."""
+"""Dimensions and types of the arrays of the outputs that `rollmesh.shared.domain.outputs` defines."""
 
 
 async def test_every_token_has_the_requested_outputs_and_no_others(kit: Kit) -> None:

@@ -14,8 +14,8 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import FunctionCall, RunOutcome, RunResult, SandboxEngine, SnapshotTooLarge
 from rollmesh.services.sandbox.node import make_engine
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
-from rollmesh.shared.ids import SeededIds
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.config.registry import Extension
 
 PROFILE = "calc"
 

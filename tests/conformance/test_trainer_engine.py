@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.services.inference.engines.weights_buffer import read_state
+from rollmesh.services.inference.engines.common.weights_buffer import read_state
 from rollmesh.services.learner.config import LearnerConfig, PublishConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import (
     GroupContext,
     MemberOutcome,
     Outcome,
@@ -29,7 +29,7 @@ from rollmesh.shared.trajectory import (
     Source,
     TrainingSample,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.inference.engines.vllm_config import VllmEngineConfig
-from rollmesh.services.inference.engines.vllm_engine import VllmEngine
+from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
+from rollmesh.services.inference.engines.vllm.engine import VllmEngine
 
 BLOCK_TOKENS = 32
 """Tokens of a block of the key-value cache."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.membership.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2, types_pb2, weights_pb2, weights_pb2_grpc

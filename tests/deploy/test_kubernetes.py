@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from rollmesh.cli.commands.serve import STOP_S
-from rollmesh.cli.config import TrainConfig
+from rollmesh.app.config import TrainConfig
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.joining import KINDS, MANY, SINGLE
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.membership import DRAIN_CALL_S_MAX
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.membership.membership import DRAIN_CALL_S_MAX
 
 from .manifests import DEPLOY, OVERLAYS, Workload, config_of, rendered, workloads
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import yaml
 
-from rollmesh.cli.certificates import make_certificates
-from rollmesh.cli.nats_files import NatsPlan, write_nats_files
+from rollmesh.app.certificates import make_certificates
+from rollmesh.app.nats_files import NatsPlan, write_nats_files
 
 from ..chaos.world import mesh_config, save_model_folder
 from ..integration.up_mesh import COMMAND

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.shared.config import to_yaml
+from rollmesh.shared.config.loader import to_yaml
 
 from ..chaos.world import ROOT, mesh_config, save_model_folder
 from ..integration.up_mesh import COMMAND

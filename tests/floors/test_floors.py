@@ -90,7 +90,7 @@ def test_check_reads_a_configuration_that_needs_no_torch(environment: Path, tmp_
 
 def test_without_torch_the_remedy_is_named(environment: Path, tmp_path: Path) -> None:
     (tmp_path / "torch.yaml").write_text(
-        "inference: {engine: 'rollmesh.services.inference.engines.torch_engine:TorchEngine'}\n"
+        "inference: {engine: 'rollmesh.services.inference.engines.torch.engine:TorchEngine'}\n"
     )
     done = subprocess.run(
         [environment / "rollmesh", "check", "torch.yaml"],

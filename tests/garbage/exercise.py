@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollmesh.client import Client
-from rollmesh.shared.membership import Membership, PassiveHandler
+from rollmesh.shared.membership.membership import Membership, PassiveHandler
 from rollmesh.shared.rpc.access import Access
 from rollmesh.v1 import coordinator_pb2, events_pb2, types_pb2
 

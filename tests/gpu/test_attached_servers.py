@@ -18,9 +18,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 
 pytestmark = pytest.mark.gpu
 

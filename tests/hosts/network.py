@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 
 OBSERVER = "observer"
 MTU = 16_000

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.mesh.config import CountsConfig, MeshConfig
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.shared.config import to_yaml
+from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel

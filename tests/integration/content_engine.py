@@ -15,9 +15,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest, KvPolicy, ScoreResult
-from rollmesh.shared.engine_capabilities import EngineCapabilities
-from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.trajectory import FinishReason, FloatArray, IntArray
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
 from rollmesh.testing.fake_policy import FakePolicy
 

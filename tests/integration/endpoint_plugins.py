@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.rollout.agent import Environment, Task
 from rollmesh.shared.endpoints.answer import Asks
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class PlaysOpponent:

@@ -13,7 +13,7 @@ from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.domain.ids import RandomIds
 
 from .process_tree import Process, descendants
 

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import rollmesh.v1
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.security import SecurityConfig
 from rollmesh.shared.bus.login import BusLogin

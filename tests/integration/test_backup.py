@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.backup import back_up_folder, back_up_mesh
-from rollmesh.cli.backup_file import BackedUpRecord, BackupSummary, read_backup, verify_backup
-from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.folder_audit import audit_folder
-from rollmesh.cli.mesh_client import find_mesh
-from rollmesh.cli.open_run import open_resumed
-from rollmesh.cli.restore import restore_backup
-from rollmesh.cli.run_folder import RESTORING, new_folder, open_folder, origin_now
+from rollmesh.app.backup.backup import back_up_folder, back_up_mesh
+from rollmesh.app.backup.backup_file import BackedUpRecord, BackupSummary, read_backup, verify_backup
+from rollmesh.app.config import TrainConfig
+from rollmesh.app.folder_audit import audit_folder
+from rollmesh.app.mesh_client import find_mesh
+from rollmesh.app.open_run import open_resumed
+from rollmesh.app.backup.restore import restore_backup
+from rollmesh.app.run_folder import RESTORING, new_folder, open_folder, origin_now
 from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamSpec

@@ -43,8 +43,8 @@ from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, PayloadTooLarge, WeightsRejected
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.trajectory import FloatArray, IntArray
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import FloatArray, IntArray
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing import fake_trainer
 from rollmesh.testing.fake_trainer import FakeTrainerOptions
 from rollmesh.testing.memory_bus import MemoryBus

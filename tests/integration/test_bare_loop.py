@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from rollmesh.bench.bare_loop import BareLoop
-from rollmesh.bench.race_work import RaceWork, race_config
-from rollmesh.bench.warm_model import CONFIG
+from benchmarks.race.bare_loop import BareLoop
+from benchmarks.race.work import RaceWork, race_config
+from benchmarks.warm_model import CONFIG
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
@@ -24,7 +24,7 @@ from rollmesh.services.data.task import Split
 from rollmesh.services.learner.engine import StepResult
 from rollmesh.services.reward.config import ScorerConfig
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.shared.trajectory import GroupContext, TrainingSample
+from rollmesh.shared.domain.trajectory import GroupContext, TrainingSample
 from rollmesh.trainer.config import OptimizerConfig
 from rollmesh.trainer.forward import score
 from rollmesh.trainer.model_files import load_model, write_model_folder

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.bench.methods import MethodsOptions, run_methods
-from rollmesh.bench.methods_arm import MODEL_SEED
-from rollmesh.bench.methods_records import read_records
-from rollmesh.bench.methods_tasks import TASKS
+from benchmarks.methods.bench import MethodsOptions, run_methods
+from benchmarks.methods.arm import MODEL_SEED
+from benchmarks.methods.records import read_records
+from benchmarks.methods.tasks import TASKS
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.trainer.model_files import write_model_folder
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.bench import sandbox
-from rollmesh.bench.report import Spread
+from benchmarks.sandbox import bench as sandbox
+from benchmarks.report import Spread
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.bench.weights_delta import CASES, train
-from rollmesh.bench.weights_fanout import fan_out
+from benchmarks.weights.delta import CASES, train
+from benchmarks.weights.fanout import fan_out
 
 MB = 1_000_000
 

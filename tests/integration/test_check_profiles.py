@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rollmesh.cli.profile_checks import check_profiles
+from rollmesh.app.checks.profile_checks import check_profiles
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.sandbox.config import PROFILES, ProfileConfig, SandboxConfig
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 PRELUDE = """
 def stock(name: str) -> str:
@@ -56,7 +56,7 @@ def test_a_mistake_in_a_profile_or_a_tool_is_told_before_a_run(mistake: dict[str
 
 
 def test_profiles_that_the_user_did_not_change_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("rollmesh.cli.profile_checks.make_engine")
+    monkeypatch.delattr("rollmesh.app.checks.profile_checks.make_engine")
     assert check_profiles(SandboxConfig(), {}) == []
     assert check_profiles(replace(SandboxConfig(), engine=Extension("fake")), {"x": ToolConfig(profile="calc")}) == []
 

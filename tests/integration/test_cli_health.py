@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.cli.commands.health import check_health
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ports import lasting_ports
+from rollmesh.shared.net.ports import lasting_ports
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.config import load_train_config
-from rollmesh.cli.run_folder import RunFolder
+from rollmesh.app.config import load_train_config
+from rollmesh.app.run_folder import RunFolder
 from rollmesh.mesh.run_layout import open_layout
 
 from .test_cli import save_user_folder

@@ -26,7 +26,7 @@ from rollmesh.shared.errors import (
     Unavailable,
     WeightsRejected,
 )
-from rollmesh.shared.retry import RetryConfig
+from rollmesh.shared.net.retry import RetryConfig
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.nats_files import ALL
+from rollmesh.app.nats_files import ALL
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh_services import service_names
 from rollmesh.services.coordinator.audit import audit_run
-from rollmesh.shared.config import to_yaml
+from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ports import lasting_ports
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.net.ports import lasting_ports
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.shared.errors import HashMismatch, NotUploaded
-from rollmesh.shared.membership import Membership, PassiveHandler
+from rollmesh.shared.membership.membership import Membership, PassiveHandler
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2, weights_pb2, weights_pb2_grpc
 

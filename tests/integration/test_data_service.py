@@ -18,7 +18,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import (
     CatchingUp,
     CorruptSnapshot,

@@ -21,7 +21,7 @@ from rollmesh.mesh.joining import JoinOptions, open_joined
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.inference import readings
 from rollmesh.services.inference.metrics import VERSION
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.trainer.model_files import write_model_folder
 
 from ..chaos.world import mesh_config

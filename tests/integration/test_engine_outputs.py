@@ -17,7 +17,7 @@ from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.testing.fake_engine import FakeEngine
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.v1 import types_pb2

@@ -22,9 +22,9 @@ from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.codec.trajectory import episode_from_bytes, episode_to_bytes, summary_of
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.recipe import recipe_names
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rollmesh.cli.config import load_train_config
+from rollmesh.app.config import load_train_config
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
@@ -22,11 +22,11 @@ from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, K
 from rollmesh.services.inference.node import make_engine
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import find_engine
-from rollmesh.shared.config import config_from_dict, load_config
+from rollmesh.shared.config.loader import config_from_dict, load_config
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.trainer.config import LossTerm
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.features import FEATURES, FeatureInputs

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.config import load_train_config
+from rollmesh.app.config import load_train_config
 from rollmesh.demo.model_process import make_in_process
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
 from rollmesh.services.reward.config import ScorerConfig
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.model_files import write_model_folder
 
 from ..chaos.world import mesh_config
@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SCORER = """
 class Judge:
     async def score(self, item):
-        from rollmesh.shared.trajectory import Reward
+        from rollmesh.shared.domain.trajectory import Reward
         return Reward(name="", value=float(sum(item.answer_ids) % 2), answer=item.sample_id)
 """
 """Its answers are the names of the samples."""

@@ -23,7 +23,7 @@ class Agent:
         await env.generate(max_tokens=5)
 """
 SCORER = """
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class Steps:

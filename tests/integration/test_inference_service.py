@@ -28,11 +28,11 @@ from rollmesh.shared.errors import (
     UnknownEndpoint,
     UnknownPolicy,
 )
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.trajectory import SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors

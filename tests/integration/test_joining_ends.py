@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.mesh.joining import JoinOptions, open_joined, speaks_tls, until_away
 from rollmesh.shared.errors import ConfigError, Unavailable
 from rollmesh.shared.rpc.access import Access

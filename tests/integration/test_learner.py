@@ -32,10 +32,10 @@ from rollmesh.shared.errors import (
     VersionConflict,
     VersionRefused,
 )
-from rollmesh.shared.fault_points import Hook
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.process.fault_points import Hook
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.trajectory import Episode, GroupContext, TrainingSample
+from rollmesh.shared.domain.trajectory import Episode, GroupContext, TrainingSample
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.testing.fake_trainer import FakeTrainer

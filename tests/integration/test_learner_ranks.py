@@ -29,7 +29,7 @@ from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.errors import ConfigError, LossFailed, RankFailed, RanksDisagree
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.checkpoint import latest_checkpoint
 from rollmesh.trainer.config import (
     ComputeConfig,

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rollmesh.mesh import Mesh
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.telemetry import LoggingConfig, set_up_logging
 
 from ..chaos.world import save_model_folder

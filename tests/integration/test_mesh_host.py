@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import NATS, service_names
 from rollmesh.mesh.process_events import STOPPED
 from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
-from rollmesh.shared.config import to_yaml
+from rollmesh.shared.config.loader import to_yaml
 from rollmesh.trainer.trained_log import read_trained
 from tests.models.architectures import build_model
 

@@ -20,7 +20,7 @@ from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh import create_run
 from rollmesh.mesh.mesh_services import service_names
 from rollmesh.mesh.observe import catalog, to_markdown
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
 
 from ..chaos.world import save_model_folder

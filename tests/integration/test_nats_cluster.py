@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog
 from rollmesh.shared.bus.jetstream_bus import (
     JetStreamBus,

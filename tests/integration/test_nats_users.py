@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from nats.aio.client import Client
 
-from rollmesh.cli.nats_files import ALL
+from rollmesh.app.nats_files import ALL
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.bus import BusUnavailable

@@ -8,8 +8,8 @@ from pathlib import Path
 from rollmesh.services.rollout.config import RolloutConfig, StagesConfig
 from rollmesh.services.rollout.node import RolloutNode
 from rollmesh.shared.codec.trajectory import episode_from_bytes
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import ClientChains, Role, Source
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import ClientChains, Role, Source
 
 from .test_rollout_node import ACCESS, COMPLETED, Mesh, calc_lease, until
 

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.services.gateway.page.config import PageConfig
 from rollmesh.services.gateway.page.parts import PageParts
 from rollmesh.services.gateway.page.server import LivePage

@@ -9,9 +9,9 @@ import pytest
 
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.payload_files import PayloadFiles, in_file
+from rollmesh.shared.store.payload_files import PayloadFiles, in_file
 from rollmesh.v1 import run_pb2
 
 from ..chaos.world import save_model_folder

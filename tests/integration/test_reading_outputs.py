@@ -12,22 +12,22 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rollmesh.cli.config import load_train_config
-from rollmesh.cli.config_checks import find_mistakes
+from rollmesh.app.config import load_train_config
+from rollmesh.app.checks.config_checks import find_mistakes
 from rollmesh.demo.tiny_model import build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest
-from rollmesh.services.inference.engines.torch_engine import TorchEngine
+from rollmesh.services.inference.engines.torch.engine import TorchEngine
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.services.reward.scorer import ScorerResult
 from rollmesh.services.rollout.agent import Environment, Turn
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.shared.clients.generated import ScoredTokens
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.objects import load_object
-from rollmesh.shared.trajectory import IntArray, Message, Role
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.objects import load_object
+from rollmesh.shared.domain.trajectory import IntArray, Message, Role
 from rollmesh.trainer.model_files import write_model_folder
 
 from ..chaos.world import mesh_config

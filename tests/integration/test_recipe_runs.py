@@ -39,7 +39,7 @@ class Agent:
         await env.generate(max_tokens=4)
 """
 GIVER = """
-from rollmesh.shared.trajectory import Role, Source
+from rollmesh.shared.domain.trajectory import Role, Source
 
 
 class Agent:

@@ -25,7 +25,7 @@ from rollmesh.shared.errors import (
     UnknownOracle,
     UnknownProfile,
 )
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig

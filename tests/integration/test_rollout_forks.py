@@ -19,7 +19,7 @@ from rollmesh.shared.errors import UnknownSession, UnknownSnapshot
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.trajectory import EpisodeKey
+from rollmesh.shared.domain.trajectory import EpisodeKey
 
 ACCESS = Access(token="t")
 TOOLS = {"python": ToolConfig(profile="python"), "calculator": ToolConfig(profile="calc", function="call")}

@@ -16,8 +16,8 @@ from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.prefix_index import BLOCK_TOKENS
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.trajectory import SamplingParams
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import SamplingParams
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 

@@ -19,7 +19,7 @@ from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.shared.ids import SeededIds
+from rollmesh.shared.domain.ids import SeededIds
 
 from .outside import Outside, outside
 

@@ -18,7 +18,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import PoolsConfig, ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.shared.ids import SeededIds
+from rollmesh.shared.domain.ids import SeededIds
 
 LIMITS: dict[str, int | float] = {
     "call_s": 2.0,

@@ -22,8 +22,8 @@ from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.ids import SeededIds
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.config.registry import Extension
 
 UID_BASE = 60900
 WALL_S = 40.0

@@ -19,9 +19,9 @@ from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.cleanup import StateDir, start_ticks
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError, Overloaded, SandboxFailed, UnknownSession
-from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.domain.ids import RandomIds
 
 WAIT_S = 10.0
 STRAYS = "import subprocess\nfor _ in range(2): subprocess.Popen(['setsid', 'sleep', '300'])"
@@ -156,7 +156,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.config import PoolsConfig
-from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.domain.ids import RandomIds
 
 async def main():
     config = SandboxConfig(pools=PoolsConfig(ready_max=0))

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.domain.ids import RandomIds
 
 from .process_tree import descendants
 

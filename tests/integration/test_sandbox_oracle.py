@@ -12,7 +12,7 @@ import pytest
 
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.shared.errors import BrokenOracle, InvalidInput, Overloaded, UnknownOracle, UnknownProfile
-from rollmesh.shared.jsonl import RecordError
+from rollmesh.shared.store.jsonl import RecordError
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import sandbox_pb2 as pb
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.services.sandbox.egress.addresses import resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.egress.exchange import EgressReply, EgressRequest
@@ -22,7 +22,7 @@ from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
 from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 from .outside import Outside, outside
 

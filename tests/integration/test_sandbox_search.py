@@ -25,7 +25,7 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.trajectory import EpisodeKey
+from rollmesh.shared.domain.trajectory import EpisodeKey
 
 ACCESS = Access(token="t")
 DOCUMENTS = [

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.config import load_train_config
-from rollmesh.cli.run_folder import RunFolder, origin_now
+from rollmesh.app.config import load_train_config
+from rollmesh.app.run_folder import RunFolder, origin_now
 from rollmesh.mesh.config import CountsConfig
 from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.services.coordinator.audit import audit_run

@@ -14,8 +14,8 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, GroupResult
 from rollmesh.services.data.task import PoolTask
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import Message, TrainedGroup
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import Message, TrainedGroup
 
 from ..chaos.world import mesh_config, save_model_folder
 from .test_mesh import Operator

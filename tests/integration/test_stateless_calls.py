@@ -22,7 +22,7 @@ from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import InvalidInput, UnknownSession
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.trajectory import EpisodeKey
+from rollmesh.shared.domain.trajectory import EpisodeKey
 from rollmesh.v1 import sandbox_pb2 as pb
 
 from .process_tree import descendants

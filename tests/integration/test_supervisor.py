@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.mesh import MeshConfig, Supervisor
 from rollmesh.mesh.process_events import FILE, ProcessEvent, read_process_events
 from rollmesh.mesh.run_lock import RunFolderBusy

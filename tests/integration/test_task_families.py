@@ -19,10 +19,10 @@ from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.trajectory import EpisodeKey, Message, Outcome
+from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Outcome
 
 from ..chaos.world import mesh_config, save_model_folder
 from .test_cli_demo import ROOT, rollmesh

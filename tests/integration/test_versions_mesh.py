@@ -13,7 +13,7 @@ from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Purpose
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 from ..chaos.world import mesh_config, save_model_folder
 from . import eval_agent

@@ -30,9 +30,9 @@ import asyncio, os, sys
 from pathlib import Path
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.transfer import TransferConfig
 
 async def main(folder, source, digest):

@@ -26,7 +26,7 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.fetcher import Fetcher, SourceChannels
 from rollmesh.shared.weights.manifest import parse_manifest

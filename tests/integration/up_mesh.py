@@ -13,7 +13,7 @@ import msgspec
 
 from rollmesh.mesh import MeshConfig
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.shared.config import to_yaml
+from rollmesh.shared.config.loader import to_yaml
 
 END_S = 90.0
 COMMAND = (sys.executable, "-m", "rollmesh.cli")

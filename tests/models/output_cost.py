@@ -16,13 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.model_spec import model_spec
-from rollmesh.services.inference.engines.stop import StopRules
-from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_core import TorchCore
-from rollmesh.services.inference.engines.torch_runner import TorchRunner
-from rollmesh.shared.trajectory import SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.services.inference.engines.torch.model_spec import model_spec
+from rollmesh.services.inference.engines.common.stop import StopRules
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch.core import TorchCore
+from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
+from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 
 NUM_REQUESTS, NUM_REPETITIONS, CONTEXT = 32, 5, 320
 OUTPUTS = ("entropy", "top_k", "kept_mass", "hidden", "mean_logprob")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.shared.ports import lasting_ports
+from rollmesh.shared.net.ports import lasting_ports
 
 from .promtool import ROOT, tool
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollmesh.cli.alerts import ALERTS, Alert
+from tools.alerts import ALERTS, Alert
 
 from .promtool import ROOT, tool
 

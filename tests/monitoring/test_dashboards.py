@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rollmesh.cli import alerts, dashboards
-from rollmesh.cli.dashboards import DASHBOARDS, Dashboard, to_json
-from rollmesh.cli.queries import Not, select
+from tools.dashboards import DASHBOARDS, Dashboard, to_json
+from tools.queries import Not, select
 from rollmesh.mesh.observe import catalog
 from rollmesh.services.coordinator.metrics import NODES, STALENESS, STEP
 

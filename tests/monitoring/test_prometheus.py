@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.cli.alerts import ALERTS
-from rollmesh.cli.dashboards import DASHBOARDS, Panel, Query
+from tools.alerts import ALERTS
+from tools.dashboards import DASHBOARDS, Panel, Query
 from rollmesh.mesh import Mesh, MeshConfig
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.telemetry import TelemetryConfig
 
 from ..chaos.world import mesh_config, save_model_folder

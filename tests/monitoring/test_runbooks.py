@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.alerts import ALERTS
+from tools.alerts import ALERTS
 
 from ..integration.test_cli import save_user_folder
 from .prometheus import POLL_S, prometheus, until_any

@@ -11,9 +11,9 @@ import typer
 import yaml
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.config import TrainConfig
+from rollmesh.app.config import TrainConfig
 from rollmesh.sft.config import SftConfig
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 
 from .commands import MARKS, PAGES, ROOT, Block, blocks, inline, split, unmarked_commands
 

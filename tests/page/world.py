@@ -15,8 +15,8 @@ from rollmesh.mesh.live_page import page_parts
 from rollmesh.services.gateway.page.login import new_ticket
 from rollmesh.services.gateway.page.server import LivePage
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import IntArray
 
 from ..chaos.world import mesh_config, save_model_folder
 

@@ -18,7 +18,7 @@ import pytest
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh import Mesh
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.bench.admission import RATE_MIN, exponential, lognormal, pareto
-from rollmesh.bench.admission_sim import Result, Scenario, simulate
+from benchmarks.admission import RATE_MIN, exponential, lognormal, pareto
+from benchmarks.admission_sim import Result, Scenario, simulate
 
 MIDDLE = lognormal(0.4, 0.5)
 UPDATES = 60

@@ -22,8 +22,8 @@ from rollmesh.services.coordinator.core.fleet import (
     WeightVerb,
     age,
 )
-from rollmesh.shared.engine_capabilities import EngineCapabilities
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.versions import PolicyVersion
 
 ACTIONS = 400
 SEEDS = [int(s) for s in os.environ.get("ROLLMESH_SEEDS", "0,1,2,3,4,5,6,7").split(",")]

@@ -38,8 +38,8 @@ from rollmesh.services.coordinator.core.facts import (
 )
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import GroupPhase, State
-from rollmesh.shared.digest import next_digest
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.domain.versions import PolicyVersion
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 

@@ -11,7 +11,7 @@ from rollmesh.services.coordinator.fact_codec import decode_record, encode_recor
 from rollmesh.services.coordinator.ledger import CHECKSUM
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.ledger_head import record_hash
+from rollmesh.shared.domain.ledger_head import record_hash
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import events_pb2
 

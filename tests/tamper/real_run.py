@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.cli.run_folder import RunFolder
-from rollmesh.cli.stored_heads import stored_heads
+from rollmesh.app.run_folder import RunFolder
+from rollmesh.app.samples.stored_heads import stored_heads
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.trainer.checkpoint_files import META_NAME, TRAINED_NAME, list_checkpoints
 from tests.chaos.world import mesh_config
 from tests.integration.test_mesh import HoldOne, Operator, policy

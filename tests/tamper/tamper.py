@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollmesh.cli.stored_heads import head_of_checkpoint
+from rollmesh.app.samples.stored_heads import head_of_checkpoint
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport

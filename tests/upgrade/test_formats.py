@@ -29,11 +29,11 @@ from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.formats import NewerFormat
-from rollmesh.shared.ledger_head import EMPTY, record_hash
-from rollmesh.shared.payload_files import PayloadFiles
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.domain.ledger_head import EMPTY, record_hash
+from rollmesh.shared.store.payload_files import PayloadFiles
 from rollmesh.shared.rpc.access import Access
 from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.testing.memory_bus import MemoryBus

@@ -31,8 +31,8 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.config import load_config
-from rollmesh.shared.protocol import PROTOCOL
+from rollmesh.shared.config.loader import load_config
+from rollmesh.shared.domain.protocol import PROTOCOL
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import coordinator_pb2 as pb

@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 from ..unit.reward.builders import item
 from .math_answers import HARD, ROWS, Row

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.vllm_server_engine import VllmServerConfig, VllmServerEngine
+from rollmesh.services.inference.engines.attached.vllm_server import VllmServerConfig, VllmServerEngine
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from tests.vllm_process import VllmProcess, needs_vllm_server
 
 pytestmark = [pytest.mark.slow, needs_vllm_server]

@@ -17,9 +17,9 @@ from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, K
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.errors import WeightsRejected
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     BuiltManifest,

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.vllm_config import VllmEngineConfig
-from rollmesh.services.inference.engines.vllm_engine import VllmEngine
+from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
+from rollmesh.services.inference.engines.vllm.engine import VllmEngine
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 
 from ..conformance.vllm_kit import needs_vllm
 from ..integration.process_tree import descendants
@@ -108,8 +108,8 @@ def test_a_killed_node_leaves_no_process_of_vllm(tmp_path: Path) -> None:
 STARTS = """
 import asyncio, os, sys, time
 from pathlib import Path
-from rollmesh.services.inference.engines.vllm_config import VllmEngineConfig
-from rollmesh.services.inference.engines.vllm_engine import VllmEngine
+from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
+from rollmesh.services.inference.engines.vllm.engine import VllmEngine
 
 async def main():
     out = os.fdopen(os.dup(1), "w")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.domain.trajectory import Reward
 
 _ANSWER = re.compile(r"<answer>\s*(-?\d+(?:\.\d+)?)\s*</answer>")
 

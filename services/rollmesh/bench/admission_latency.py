@@ -15,9 +15,9 @@ import asyncio
 import time
 from typing import Any
 
-from rollmesh.bench.report import Report, spread
-from rollmesh.bench.torch_engine import Answer, EngineBench, prompts, tiny_folder
-from rollmesh.shared.trajectory import SamplingParams
+from benchmarks.report import Report, spread
+from benchmarks.torch_engine import Answer, EngineBench, prompts, tiny_folder
+from rollmesh.shared.domain.trajectory import SamplingParams
 
 NUM_OTHERS = 31
 CHUNK = 256

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.bench.report import BenchTarget, Report
+from benchmarks.report import BenchTarget, Report
 
 SEEDS = (0, 1, 2)
 QUICK = ("run.updates_max=2", "run.eval_every=2", "run.eval_tasks=8")

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-from rollmesh.bench.report import Report, spread
+from benchmarks.report import Report, spread
 from rollmesh.mesh.interpreter_tuning import SWITCH_INTERVAL_S
 
 INTERVALS_S = (0.005, 0.001, SWITCH_INTERVAL_S)

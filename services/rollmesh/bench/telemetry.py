@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from rollmesh.bench.report import Report, spread
+from benchmarks.report import Report, spread
 from rollmesh.services.rollout.metrics import TOOL_CALLS
 from rollmesh.shared.telemetry import log_context, metrics, tracing
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rollmesh.bench.report import Report
-from rollmesh.bench.torch_engine import tiny_folder
+from benchmarks.report import Report
+from benchmarks.torch_engine import tiny_folder
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.trainer.model_files import WEIGHTS_NAME, write_model_folder
 

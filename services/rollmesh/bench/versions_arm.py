@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_engine import TorchEngine
-from rollmesh.shared.trajectory import SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch.engine import TorchEngine
+from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.trainer.model_files import WEIGHTS_NAME
 
 NUM_UPDATES = 6

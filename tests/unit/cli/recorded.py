@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.cli.config import TrainConfig, load_train_config
-from rollmesh.cli.run_folder import Origin, RunFolder
-from rollmesh.cli.series import Eval, Point, Series, encode_line
+from rollmesh.app.config import TrainConfig, load_train_config
+from rollmesh.app.run_folder import Origin, RunFolder
+from rollmesh.app.views.series import Eval, Point, Series, encode_line
 from rollmesh.services.learner.metrics_log import MetricsLine
 
 ORIGIN = Origin(

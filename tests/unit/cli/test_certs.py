@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.certificates import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
+from rollmesh.app.certificates import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
 from rollmesh.mesh.security import SecurityConfig, open_access
-from rollmesh.shared.config import config_from_dict, load_config
+from rollmesh.shared.config.loader import config_from_dict, load_config
 
 
 def certs(*arguments: str | Path) -> Result:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.config import load_train_config
-from rollmesh.cli.dead_letters import as_text, by_cause, list_dead
-from rollmesh.cli.run_folder import RunFolder, origin_now
+from rollmesh.app.config import load_train_config
+from rollmesh.app.dead_letters import as_text, by_cause, list_dead
+from rollmesh.app.run_folder import RunFolder, origin_now
 from rollmesh.mesh.run_lock import owned
 from rollmesh.shared.errors import NotReady
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.display import LiveView, PlainView, eval_text, open_view, sample_parts, spark
-from rollmesh.cli.series import Eval
-from rollmesh.cli.watch import RunRecorder
+from rollmesh.app.config import TrainConfig
+from rollmesh.app.views.display import LiveView, PlainView, eval_text, open_view, sample_parts, spark
+from rollmesh.app.views.series import Eval
+from rollmesh.app.views.watch import RunRecorder
 from rollmesh.demo.model_process import WarmStep
 from rollmesh.mesh.config import RunConfig
 from rollmesh.shared.clock import ManualClock

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli import host_checks as doctor
+from rollmesh.app.checks import host_checks as doctor
 from rollmesh.cli.__main__ import app
 from rollmesh.sandbox_runtime import mechanisms
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rollmesh.cli.interrupts import EXIT_INTERRUPTED, Interrupts, Stopped
+from rollmesh.app.interrupts import EXIT_INTERRUPTED, Interrupts, Stopped
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -66,7 +66,7 @@ async def test_failure_of_work_passes_through() -> None:
 
 STUCK = """
 import asyncio, os, signal, time
-from rollmesh.cli.interrupts import Interrupts, Stopped
+from rollmesh.app.interrupts import Interrupts, Stopped
 async def main():
     with Interrupts(leave=lambda: print("left", flush=True), notice=lambda: print("noticed", flush=True)) as interrupts:
         asyncio.get_running_loop().call_later(0, os.kill, os.getpid(), signal.SIGINT)
@@ -87,7 +87,7 @@ def test_second_signal_leaves_at_once_even_if_the_loop_is_stuck() -> None:
 
 CHILD = """
 import asyncio, os, signal, subprocess, sys, time
-from rollmesh.cli.interrupts import Interrupts, Stopped
+from rollmesh.app.interrupts import Interrupts, Stopped
 async def main():
     with Interrupts() as interrupts:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -13,7 +13,7 @@ from rollmesh.demo.make_model import Demonstrator, make_model
 from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
 from rollmesh.demo.tokenizer import END, build_tokenizer
 from rollmesh.services.data.task import Split, split_of
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.model_files import load_model, load_tokenizer
 
 OPTIONS = {"level_max": 1, "num_train": 1, "num_validation": 8, "num_test": 1}

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.cli.mesh_client import FleetClient, MeshAddress, call_mesh
-from rollmesh.cli.run_folder import RunFolder, origin_now
+from rollmesh.app.mesh_client import FleetClient, MeshAddress, call_mesh
+from rollmesh.app.run_folder import RunFolder, origin_now
 from rollmesh.shared.errors import Unavailable, UnknownNode, UnknownRun
-from rollmesh.shared.ports import lasting_ports
+from rollmesh.shared.net.ports import lasting_ports
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2, run_pb2_grpc

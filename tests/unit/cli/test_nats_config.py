@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.certificates import make_certificates
+from rollmesh.app.certificates import make_certificates
 from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.permissions import PUBLISH

@@ -12,14 +12,14 @@ import yaml
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.proto_reference import proto_pages
-from rollmesh.cli.reference import commands, configuration, methods
-from rollmesh.shared.config_schema import field_docs, json_schema
+from rollmesh.app.config import TrainConfig
+from tools.proto_reference import proto_pages
+from tools.reference import commands, configuration, methods
+from rollmesh.shared.config.config_schema import field_docs, json_schema
 from rollmesh.trainer.recipe import recipe_names
 
 ROOT = Path(__file__).parents[3]
-REMEDY = "run: python -m rollmesh.cli.reference docs"
+REMEDY = "run: python -m tools.reference docs"
 
 
 def test_the_reference_pages_are_current() -> None:

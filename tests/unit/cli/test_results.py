@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.display import eval_text
-from rollmesh.cli.report import render_page
-from rollmesh.cli.results import write_results
-from rollmesh.cli.series import Point, Series, encode_line, read_series
-from rollmesh.cli.summary import learner_seconds, milestones, summarize, summary_text
+from rollmesh.app.views.display import eval_text
+from rollmesh.app.views.report import render_page
+from rollmesh.app.views.results import write_results
+from rollmesh.app.views.series import Point, Series, encode_line, read_series
+from rollmesh.app.views.summary import learner_seconds, milestones, summarize, summary_text
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point, recorded_series
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.export_run import stream_samples
+from rollmesh.app.samples.export_run import stream_samples
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import HasLearner, MeshError, NotReady
 from rollmesh.v1 import run_pb2

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.run_folder import RunExistsHere, new_folder, open_folder, origin_now
+from rollmesh.app.config import TrainConfig
+from rollmesh.app.run_folder import RunExistsHere, new_folder, open_folder, origin_now
 from rollmesh.mesh.config import RunConfig
 from rollmesh.shared.errors import ConfigError
 

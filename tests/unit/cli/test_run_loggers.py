@@ -10,12 +10,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rollmesh.cli.run_loggers import LoggedRun, RunLoggers, flat, without_logins
-from rollmesh.cli.series import Eval
+from rollmesh.app.loggers.run_loggers import LoggedRun, RunLoggers, flat, without_logins
+from rollmesh.app.views.series import Eval
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import Settings
 
 
 class RecorderOptions(Settings):

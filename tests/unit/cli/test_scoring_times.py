@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.config_checks import notes
-from rollmesh.shared.config import config_from_dict
+from rollmesh.app.config import TrainConfig
+from rollmesh.app.checks.config_checks import notes
+from rollmesh.shared.config.loader import config_from_dict
 
 
 def noted(tmp_path: Path, scorer: dict[str, Any] | None = None, **sections: Any) -> list[str]:

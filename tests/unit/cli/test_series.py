@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.series import Point, Series, encode_line, read_series, staleness_shares
+from rollmesh.app.views.series import Point, Series, encode_line, read_series, staleness_shares
 from rollmesh.shared.errors import ConfigError
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_point, recorded_series
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from rollmesh.cli.samples import ChainsLine, MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
+from rollmesh.app.samples.samples import ChainsLine, MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
 from rollmesh.cli.transcript import transcript, turns_of
 
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-from rollmesh.cli.causes import AllFailed
-from rollmesh.cli.series import read_series
-from rollmesh.cli.session import RunStalled, unless_hopeless
-from rollmesh.cli.watch import RECORD_EVERY_S, SILENT_S, RunRecorder, Watcher
+from rollmesh.app.views.causes import AllFailed
+from rollmesh.app.views.series import read_series
+from rollmesh.app.session import RunStalled, unless_hopeless
+from rollmesh.app.views.watch import RECORD_EVERY_S, SILENT_S, RunRecorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable
 from rollmesh.shared.rpc.access import Access

@@ -147,7 +147,7 @@ def test_a_tool_of_a_later_task_is_checked(mine: Path) -> None:
     """A source of a user may give each task other tools."""
     (mine / "source.py").write_text(
         "from rollmesh.services.data.task import PoolTask, Split\n"
-        "from rollmesh.shared.trajectory import Message\n"
+        "from rollmesh.shared.domain.trajectory import Message\n"
         "class Source:\n"
         "    def __init__(self, *, base_dir): ...\n"
         "    def tasks(self):\n"

@@ -19,7 +19,7 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
 )
 from rollmesh.services.coordinator.ledger import StoredRecord
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from tests.sim.world import endless_spec
 
 NO_SUMMARY = SampleSummary()

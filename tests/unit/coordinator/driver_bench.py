@@ -25,9 +25,9 @@ from rollmesh.shared.bus.bus import StreamLog, StreamSpec
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import MeshError, OutOfRange, Unavailable
-from rollmesh.shared.ids import SeededIds
-from rollmesh.shared.ledger_head import EMPTY
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.domain.ledger_head import EMPTY
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
 from tests.sim.world import endless_spec

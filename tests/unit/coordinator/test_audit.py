@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import SampleEnd, StepSpan
 from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.services.coordinator.ledger import StoredRecord
-from rollmesh.shared.digest import next_digest
+from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import CheckpointMeta
 from rollmesh.trainer.trained_log import TrainedLog

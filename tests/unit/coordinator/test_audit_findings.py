@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import ConfigChange, DroppedSample, PayloadRef, StepSpan
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
-from rollmesh.shared.digest import next_digest
+from rollmesh.shared.domain.digest import next_digest
 
 from .core_run import CoreRun
 from .test_audit import audit, doctored, honest, replace, rolled_back

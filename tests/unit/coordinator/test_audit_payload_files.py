@@ -11,7 +11,7 @@ from rollmesh.services.coordinator.audit_report import PayloadCounts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.shared.bus.payload_bus import PayloadBus
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.payload_files import OFFSET_BITS, PayloadFiles, file_of
+from rollmesh.shared.store.payload_files import OFFSET_BITS, PayloadFiles, file_of
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import types_pb2
 

@@ -8,7 +8,7 @@ from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, RunSpec
 from rollmesh.services.coordinator.core.state import PolicyClock, RollBack
-from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
+from rollmesh.shared.domain.versions import intended_update, oldest_admissible, staleness
 
 
 def spans(*steps: int, incarnation: int = 0) -> list[StepSpan]:

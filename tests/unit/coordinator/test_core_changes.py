@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import BoundPolicy
-from rollmesh.shared.digest import next_digest
+from rollmesh.shared.domain.digest import next_digest
 
 from .core_run import CoreRun
 

@@ -26,8 +26,8 @@ from rollmesh.services.coordinator.core.facts import (
 )
 from rollmesh.services.coordinator.core.records import ExternalSource, RunSpec
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
-from rollmesh.shared.digest import next_digest
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.domain.versions import PolicyVersion
 
 from .core_run import NAMES, CoreRun
 

@@ -12,7 +12,7 @@ from rollmesh.services.coordinator.core.decision_context import DrawTasks
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, choose
 from rollmesh.services.coordinator.core.state import GroupPhase
-from rollmesh.shared.digest import next_digest
+from rollmesh.shared.domain.digest import next_digest
 from tests.sim.world import NAMES, Checkpoint, World, endless_spec, refused
 from tests.tamper.ledger_copy import made, store
 

@@ -10,7 +10,7 @@ from rollmesh.services.coordinator.core.facts import GroupDecision
 from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.translate import TRACEBACK_CHARS_MAX, dead_letter, episode_report
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 from .core_run import CoreRun

@@ -13,7 +13,7 @@ from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Reward, SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.limits import COUNT_EVERY_S
 from rollmesh.services.coordinator.run_state import run_state
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 
 from .core_run import NAMES, CoreRun
 

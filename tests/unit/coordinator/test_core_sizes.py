@@ -27,7 +27,7 @@ from rollmesh.services.coordinator.core.facts import (
 from rollmesh.services.coordinator.core.state import REASONS_MAX, SampleCounters
 from rollmesh.services.coordinator.fact_codec import encode_record
 from rollmesh.services.coordinator.run_state import run_state
-from rollmesh.shared.ledger_head import EMPTY
+from rollmesh.shared.domain.ledger_head import EMPTY
 
 from .core_run import NAMES, CoreRun
 

@@ -19,8 +19,8 @@ from rollmesh.services.coordinator.core.fleet import (
     WeightVerb,
     run_of,
 )
-from rollmesh.shared.engine_capabilities import EngineCapabilities
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.versions import PolicyVersion
 
 CONFIG = FleetConfig(heartbeat_s=1.0, suspect_after_s=5.0, dead_after_s=15.0, prepare_s_max=120.0)
 

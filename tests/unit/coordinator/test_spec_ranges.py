@@ -9,7 +9,7 @@ import msgspec
 from msgspec import inspect
 
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.shared.settings import plain
+from rollmesh.shared.config.settings import plain
 
 PROTO = Path(__file__).parents[3] / "protos/rollmesh/v1/events.proto"
 ELSEWHERE = {"publish_every", "success_target"}

@@ -11,7 +11,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, WeightGoal
 from rollmesh.services.coordinator.core.waits import Wait, chain, to_text
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 from .core_run import CoreRun
 

@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.core.facts import SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.coordinator.watchdog import Watchdog
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 from .driver_bench import NAMES, SPEC, Bench, bench, settle
 

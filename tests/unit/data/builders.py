@@ -8,8 +8,8 @@ from typing import Any
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.task import PoolTask, TaskPool
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import Message
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
 

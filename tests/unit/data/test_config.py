@@ -11,7 +11,7 @@ import pytest
 from rollmesh.services.data.config import DataConfig, build_engine, build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError, UnknownEndpoint
@@ -60,7 +60,7 @@ def test_a_users_own_selector_is_loaded_from_its_file(tmp_path: Path) -> None:
 
 OWN_SOURCE = """
 from rollmesh.services.data.task import PoolTask, Split
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 
 class Twice:
     def __init__(self, *, base_dir):
@@ -109,7 +109,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> Non
 
 ASKING_SOURCE = """
 from rollmesh.services.data.task import PoolTask
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 
 class Written:
     def __init__(self, *, base_dir):

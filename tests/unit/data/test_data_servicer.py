@@ -6,7 +6,7 @@ from typing import Any
 
 from rollmesh.services.data.servicer import REPLY_BYTES_MAX, DataServicer
 from rollmesh.services.data.task import PoolTask
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 from rollmesh.v1 import data_pb2, types_pb2
 
 

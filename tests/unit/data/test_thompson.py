@@ -12,7 +12,7 @@ from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.selectors.thompson import ThompsonOptions, ThompsonSelector
 from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.errors import CorruptSnapshot
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 
 
 def pool(*levels: str) -> MemoryPool:

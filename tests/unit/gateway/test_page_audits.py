@@ -11,7 +11,7 @@ import msgspec
 from rollmesh.services.gateway.page.audits import Audits
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import DeadlineExceeded
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 
 
 class Auditor:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.page_link import page_link
+from rollmesh.app.page_link import page_link
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.run_layout import open_layout
 from rollmesh.services.gateway.page import server
 from rollmesh.services.gateway.page.config import PageConfig
 from rollmesh.services.gateway.page.server import is_served, page_url
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
 
 

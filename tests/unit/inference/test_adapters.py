@@ -16,14 +16,14 @@ from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import KvPolicy, WeightsMismatch
-from rollmesh.services.inference.engines.adapters import merge_adapter
+from rollmesh.services.inference.engines.common.adapters import merge_adapter
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.errors import WeightsRejected
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -24,13 +24,13 @@ from rollmesh.services.inference.engine import (
     GenerateRequest,
     KvPolicy,
 )
-from rollmesh.services.inference.engines import weight_folders
-from rollmesh.services.inference.engines.sglang_engine import VERSION, SglangConfig, SglangEngine
-from rollmesh.services.inference.engines.weight_folders import version_label
+from rollmesh.services.inference.engines.attached import weight_folders
+from rollmesh.services.inference.engines.attached.sglang import VERSION, SglangConfig, SglangEngine
+from rollmesh.services.inference.engines.attached.weight_folders import version_label
 from rollmesh.shared.errors import ConfigError, Unavailable
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing import fake_sglang_server
 from rollmesh.testing.fake_sglang_server import FakeSglangServer
 from tests.bigram import bigram_model
@@ -487,7 +487,7 @@ def test_capabilities_are_known_without_the_http_library() -> None:
     program = (
         "import sys; sys.modules['aiohttp'] = None\n"
         "from rollmesh.services.inference.engine import INFERENCE_ENGINES as engines\n"
-        "from rollmesh.shared.registry import Extension\n"
+        "from rollmesh.shared.config.registry import Extension\n"
         "options = {'url': 'http://h:1', 'model': 'm', 'weights_dir': '/w'}\n"
         "for name in ('sglang', 'vllm_server'):\n"
         "    print(engines.make(Extension(name, options=options)).capabilities.outputs)\n"

@@ -2,7 +2,7 @@
 
 import threading
 
-from rollmesh.services.inference.engines.command_queue import CommandQueue
+from rollmesh.services.inference.engines.torch.command_queue import CommandQueue
 
 
 def waiter(commands: CommandQueue[int], num: int) -> threading.Thread:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rollmesh.services.inference.engine import WeightsMismatch
-from rollmesh.services.inference.engines.execution import open_runner
-from rollmesh.services.inference.engines.self_check import SLOTS, SelfCheck, reference_model
-from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_engine import TorchEngine
+from rollmesh.services.inference.engines.torch.execution import open_runner
+from rollmesh.services.inference.engines.torch.self_check import SLOTS, SelfCheck, reference_model
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch.engine import TorchEngine
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer import spread_model
 from tests.models.architectures import build_model

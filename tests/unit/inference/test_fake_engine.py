@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
 from rollmesh.testing.fake_policy import FakePolicy
 

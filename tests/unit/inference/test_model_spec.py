@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.inference.engines.model_spec import ModelSpec, UnknownToDecoder, model_spec, read_config
-from rollmesh.services.inference.engines.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
-from rollmesh.services.inference.engines.torch_runner import TorchRunner
+from rollmesh.services.inference.engines.torch.model_spec import ModelSpec, UnknownToDecoder, model_spec, read_config
+from rollmesh.services.inference.engines.torch.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
+from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
 from rollmesh.trainer.model_config import use_whole_attention
 from tests.models.architectures import build_model
 

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollmesh.services.inference.engine import WeightsMismatch
-from rollmesh.services.inference.engines.prepared_files import PreparedFiles, files_in, keep_files
-from rollmesh.services.inference.engines.weights_fit import ExpectedTensors
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.services.inference.engines.vllm.prepared_files import PreparedFiles, files_in, keep_files
+from rollmesh.services.inference.engines.vllm.weights_fit import ExpectedTensors
+from rollmesh.shared.domain.versions import PolicyVersion
 
 
 def version(step: int) -> PolicyVersion:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.services.inference.engines.step_pace import ROWS_FULL, SESSIONS_S, StepPace
+from rollmesh.services.inference.engines.torch.step_pace import ROWS_FULL, SESSIONS_S, StepPace
 
 HOLD_S = 0.005
 

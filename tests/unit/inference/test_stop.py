@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rollmesh.services.inference.engines.stop import STOP_ID, STOP_TEXT, StopRules
-from rollmesh.shared.trajectory import SamplingParams
+from rollmesh.services.inference.engines.common.stop import STOP_ID, STOP_TEXT, StopRules
+from rollmesh.shared.domain.trajectory import SamplingParams
 
 
 def read_bytes(tokens: Sequence[int]) -> str:

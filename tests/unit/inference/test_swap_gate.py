@@ -1,6 +1,6 @@
 import asyncio
 
-from rollmesh.services.inference.engines.swap_gate import SwapGate
+from rollmesh.services.inference.engines.vllm.swap_gate import SwapGate
 
 
 async def test_a_swap_waits_for_scores_and_holds_back_later_ones() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rollmesh.services.inference.engine import KvPolicy, ScoreResult
-from rollmesh.services.inference.engines import torch_runner
-from rollmesh.shared.outputs import array_names
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.services.inference.engines.torch import built_in_runner as torch_runner
+from rollmesh.shared.domain.outputs import array_names
+from rollmesh.shared.domain.trajectory import FinishReason
 
 from .builders import VOCAB, Build, TinyModel, random_prompt, read_chars, version
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.step_pace import StepPace
-from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_engine import TorchEngine
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
+from rollmesh.services.inference.engines.torch.step_pace import StepPace
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch.engine import TorchEngine
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 
 from .builders import Build, TinyModel, version
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines import vllm_columns as columns
-from rollmesh.services.inference.engines.stop import StopRules
-from rollmesh.services.inference.engines.vllm_request import LiveRequest
-from rollmesh.shared.trajectory import FinishReason, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.services.inference.engines.vllm import columns
+from rollmesh.services.inference.engines.common.stop import StopRules
+from rollmesh.services.inference.engines.vllm.request import LiveRequest
+from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 
 RULES = StopRules(128, lambda tokens: "".join(map(chr, tokens)))
 

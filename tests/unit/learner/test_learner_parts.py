@@ -17,10 +17,10 @@ from rollmesh.services.learner.engine import find_engine
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
 from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.retry import retry
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.net.retry import retry
 
 CONFIG = LearnerRetryConfig(retry_s=10.0, backoff_s=1.0, backoff_s_max=4.0)
 
@@ -56,7 +56,7 @@ def test_a_value_out_of_range_is_an_error_that_names_the_field(kind: type, field
 
 def test_no_module_of_the_learner_but_the_torch_trainer_loads_torch() -> None:
     code = (
-        "import sys; from rollmesh.shared.registry import Extension; from rollmesh.services.learner import node; from rollmesh.services.learner.engine import find_engine; "
+        "import sys; from rollmesh.shared.config.registry import Extension; from rollmesh.services.learner import node; from rollmesh.services.learner.engine import find_engine; "
         "find_engine(Extension('fake')); "
         "print([m for m in ('torch', 'transformers', 'tensorboard') if m in sys.modules])"
     )

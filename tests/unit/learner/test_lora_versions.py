@@ -12,7 +12,7 @@ from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import KvPolicy
-from rollmesh.services.inference.engines.adapters import merge_adapter
+from rollmesh.services.inference.engines.common.adapters import merge_adapter
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, TrainerEngine
@@ -20,10 +20,10 @@ from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.errors import ConfigError, ProbeMismatch
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.trajectory import IntArray
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import IntArray
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -10,7 +10,7 @@ from rollmesh.services.learner.source import decode_batch
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, encode_sample
 from rollmesh.shared.errors import PayloadLost
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     Episode,
     EpisodeKey,
     Reward,
@@ -20,7 +20,7 @@ from rollmesh.shared.trajectory import (
     Segment,
     Source,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import run_pb2
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.cli.config import TrainConfig
+from rollmesh.app.config import TrainConfig
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.mesh.changes import check_changes, diff, note_recorded, recorded, settings_of
 from rollmesh.mesh.config import MeshConfig, RunConfig
@@ -19,8 +19,8 @@ from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
 from rollmesh.shared.errors import ChangeRefused
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import may_change
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import may_change
 
 WHOLE = TrainConfig(
     made_model=MadeModelConfig(shape={"hidden_size": 8}),

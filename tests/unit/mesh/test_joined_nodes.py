@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rollmesh.cli.episode_trace import load_trace
-from rollmesh.cli.mesh_client import MeshStatus
+from rollmesh.app.episode_trace import load_trace
+from rollmesh.app.mesh_client import MeshStatus
 from rollmesh.cli.status_view import status_view
 from rollmesh.mesh.joined_nodes import keep_joined, read_joined_folders
 from rollmesh.shared.clock import ManualClock

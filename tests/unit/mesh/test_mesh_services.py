@@ -9,7 +9,7 @@ import pytest
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import build_service
 from rollmesh.mesh.run_layout import open_layout
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.memory_bus import MemoryBus
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.mesh.probes import LIVE, READY, ProbeServer
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ports import lasting_ports
+from rollmesh.shared.net.ports import lasting_ports
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

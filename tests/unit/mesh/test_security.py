@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.certificates import make_certificates
-from rollmesh.cli.config import TrainConfig
+from rollmesh.app.certificates import make_certificates
+from rollmesh.app.config import TrainConfig
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.config import config_from_dict, to_yaml
+from rollmesh.shared.config.loader import config_from_dict, to_yaml
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ids import new_secret
+from rollmesh.shared.domain.ids import new_secret
 from rollmesh.shared.rpc.server import ServerConfig
 
 TLS = {"ca": "ca.pem", "certificate": "rollmesh.pem", "key": "rollmesh.key"}

@@ -10,7 +10,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.tools import tool_schema
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
 
 

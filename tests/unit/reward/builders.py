@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
-from rollmesh.shared.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward
+from rollmesh.shared.domain.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward
 
 
 def item(*said: str, answer: str | None = "42", num_tokens: int = 10) -> ScoreItem:

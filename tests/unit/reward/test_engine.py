@@ -17,13 +17,13 @@ from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.shared.clients.inference import InferenceRouter
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError, GroupCodeFailed, Overloaded
-from rollmesh.shared.fleet import KnownFleet
+from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome, Reward
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward
 from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator

@@ -20,8 +20,8 @@ from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
 from rollmesh.shared.errors import ScorerFailed
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import Outcome
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import Outcome
 
 from .builders import item
 
@@ -173,7 +173,7 @@ def test_comparing_works_outside_the_main_thread() -> None:
 PARENT = """
 import asyncio
 from rollmesh.services.reward.math_pool import MathPool
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 async def main():
     pool = MathPool(num_workers=1, compare_s_max=60.0, start_s_max=60.0, memory_bytes_max=4 << 30)

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.services.reward.oracles import AnswerFileConfig, JsonlOracle, Oracles
 from rollmesh.shared.errors import ConfigError, UnknownOracle
-from rollmesh.shared.jsonl import RecordError, read_jsonl
+from rollmesh.shared.store.jsonl import RecordError, read_jsonl
 
 
 def answers(tmp_path: Path, *lines: object, **settings: str) -> tuple[Oracles, str]:

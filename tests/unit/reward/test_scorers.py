@@ -13,9 +13,9 @@ from rollmesh.services.reward.item import TEXT_CHARS_MAX, JudgedSegment, ScoreIt
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers import extract
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.jsonl import last_match
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import FinishReason, Outcome, Reward, Role, Source
+from rollmesh.shared.store.jsonl import last_match
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Role, Source
 
 from .builders import item
 

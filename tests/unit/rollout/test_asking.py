@@ -9,7 +9,7 @@ from typing import Any
 
 from rollmesh.services.rollout.agent import Environment, Task
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.testing.rollout import LocalMesh, lease

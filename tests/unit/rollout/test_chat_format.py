@@ -14,7 +14,7 @@ from rollmesh.services.rollout.config import FormatConfig, ToolConfig
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.tools import tool_schema
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.newcomer.chat_models import STYLES, save_chat_tokenizer
 

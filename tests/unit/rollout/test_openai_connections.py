@@ -17,7 +17,7 @@ from rollmesh.services.rollout.agent import Environment, Task
 from rollmesh.services.rollout.config import LimitsConfig, OpenAiServerConfig, RolloutConfig
 from rollmesh.services.rollout.openai import app
 from rollmesh.services.rollout.openai.served import Served
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2
 

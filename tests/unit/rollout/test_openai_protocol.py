@@ -50,7 +50,7 @@ from rollmesh.shared.errors import (
     SandboxFailed,
     Unauthenticated,
 )
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.testing.rollout import CharTokenizer
 
 QUESTION = {"role": "user", "content": "1+2"}

@@ -18,11 +18,11 @@ from rollmesh.services.rollout.environment import ServedEpisode
 from rollmesh.services.rollout.openai.app import MODEL
 from rollmesh.services.rollout.openai.protocol import SamplingRequest
 from rollmesh.services.rollout.openai.served import Served
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import EngineFailed
-from rollmesh.shared.trajectory import ClientChains, Episode, FinishReason, Role, Source
+from rollmesh.shared.domain.trajectory import ClientChains, Episode, FinishReason, Role, Source
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2
 

@@ -17,12 +17,12 @@ from aiohttp import web
 
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.process_launch import kept_tree
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.process.process_launch import kept_tree
+from rollmesh.shared.config.registry import Extension
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2
 
@@ -325,7 +325,7 @@ async def test_the_processes_of_a_killed_worker_end(tmp_path: Path) -> None:
     folder.mkdir()
     code = f"""
 import os, subprocess, sys, time
-from rollmesh.shared.process_launch import kept_tree
+from rollmesh.shared.process.process_launch import kept_tree
 script = "setsid sleep 1000 & echo $! > {pids}; echo $$ >> {pids}; sleep 1000"
 subprocess.Popen(kept_tree(["sh", "-c", script], folder={str(folder)!r}, stop_s=5.0))
 time.sleep(1000)

@@ -25,7 +25,7 @@ from rollmesh.services.rollout.tool_calls.parsing import (
 )
 from rollmesh.services.rollout.tool_calls.python_calls import DEPTH_MAX, read_python_calls
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.newcomer.chat_models import save_chat_tokenizer
 from tests.unit.rollout.chat_tokenizers import MODELS, save_tokenizer

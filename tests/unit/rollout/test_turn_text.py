@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.turn_text import TurnText
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.domain.trajectory import IntArray
 from tests.unit.rollout.chat_tokenizers import MODELS, save_tokenizer
 
 

@@ -15,8 +15,8 @@ from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Draining, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
-from rollmesh.shared.ids import SeededIds
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.config.registry import Extension
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(

@@ -14,7 +14,7 @@ from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     Episode,
     EpisodeKey,
     FinishReason,
@@ -18,7 +18,7 @@ from rollmesh.shared.trajectory import (
     Segment,
     Source,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 KEY = EpisodeKey(run="r1", task="calc-7", group="g3", episode="e9", attempt=2)
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.cli.certificates import CA, CERTIFICATE, KEY, make_certificates
+from rollmesh.app.certificates import CA, CERTIFICATE, KEY, make_certificates
 from rollmesh.shared import errors
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.shared import asgi_server
-from rollmesh.shared.asgi_server import AsgiServer, bind_http
+from rollmesh.shared.net import asgi_server
+from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 5\r\n\r\n"

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.ids import RandomIds, SeededIds
+from rollmesh.shared.domain.ids import RandomIds, SeededIds
 
 
 async def settle() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import (
     BuiltManifest,

@@ -13,7 +13,7 @@ from rollmesh.services.coordinator.fact_codec import decode, encode
 from rollmesh.shared.codec.metadata import check_leased, check_metadata, sample_meta
 from rollmesh.shared.codec.trajectory import decode_summary, encode_episode, summary_of
 from rollmesh.shared.errors import MetadataMismatch
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     ROOT,
     Episode,
     EpisodeKey,
@@ -26,7 +26,7 @@ from rollmesh.shared.trajectory import (
     Source,
     text_view,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import run_pb2, types_pb2
 
 from . import episodes

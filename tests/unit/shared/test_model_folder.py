@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.model_folder import check_positions, find_model, positions_max
+from rollmesh.shared.weights.model_folder import check_positions, find_model, positions_max
 
 ID = "Qwen/Qwen2.5-0.5B-Instruct"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.shared.config import config_from_dict, load_config
+from rollmesh.shared.config.loader import config_from_dict, load_config
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.objects import load_object
-from rollmesh.shared.registry import Extension, Registry
+from rollmesh.shared.config.objects import load_object
+from rollmesh.shared.config.registry import Extension, Registry
 
 
 def test_module_and_dotted_names_resolve() -> None:

@@ -16,7 +16,7 @@ from rollmesh.shared.bus.payload_bus import PayloadBus, SampleStream, WrongHost
 from rollmesh.shared.bus.payload_writer import PayloadWriter
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.payload_files import PayloadFiles, in_file
+from rollmesh.shared.store.payload_files import PayloadFiles, in_file
 from rollmesh.testing.memory_bus import MemoryBus
 
 STREAMS = run_streams("r")

@@ -12,7 +12,7 @@ import pytest
 from rollmesh.shared.bus.bus import StreamFull, UnknownStream
 from rollmesh.shared.bus.payload_writer import FILE_BYTES_MIN, PayloadWriter
 from rollmesh.shared.errors import DiskFull, PayloadTooLarge
-from rollmesh.shared.payload_files import (
+from rollmesh.shared.store.payload_files import (
     FIRST_SEQUENCE,
     RECORD_BYTES_MAX,
     NoPayloadFile,

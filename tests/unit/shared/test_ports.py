@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.shared import ports
-from rollmesh.shared.ports import is_taken, lasting_ports, owner_of
+from rollmesh.shared.net import ports
+from rollmesh.shared.net.ports import is_taken, lasting_ports, owner_of
 
 
 def test_ports_lie_outside_the_range_of_outgoing_connections_and_differ() -> None:
@@ -37,7 +37,7 @@ def test_a_port_is_not_returned_twice_although_its_first_user_does_not_listen_ye
     first, second = (lasting_ports(3, random.Random(11)) for _ in range(2))
     assert set(first).isdisjoint(second)
     choice = (
-        "import random; from rollmesh.shared.ports import lasting_ports; print(*lasting_ports(3, random.Random(11)))"
+        "import random; from rollmesh.shared.net.ports import lasting_ports; print(*lasting_ports(3, random.Random(11)))"
     )
     other = subprocess.run([sys.executable, "-c", choice], check=True, capture_output=True, text=True).stdout.split()
     assert set(first).isdisjoint(map(int, other)), "another process"

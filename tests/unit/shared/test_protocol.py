@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-from rollmesh.shared.protocol import PROTOCOL, UNREPORTED, ProtocolMismatch, ProtocolVersion, check_protocol
+from rollmesh.shared.domain.protocol import PROTOCOL, UNREPORTED, ProtocolMismatch, ProtocolVersion, check_protocol
 from rollmesh.v1 import (
     coordinator_pb2,
     data_pb2,

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.settings import (
+from rollmesh.shared.config.settings import (
     FIXED,
     LIVE,
     NonEmptyStr,

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from rollmesh.shared.codec.trajectory import decode_segment, encode_segment
-from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
+from rollmesh.shared.domain.digest import INITIAL_DIGEST, next_digest
 from rollmesh.v1 import types_pb2
 
 VECTORS = json.loads((Path(__file__).parents[3] / "protos/rollmesh/v1/vectors.json").read_text())

@@ -8,8 +8,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollmesh.shared.codec.trajectory import summary_of
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import (
     NO_SUMMARY,
     Episode,
     EpisodeKey,
@@ -25,7 +25,7 @@ from rollmesh.shared.trajectory import (
     Source,
     TrainingSample,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.samples import build_table
 

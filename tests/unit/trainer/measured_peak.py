@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.config import ComputeConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.update import BatchTrainer
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators import Estimate, GroupEstimator
 from rollmesh.trainer.features import FeatureInputs, FeatureRequest

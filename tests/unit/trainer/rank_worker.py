@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.config import (
     ComputeConfig,
     FeatureChoice,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import GroupContext, TrainingSample
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import GroupContext, TrainingSample
 from rollmesh.trainer.config import LossTerm, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.estimators.archer import TurnCriticOptions
 from rollmesh.trainer.losses import LossInputs

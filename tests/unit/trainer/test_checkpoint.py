@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.shared.digest import next_digest
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
 from rollmesh.trainer.checkpoint import Checkpoint, copy_checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints

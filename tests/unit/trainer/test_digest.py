@@ -1,11 +1,11 @@
-"""The commit digest chain (rollmesh.shared.digest)."""
+"""The commit digest chain (rollmesh.shared.domain.digest)."""
 
 import hashlib
 import struct
 
 import pytest
 
-from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
+from rollmesh.shared.domain.digest import INITIAL_DIGEST, next_digest
 
 
 def test_digest_equals_the_documented_bytes() -> None:

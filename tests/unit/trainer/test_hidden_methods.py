@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.config import OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.estimators import make_estimator

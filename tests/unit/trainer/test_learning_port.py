@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ledger_head import EMPTY
-from rollmesh.shared.objects import load_object
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.domain.ledger_head import EMPTY
+from rollmesh.shared.config.objects import load_object
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.checkpoint import save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
 from rollmesh.trainer.config import (
@@ -474,7 +474,7 @@ def test_a_checkpoint_of_another_recipe_is_rejected_with_the_parts_that_differ(t
 
 
 def _empty_head() -> Any:
-    from rollmesh.shared.ledger_head import EMPTY
+    from rollmesh.shared.domain.ledger_head import EMPTY
 
     return EMPTY
 

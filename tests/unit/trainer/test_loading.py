@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.model_config import has_tied_head
 from rollmesh.trainer.model_files import load_weights, write_weights
 from rollmesh.trainer.sharding import empty_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError, LossFailed
 from rollmesh.trainer.config import LossTerm, Normalization, UpdateConfig
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import (
     GroupContext,
     MemberOutcome,
     Outcome,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import GroupContext, TrainingSample
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import GroupContext, TrainingSample
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators import Estimate, Estimator, make_estimator
 from rollmesh.trainer.estimators.base import ESTIMATORS, UNDECIDED
@@ -467,7 +467,7 @@ def test_of_group_runs_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from rollmesh.trainer.estimators import ESTIMATORS, make_estimator\n"
-        "from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward\n"
+        "from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward\n"
         "members = tuple(MemberOutcome(sample_id=str(i), rewards=(Reward(name='r', value=i),), end='') for i in (0, 1))\n"
         "for name in ESTIMATORS.names:\n"
         "    print(name, make_estimator(name).of_group(GroupContext(group='g', task='t', members=members)))"

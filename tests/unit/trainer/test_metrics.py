@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rollmesh.shared.trajectory import FloatArray, Outcome
+from rollmesh.shared.domain.trajectory import FloatArray, Outcome
 from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.metrics import (
     drift_metrics,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import Role, Source, TrainingSample
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import Role, Source, TrainingSample
 from rollmesh.trainer import feature_pass
 from rollmesh.trainer.config import (
     FeatureChoice,

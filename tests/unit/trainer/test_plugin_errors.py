@@ -12,7 +12,7 @@ import torch
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.errors import LearnerCodeFailed, LossFailed, MeshError
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.config import LossTerm, UpdateConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.update import BatchTrainer

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.trainer.config import LossTerm, Normalization
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights

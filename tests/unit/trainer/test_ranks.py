@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.packing import pack
 from rollmesh.trainer.ranks import ONE_RANK, Ranks
 from rollmesh.trainer.samples import build_table

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.shared.config import config_from_dict, load_config, to_yaml
+from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import LossTerm
 from rollmesh.trainer.estimators import ESTIMATORS

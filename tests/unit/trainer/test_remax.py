@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import (
     MemberOutcome,
     Outcome,
     Reward,

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.trajectory import FinishReason, Outcome, SamplingParams, Source, TrainingSample
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import FinishReason, Outcome, SamplingParams, Source, TrainingSample
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.trainer.config import LossTerm, Normalization, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.recipe import recipe_names

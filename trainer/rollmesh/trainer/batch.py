@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import FloatArray, GroupContext, MemberOutcome, Source, TrainingSample
+from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, MemberOutcome, Source, TrainingSample
 from rollmesh.trainer.samples import TokenTable
 
 

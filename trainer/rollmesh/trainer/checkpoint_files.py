@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.digest import INITIAL_DIGEST
-from rollmesh.shared.formats import NewerFormat, check_format
-from rollmesh.shared.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.digest import INITIAL_DIGEST
+from rollmesh.shared.domain.formats import NewerFormat, check_format
+from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
 
 META_NAME = "rollmesh.json"
 TRAINED_NAME = "trained.jsonl"

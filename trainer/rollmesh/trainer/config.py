@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self
 
 from msgspec import Meta, structs
 
-from rollmesh.shared.model_folder import find_model
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import (
+from rollmesh.shared.weights.model_folder import find_model
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import (
     LIVE,
     NonEmptyStr,
     NonNegativeFloat,

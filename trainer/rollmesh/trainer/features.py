@@ -27,8 +27,8 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 from torch import Tensor
 
-from rollmesh.shared.registry import Registry
-from rollmesh.shared.trajectory import TrainingSample
+from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.domain.trajectory import TrainingSample
 from rollmesh.trainer.router import RouterLogits
 from rollmesh.trainer.sequences import Sequence1D
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rollmesh.shared.trajectory import FloatArray, IntArray
+from rollmesh.shared.domain.trajectory import FloatArray, IntArray
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.model_config import FLASH, compute_device, logits_rule, text_config
 from rollmesh.trainer.packing import MicroBatch, pack

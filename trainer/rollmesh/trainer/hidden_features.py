@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
+from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings
 from rollmesh.trainer.features import FeatureInputs
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import FloatArray, GroupContext, TrainingSample
+from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, TrainingSample
 from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.base import usable_rewards
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX

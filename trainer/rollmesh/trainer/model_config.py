@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.model_folder import positions_max
+from rollmesh.shared.weights.model_folder import positions_max
 from rollmesh.trainer.config import ComputeConfig
 
 FLASH = "flash_attention_2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rollmesh.shared.outputs import output_of
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.domain.outputs import output_of
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators.base import GroupSize
 from rollmesh.trainer.plugins import Plugins

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.sequences import Sequence1D
 from rollmesh.trainer.shared_prefix import SQUARE_TOKENS, SharedPrefix, alone, shared_prefixes

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rollmesh.shared.errors import located_at
-from rollmesh.shared.outputs import output_of
+from rollmesh.shared.domain.outputs import output_of
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimator, make_estimator
 from rollmesh.trainer.estimators.base import GroupSize

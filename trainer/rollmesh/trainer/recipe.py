@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rollmesh.shared.config import config_from_dict, read_tree
+from rollmesh.shared.config.loader import config_from_dict, read_tree
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import unknown_name
-from rollmesh.shared.settings import NonNegativeInt, Settings
+from rollmesh.shared.config.registry import unknown_name
+from rollmesh.shared.config.settings import NonNegativeInt, Settings
 
 FOLDER = Path(__file__).parent / "recipes"
 """Built-in recipes, one YAML file each."""
@@ -27,7 +27,7 @@ SECTIONS = ("about", "run", "data", "rollout", "sandbox", "inference", "reward",
 MethodTask = Literal["calc", "noisy", "two_rewards", "turns", "sparse", "given"]
 """Tasks of `rollmesh bench methods`."""
 Measure = Literal["success", "pass_at_k", "length", "entropy", "kl", "ess"]
-"""What `rollmesh bench methods` compares; `rollmesh.bench.methods_records` defines the measures."""
+"""What `rollmesh bench methods` compares; `benchmarks.methods.records` defines the measures."""
 
 
 class Expectation(Settings):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     SAMPLED_SOURCES,
     FinishReason,
     IntArray,
@@ -29,7 +29,7 @@ from rollmesh.shared.trajectory import (
     Source,
     TrainingSample,
 )
-from rollmesh.shared.versions import staleness
+from rollmesh.shared.domain.versions import staleness
 from rollmesh.trainer.sequences import Sequence1D
 
 Rewrite = Callable[[TrainingSample], Sequence[Sequence1D] | None]

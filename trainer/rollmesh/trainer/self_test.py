@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
 from rollmesh.trainer.model_config import (

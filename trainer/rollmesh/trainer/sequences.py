@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import IntArray, MaskArray
+from rollmesh.shared.domain.trajectory import IntArray, MaskArray
 
 
 @dataclass(frozen=True, slots=True)

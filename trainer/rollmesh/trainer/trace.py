@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.shared.trajectory import FloatArray, TrainedGroup
+from rollmesh.shared.domain.trajectory import FloatArray, TrainedGroup
 from rollmesh.trainer.metrics import drift_metrics, limited_log_ratio, mean_stats
 from rollmesh.trainer.samples import TokenTable
 

@@ -16,8 +16,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.digest import INITIAL_DIGEST, next_digest
 
 
 class TrainedUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

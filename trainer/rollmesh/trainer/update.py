@@ -31,8 +31,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.errors import ConfigError, LearnerCodeFailed
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainedGroup, TrainingSample
-from rollmesh.shared.user_code import reported
+from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, Source, TrainedGroup, TrainingSample
+from rollmesh.shared.config.user_code import reported
 from rollmesh.trainer import forward
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig

@@ -8,7 +8,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.features import FeatureInputs
 
 

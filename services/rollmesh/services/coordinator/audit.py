@@ -40,7 +40,7 @@ from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import InvalidInput, UnknownRun
-from rollmesh.shared.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
 
 FINDINGS_MAX = 1000
 """Number of findings that are kept. Further ones are only counted."""

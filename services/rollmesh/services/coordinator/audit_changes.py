@@ -12,7 +12,7 @@ from rollmesh.services.coordinator.core.changes import changed_fields
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
-from rollmesh.shared.settings import may_change
+from rollmesh.shared.config.settings import may_change
 
 
 class Changes:

@@ -14,8 +14,8 @@ import msgspec
 
 from rollmesh.services.coordinator.audit_report import CheckpointSummary
 from rollmesh.services.coordinator.audit_updates import Updates
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.digest import INITIAL_DIGEST
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.digest import INITIAL_DIGEST
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import META_NAME, CheckpointMeta, age
 from rollmesh.trainer.trained_log import TrainedUpdate, read_lines

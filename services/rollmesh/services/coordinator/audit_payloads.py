@@ -19,8 +19,8 @@ from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecor
 from rollmesh.shared.bus.payload_bus import SampleStream, WrongHost
 from rollmesh.shared.codec.metadata import check_key, check_leased
 from rollmesh.shared.errors import MetadataMismatch
-from rollmesh.shared.formats import NewerFormat
-from rollmesh.shared.payload_files import UnreadableRecord, file_of, in_file
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.store.payload_files import UnreadableRecord, file_of, in_file
 from rollmesh.v1 import run_pb2, types_pb2
 
 READS_MAX = 16

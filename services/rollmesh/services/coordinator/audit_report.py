@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.services.coordinator.audit_history import HistoryLine
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.text import count_of
 
 REMEDIES = {
     "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",

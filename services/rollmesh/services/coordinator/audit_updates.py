@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.audit_versions import Versions
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import SampleMeta
 from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
-from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
+from rollmesh.shared.domain.digest import INITIAL_DIGEST, next_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, Overloaded
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from rollmesh.services.coordinator.core.fleet import FleetConfig
 from rollmesh.shared.bus.run_streams import StreamLimits
 from rollmesh.shared.rpc.addresses import host_of, is_ip_address, port_of
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 
 
 class RunLimits(Settings):

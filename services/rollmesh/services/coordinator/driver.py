@@ -36,8 +36,8 @@ from rollmesh.services.coordinator.translate import to_error
 from rollmesh.shared.bus.bus import StreamFull
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, Internal, LedgerFull, MeshError, NotReady, PayloadTooLarge
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.payload_files import file_of, in_file
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.store.payload_files import file_of, in_file
 from rollmesh.shared.telemetry import metrics
 
 CAUSE_CHARS_MAX = 500

@@ -18,8 +18,8 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.shared.errors import FieldViolation, InvalidInput
-from rollmesh.shared.formats import check_format, newer_format
-from rollmesh.shared.ledger_head import RECORD_FORMAT
+from rollmesh.shared.domain.formats import check_format, newer_format
+from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
 from rollmesh.v1 import events_pb2
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from rollmesh.services.coordinator.core.fleet import (
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.services.coordinator.metrics import NODE_CHANGES
 from rollmesh.shared.clock import Clock, clock_warning, time_limit
-from rollmesh.shared.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
 from rollmesh.shared.errors import (
     FailedPrecondition,
     FieldViolation,
@@ -40,12 +40,12 @@ from rollmesh.shared.errors import (
     UnknownNode,
     WeightsRejected,
 )
-from rollmesh.shared.membership import reported_protocol
-from rollmesh.shared.process_info import ProcessInfo, installed_version
-from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
+from rollmesh.shared.membership.membership import reported_protocol
+from rollmesh.shared.process.process_info import ProcessInfo, installed_version
+from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
 from rollmesh.shared.rpc.addresses import is_address
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05

@@ -22,8 +22,8 @@ from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.payload_bus import SampleStream
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.payload_files import PayloadFiles, file_of, in_file
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.store.payload_files import PayloadFiles, file_of, in_file
 
 REPORT_TERMS = 2.0
 """Number of episode lease terms after which a stored payload has been reported or never will be."""

@@ -31,7 +31,7 @@ from rollmesh.services.coordinator.metrics import (
 )
 from rollmesh.services.coordinator.node import CoordinatorNode
 from rollmesh.services.coordinator.run_state import GROUP_STATES, run_state
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.telemetry.metrics import Reading
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2

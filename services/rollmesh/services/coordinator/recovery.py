@@ -10,7 +10,7 @@ from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.coordinator.snapshots import Snapshot, SnapshotStore
 from rollmesh.shared.bus.bus import StreamLog, UnknownRecord
-from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
+from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.watchdog import read_chain
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.text import count_of
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
 

@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.core.state import (
     SampleCounters,
     State,
 )
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.v1 import run_pb2 as pb
 
 EVALS_BYTES_MAX = 2 * 1024 * 1024

@@ -19,10 +19,10 @@ from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamSpec, UnknownStream
 from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_streams
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.disk import disk_told
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.store.disk import disk_told
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
-from rollmesh.shared.private_files import private_folder, private_opener
+from rollmesh.shared.store.private_files import private_folder, private_opener
 
 LEDGER_ROOM_BYTES = 16 * MIB
 """Bytes reserved for the ledger of a run that ends: the end itself, and later a trainer may still attach, commit, report

@@ -47,9 +47,9 @@ from rollmesh.shared.errors import (
     RunLive,
     UnknownRun,
 )
-from rollmesh.shared.formats import NewerFormat
-from rollmesh.shared.ids import IdSource
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.shared_tasks import SharedTasks
 from rollmesh.shared.telemetry import log_context
 

@@ -21,7 +21,7 @@ from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.translate import from_wire, to_wire
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe

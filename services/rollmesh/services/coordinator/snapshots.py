@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.services.coordinator.core.state import State
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.private_files import private_folder, private_opener
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.store.private_files import private_folder, private_opener
 
 KEPT = 2
 """Number of snapshots that are kept per run: the newest, and one as a fallback."""

@@ -28,7 +28,7 @@ from rollmesh.shared import errors
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)

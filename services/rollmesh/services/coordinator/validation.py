@@ -20,7 +20,7 @@ from rollmesh.services.coordinator.core.records import (
 from rollmesh.shared.codec import summaries
 from rollmesh.shared.codec.checks import EXTEND_MAX, NAME_CHARS_MAX, REASON_FORM, REWARDS_MAX, is_reason
 from rollmesh.shared.errors import FieldViolation, InvalidInput
-from rollmesh.shared.reward_range import RANGE_FORM, in_reward_range
+from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
 from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2, types_pb2
 
 ID_CHARS_MAX = 256

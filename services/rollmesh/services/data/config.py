@@ -17,9 +17,9 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.errors import ConfigError, MeshError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import LIVE, NonNegativeInt, PositiveInt, Settings
-from rollmesh.shared.user_code import explain, user_traceback
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import LIVE, NonNegativeInt, PositiveInt, Settings
+from rollmesh.shared.config.user_code import explain, user_traceback
 
 
 class DataConfig(Settings):

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, field
 
 import msgpack
 
-from rollmesh.services.data.facts import (
+from rollmesh.shared.domain.ledger_facts import (
     DataFact,
     EpisodeLost,
     GroupDrawn,
@@ -30,7 +30,7 @@ from rollmesh.services.data.facts import (
 from rollmesh.services.data.selector import GroupResult, Selector, TrainedObserver
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
-from rollmesh.shared.trajectory import TrainedGroup
+from rollmesh.shared.domain.trajectory import TrainedGroup
 
 DRAWS_REMEMBERED_MAX = 8192
 """Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another task."""

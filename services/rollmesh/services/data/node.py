@@ -11,7 +11,7 @@ from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
-from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.membership.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.v1 import coordinator_pb2, data_pb2_grpc

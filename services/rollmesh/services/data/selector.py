@@ -13,8 +13,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from rollmesh.shared.registry import Registry
-from rollmesh.shared.trajectory import TrainedGroup
+from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.domain.trajectory import TrainedGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

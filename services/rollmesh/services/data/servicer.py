@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.data.engine import DataEngine, DrawnTasks
-from rollmesh.services.data.facts import DEFAULT_POLICY
+from rollmesh.shared.domain.ledger_facts import DEFAULT_POLICY
 from rollmesh.services.data.metrics import TASKS
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.errors import FieldViolation, InvalidInput

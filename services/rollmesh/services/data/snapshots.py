@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rollmesh.shared.private_files import private_folder, private_opener
+from rollmesh.shared.store.private_files import private_folder, private_opener
 
 KEPT = 2
 """Number of files kept per run: the newest and a fallback."""

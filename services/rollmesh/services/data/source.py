@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.endpoints.answer import AsksBlocking
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.config.registry import Registry
 
 
 class TaskSource(Protocol):

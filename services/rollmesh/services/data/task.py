@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 
 
 class Split(StrEnum):

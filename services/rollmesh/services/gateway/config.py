@@ -6,7 +6,7 @@ import msgspec
 
 from rollmesh.services.gateway.page.config import PageConfig
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 
 
 class GatewayConfig(Settings):

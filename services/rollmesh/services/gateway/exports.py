@@ -18,7 +18,7 @@ from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.errors import DataLoss, FieldViolation, HasLearner, InvalidInput, PayloadLost, UnknownRun
-from rollmesh.shared.ledger_head import record_hash
+from rollmesh.shared.domain.ledger_head import record_hash
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 Place = tuple[int, int]

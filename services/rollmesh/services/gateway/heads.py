@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.private_files import private_folder, private_opener
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.store.private_files import private_folder, private_opener
 
 NAME = "heads.jsonl"
 _log = logging.getLogger(__name__)

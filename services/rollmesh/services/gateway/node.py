@@ -25,7 +25,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.membership.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.channel import open_channel

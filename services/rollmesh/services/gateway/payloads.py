@@ -25,7 +25,7 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.metadata import check_leased
 from rollmesh.shared.errors import DataLoss, MeshError, MetadataMismatch, PayloadLost
-from rollmesh.shared.payload_files import UnreadableRecord
+from rollmesh.shared.store.payload_files import UnreadableRecord
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollmesh.shared.membership import MembershipConfig
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.membership.membership import MembershipConfig
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
 
 

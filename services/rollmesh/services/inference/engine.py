@@ -18,10 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.shared.engine_capabilities import EngineCapabilities
-from rollmesh.shared.outputs import NUM_TOP
-from rollmesh.shared.registry import Extension, Registry
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.outputs import NUM_TOP
+from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.domain.trajectory import (
     Columns,
     FinishReason,
     FloatArray,
@@ -30,15 +30,15 @@ from rollmesh.shared.trajectory import (
     Segment,
     sampled_segment,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 INFERENCE_ENGINES = Registry(
     "inference engine",
     {
-        "torch": "rollmesh.services.inference.engines.torch_engine:TorchEngine",
-        "vllm": "rollmesh.services.inference.engines.vllm_engine:VllmEngine",
-        "sglang": "rollmesh.services.inference.engines.sglang_engine:SglangEngine",
-        "vllm_server": "rollmesh.services.inference.engines.vllm_server_engine:VllmServerEngine",
+        "torch": "rollmesh.services.inference.engines.torch.engine:TorchEngine",
+        "vllm": "rollmesh.services.inference.engines.vllm.engine:VllmEngine",
+        "sglang": "rollmesh.services.inference.engines.attached.sglang:SglangEngine",
+        "vllm_server": "rollmesh.services.inference.engines.attached.vllm_server:VllmServerEngine",
         "fake": "rollmesh.testing.fake_engine:FakeEngine",
     },
 )
@@ -67,7 +67,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Requests with a higher priority run first when the batch is full."""
     outputs: tuple[str, ...] = ()
-    """Names of further per-token outputs, each one of the capabilities; `rollmesh.shared.outputs` defines them."""
+    """Names of further per-token outputs, each one of the capabilities; `rollmesh.shared.domain.outputs` defines them."""
     num_top: int = NUM_TOP
     """k of the output `top_k`."""
     version: PolicyVersion | None = None

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from rollmesh.shared.errors import MeshError
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 
 class VersionGate:

@@ -28,11 +28,11 @@ from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_segment
 from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
-from rollmesh.shared.outputs import NUM_TOP
+from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe
-from rollmesh.shared.trajectory import FinishReason, oldest_kv_step
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import FinishReason, oldest_kv_step
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2, types_pb2
 
 HOLD_S_MAX = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
+from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
 
 KEY = "inference.python"
 VLLM = "vllm"
@@ -27,7 +27,7 @@ import importlib.util, sys
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name.partition(".")[0]) is None]
 print("missing:" + ",".join(missing))
 try:
-    from rollmesh.shared.protocol import PROTOCOL
+    from rollmesh.shared.domain.protocol import PROTOCOL
     print("protocol:" + str(PROTOCOL))
 except ImportError:  # no rollmesh, or a release that reports none
     print("protocol:")

@@ -20,7 +20,7 @@ from rollmesh.services.inference.weights import WeightKeeper
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.errors import Draining, EngineFailed
-from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.membership.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.weights.blobs import BlobStore

@@ -14,9 +14,9 @@ from rollmesh.shared.codec.arrays import decode_ints, encode_array, encode_float
 from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.codec.trajectory import decode_segment, encode_segment, encode_version
 from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
-from rollmesh.shared.outputs import NUM_TOP
+from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.rpc.handlers import Context
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 

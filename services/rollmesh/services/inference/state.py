@@ -16,7 +16,7 @@ from rollmesh.shared.errors import (
     UnknownEndpoint,
     UnknownPolicy,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2
 
 Target = inference_pb2.Target

@@ -12,7 +12,7 @@ from rollmesh.services.learner.config import LearnerRetryConfig
 from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, PermissionDenied, Unauthenticated, Unimplemented
-from rollmesh.shared.retry import Backoff
+from rollmesh.shared.net.retry import Backoff
 from rollmesh.v1 import run_pb2
 
 _log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.retry import RetryConfig
-from rollmesh.shared.settings import LIVE, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.net.retry import RetryConfig
+from rollmesh.shared.config.settings import LIVE, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.trainer.config import UpdateConfig
 

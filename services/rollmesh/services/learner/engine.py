@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Protocol
 
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.ledger_head import EMPTY, LedgerHead
-from rollmesh.shared.registry import Extension, Registry
-from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
+from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
 from rollmesh.shared.weights.manifest import PROBE_TOLERANCE
 from rollmesh.trainer.trained_log import TrainedLog
 

@@ -21,7 +21,7 @@ from rollmesh.shared.errors import (
     WrongUpdate,
     WrongVersion,
 )
-from rollmesh.shared.retry import Backoff, worth_retrying
+from rollmesh.shared.net.retry import Backoff, worth_retrying
 
 _log = logging.getLogger(__name__)
 

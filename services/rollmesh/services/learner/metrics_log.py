@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 
 _log = logging.getLogger(__name__)
 _LINE_BYTES_MAX = 1 << 16

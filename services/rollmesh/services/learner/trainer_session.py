@@ -45,12 +45,12 @@ from rollmesh.services.learner.source import DecodedBatch, decode_batch
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateSpans
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
-from rollmesh.shared.fault_points import Hook
-from rollmesh.shared.retry import Backoff
+from rollmesh.shared.process.fault_points import Hook
+from rollmesh.shared.net.retry import Backoff
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.telemetry.tracing import now_ns
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.trainer.checkpoint_files import TRAINED_NAME
 from rollmesh.v1 import events_pb2
 

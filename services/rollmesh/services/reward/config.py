@@ -27,9 +27,9 @@ from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.endpoints.answer import Asks
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import LIVE, PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.user_code import takes_arguments
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import LIVE, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.user_code import takes_arguments
 from rollmesh.trainer.estimators import make_estimator
 
 

@@ -13,8 +13,8 @@ import msgspec
 
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.codec.checks import EXTEND_MAX, REASON_FORM, check_reward_names, check_rewards, is_reason
-from rollmesh.shared.registry import Registry
-from rollmesh.shared.trajectory import MemberOutcome, Reward
+from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.domain.trajectory import MemberOutcome, Reward
 
 
 class FinalizerDecision(IntEnum):

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     Columns,
     EpisodeKey,
     FinishReason,
@@ -22,7 +22,7 @@ from rollmesh.shared.trajectory import (
     Source,
     text_view,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 TEXT_CHARS_MAX = 16_384
 """Maximum length of a text that a pattern searches, in characters; only the end of a longer one is searched. A lazy pattern without a

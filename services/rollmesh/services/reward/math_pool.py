@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmesh.shared.errors import ScorerFailed
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 
 _LINE_BYTES_MAX = 1 << 20
 _TRIVIAL = "0"

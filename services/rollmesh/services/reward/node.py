@@ -15,9 +15,9 @@ from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.endpoints.fleet_endpoints import EndpointsOfRun
-from rollmesh.shared.joined_node import JoinedNode
-from rollmesh.shared.outputs import NUM_TOP
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.membership.joined_node import JoinedNode
+from rollmesh.shared.domain.outputs import NUM_TOP
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig

@@ -20,9 +20,9 @@ from msgspec import Meta
 
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.errors import UnknownOracle
-from rollmesh.shared.jsonl import JsonlRecord, read_jsonl
-from rollmesh.shared.registry import Registry
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.config.settings import Settings
 
 NUM_LINES_MAX = 2_000_000
 

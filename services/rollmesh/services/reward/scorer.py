@@ -14,9 +14,9 @@ from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.clients.given_tokens import Prompt
 from rollmesh.shared.clients.hidden_tests import TestReport
 from rollmesh.shared.endpoints.answer import Asks
-from rollmesh.shared.registry import Registry
-from rollmesh.shared.trajectory import IntArray, Reward
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.domain.trajectory import IntArray, Reward
+from rollmesh.shared.domain.versions import PolicyVersion
 
 ScorerResult = float | Reward | Sequence[Reward]
 """A number is one reward without evidence and segment."""

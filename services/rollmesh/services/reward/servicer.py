@@ -23,7 +23,7 @@ from rollmesh.shared.codec.trajectory import (
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.trajectory import ROOT, FinishReason, Message
+from rollmesh.shared.domain.trajectory import ROOT, FinishReason, Message
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
 ITEMS_MAX = 256

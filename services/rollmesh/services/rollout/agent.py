@@ -30,8 +30,8 @@ from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension, Registry
-from rollmesh.shared.user_code import takes_arguments
+from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.config.user_code import takes_arguments
 
 __all__ = ["AGENTS", "Agent", "Environment", "LimitReached", "ScoredTokens", "Task", "ToolResult", "Turn", "load_agent"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rollmesh.shared.trajectory import Columns, FinishReason, FloatArray, IntArray, Message
+from rollmesh.shared.domain.trajectory import Columns, FinishReason, FloatArray, IntArray, Message
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

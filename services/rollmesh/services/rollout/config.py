@@ -12,10 +12,10 @@ from msgspec import Meta
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
-from rollmesh.shared.outputs import NUM_TOP, NUM_TOP_MAX
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
-from rollmesh.shared.settings import (
+from rollmesh.shared.config.settings import (
     LIVE,
     NonEmptyStr,
     NonNegativeFloat,

@@ -39,10 +39,10 @@ from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointKind
 from rollmesh.shared.endpoints.metering import EndpointMeter
 from rollmesh.shared.errors import EngineFailed, FailedPrecondition, StaleWeights
-from rollmesh.shared.fault_points import Hook, noop
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
     ClientChains,
@@ -57,7 +57,7 @@ from rollmesh.shared.trajectory import (
     Segment,
     Source,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 

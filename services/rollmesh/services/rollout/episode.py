@@ -38,9 +38,9 @@ from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.metering import summed
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, EndpointFailed, InvalidInput
-from rollmesh.shared.fault_points import Hook, noop
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
-from rollmesh.shared.trajectory import EndpointUse, Episode, Purpose, Sample
+from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Sample
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 Report = coordinator_pb2.EpisodeReport

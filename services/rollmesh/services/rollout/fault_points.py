@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.shared.fault_points import FaultPoint
+from rollmesh.shared.process.fault_points import FaultPoint
 
 
 class RolloutFaultPoint(FaultPoint):

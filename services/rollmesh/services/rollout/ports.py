@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecResult, RemoteSnapshot
-from rollmesh.shared.trajectory import EndpointUse, EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
+from rollmesh.shared.domain.trajectory import EndpointUse, EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 

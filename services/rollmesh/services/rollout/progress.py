@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rollmesh.services.rollout.failures import EpisodeFailed
-from rollmesh.shared.trajectory import Episode, FinishReason, Role
+from rollmesh.shared.domain.trajectory import Episode, FinishReason, Role
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     ROOT,
     FinishReason,
     IntArray,

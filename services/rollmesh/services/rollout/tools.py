@@ -22,7 +22,7 @@ from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.ports import SandboxPort, SandboxSession
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.errors import NotFound, SandboxFailed, SessionNotSaved
-from rollmesh.shared.trajectory import EpisodeKey
+from rollmesh.shared.domain.trajectory import EpisodeKey
 
 
 class ToolBox:

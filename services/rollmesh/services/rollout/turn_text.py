@@ -12,7 +12,7 @@ import numpy as np
 
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tool_calls.parsing import held_suffix
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.domain.trajectory import IntArray
 
 _INCOMPLETE = "\ufffd"
 """Decoders write it for bytes that are not a character, or not yet."""

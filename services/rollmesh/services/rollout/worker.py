@@ -26,7 +26,7 @@ from rollmesh.services.rollout.renewer import Renewer
 from rollmesh.services.rollout.reporter import Reporter
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.errors import Draining, MeshError, UnknownNode
-from rollmesh.shared.retry import Backoff
+from rollmesh.shared.net.retry import Backoff
 from rollmesh.shared.telemetry import log_context, tracing
 from rollmesh.v1 import coordinator_pb2
 

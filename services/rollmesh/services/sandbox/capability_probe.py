@@ -25,7 +25,7 @@ from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, Mechanism
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.errors import SandboxFailed
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.config.registry import Extension
 
 _log = logging.getLogger(__name__)
 

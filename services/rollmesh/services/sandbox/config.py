@@ -12,8 +12,8 @@ from msgspec import Meta
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mechanisms import LANDLOCK, MECHANISMS
 from rollmesh.services.sandbox.egress.config import EgressConfig
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import FIXED, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import FIXED, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 _COMMIT = "^([0-9a-f]{40}|[0-9a-f]{64})$"
 _NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"

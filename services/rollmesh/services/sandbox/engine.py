@@ -18,7 +18,7 @@ from typing import Protocol
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.config.registry import Registry
 
 SavePiece = Callable[[bytes], Awaitable[None]]
 """Callback that stores one piece of a snapshot."""

@@ -15,8 +15,8 @@ from msgspec import Meta
 from rollmesh.sandbox_runtime.languages.programs import Command
 from rollmesh.sandbox_runtime.languages.registry import BUILT_IN
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension, Registry
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.config.settings import Settings
 
 
 class SandboxLanguage(Protocol):

@@ -23,8 +23,8 @@ from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.snapshots import Snapshots
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.ids import IdSource, RandomIds
-from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.domain.ids import IdSource, RandomIds
+from rollmesh.shared.membership.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc

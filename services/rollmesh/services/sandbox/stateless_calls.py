@@ -35,7 +35,7 @@ from rollmesh.shared.errors import (
     SandboxFailed,
     UnknownSession,
 )
-from rollmesh.shared.ids import IdSource
+from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.metrics import count, observe
 

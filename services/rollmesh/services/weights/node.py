@@ -13,7 +13,7 @@ from pathlib import Path
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.servicer import DepotBlobServicer, DepotWeightServicer
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.membership.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import ByteRate

@@ -54,7 +54,7 @@ from rollmesh.shared.errors import (
     MeshError,
     NotReady,
 )
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from rollmesh.shared.bus.bus import (
 from rollmesh.shared.bus.payload_writer import PayloadWriter
 from rollmesh.shared.bus.run_streams import run_of_samples
 from rollmesh.shared.errors import FailedPrecondition
-from rollmesh.shared.payload_files import NoPayloadFile, PayloadFiles, in_file
+from rollmesh.shared.store.payload_files import NoPayloadFile, PayloadFiles, in_file
 from rollmesh.shared.telemetry.logs import apart
 
 PayloadsIn = Literal["auto", "stream", "files"]

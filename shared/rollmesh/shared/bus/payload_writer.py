@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollmesh.shared.bus.bus import StreamFull, UnknownStream
-from rollmesh.shared.disk import disk_told
+from rollmesh.shared.store.disk import disk_told
 from rollmesh.shared.errors import PayloadTooLarge
-from rollmesh.shared.payload_files import HEADER, OFFSET_BITS, RECORD_BYTES_MAX, PayloadFiles, record_header
+from rollmesh.shared.store.payload_files import HEADER, OFFSET_BITS, RECORD_BYTES_MAX, PayloadFiles, record_header
 
 FILE_BYTES_MAX = 16 * 1024 * 1024
 FILE_BYTES_MIN = 64 * 1024

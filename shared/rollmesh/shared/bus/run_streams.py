@@ -8,7 +8,7 @@ import msgspec
 
 from rollmesh.shared.bus.bus import Discard, StreamSpec
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.settings import PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveInt, Settings
 
 MIB = 1024 * 1024
 

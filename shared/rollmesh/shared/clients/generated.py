@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from rollmesh.shared.trajectory import Columns, FinishReason, FloatArray, IntArray, Segment, oldest_kv_step
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import Columns, FinishReason, FloatArray, IntArray, Segment, oldest_kv_step
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2
 
 

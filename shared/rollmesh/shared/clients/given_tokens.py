@@ -8,8 +8,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from rollmesh.shared.clients.generated import Target
-from rollmesh.shared.trajectory import IntArray, Message
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.trajectory import IntArray, Message
+from rollmesh.shared.domain.versions import PolicyVersion
 
 Prompt = Sequence[Message] | Sequence[int] | IntArray
 """Messages, which the chat template encodes, or token ids [n]."""

@@ -43,11 +43,11 @@ from rollmesh.shared.errors import (
     MeshError,
     Unavailable,
 )
-from rollmesh.shared.fleet import KnownFleet
-from rollmesh.shared.outputs import NUM_TOP, array_names
+from rollmesh.shared.membership.fleet import KnownFleet
+from rollmesh.shared.domain.outputs import NUM_TOP, array_names
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
+from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
 from rollmesh.v1 import coordinator_pb2, inference_pb2, types_pb2
 
 

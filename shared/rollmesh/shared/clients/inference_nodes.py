@@ -31,13 +31,13 @@ from rollmesh.shared.errors import (
     Unauthenticated,
     Unimplemented,
 )
-from rollmesh.shared.fleet import KnownFleet
-from rollmesh.shared.outputs import NUM_TOP
-from rollmesh.shared.retry import pause_after
-from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.text import count_of
-from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.membership.fleet import KnownFleet
+from rollmesh.shared.domain.outputs import NUM_TOP
+from rollmesh.shared.net.retry import pause_after
+from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.domain.trajectory import FinishReason, IntArray, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthenticated, Unimplemented)

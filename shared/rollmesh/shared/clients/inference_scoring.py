@@ -26,8 +26,8 @@ from rollmesh.shared.errors import (
     PayloadTooLarge,
     StaleWeights,
 )
-from rollmesh.shared.outputs import array_names
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.domain.outputs import array_names
+from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 _RESTARTS_MAX = 4

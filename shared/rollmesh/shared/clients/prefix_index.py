@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.domain.trajectory import IntArray
 
 BLOCK_TOKENS = 32
 """Tokens of a block. A shorter common prefix is not found."""

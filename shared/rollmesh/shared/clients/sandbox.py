@@ -23,10 +23,10 @@ from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_
 from rollmesh.shared.clients.sandbox_link import Connect, OnOutput, WorkLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, NoNode, Overloaded
-from rollmesh.shared.retry import is_away, pause_after
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.net.retry import is_away, pause_after
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.text import count_of
 from rollmesh.v1 import sandbox_pb2
 
 _T = TypeVar("_T")

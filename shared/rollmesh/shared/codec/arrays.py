@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.codec.refusal import invalid
-from rollmesh.shared.trajectory import FloatArray, IntArray, MaskArray
+from rollmesh.shared.domain.trajectory import FloatArray, IntArray, MaskArray
 from rollmesh.v1 import types_pb2
 
 DTYPES: Mapping[str, np.dtype[Any]] = {

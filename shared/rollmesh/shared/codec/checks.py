@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.codec.arrays import DTYPES
 from rollmesh.shared.codec.refusal import invalid
-from rollmesh.shared.reward_range import REWARD_RANGE, in_reward_range
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
+from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
     WHOLE_SAMPLE,
@@ -30,7 +30,7 @@ from rollmesh.shared.trajectory import (
     Segment,
     Source,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 TEMPERATURE_MAX = 10.0
 

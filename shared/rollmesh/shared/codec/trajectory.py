@@ -1,4 +1,4 @@
-"""Episodes, samples and groups: domain (`rollmesh.shared.trajectory`) to protobuf (`rollmesh/v1/types.proto`) and back.
+"""Episodes, samples and groups: domain (`rollmesh.shared.domain.trajectory`) to protobuf (`rollmesh/v1/types.proto`) and back.
 
 Both directions apply the rules of `codec.checks` and raise `InvalidInput` naming the field. Bytes are deterministic. The golden
 vectors of the tests hold for every release, so that one release reads the payloads of another.
@@ -29,7 +29,7 @@ from rollmesh.shared.codec.arrays import (
 )
 from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.codec.summaries import sample_summary, why_invalid_summary
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.domain.trajectory import (
     SAMPLED_SOURCES,
     ClientChains,
     EndpointUse,
@@ -50,7 +50,7 @@ from rollmesh.shared.trajectory import (
     Source,
     TurnSummary,
 )
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
 DEFAULT_POLICY = "main"

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import msgspec
 
-from rollmesh.shared.trajectory import FinishReason, Message
+from rollmesh.shared.domain.trajectory import FinishReason, Message
 
 
 class EndpointCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.endpoints.answer import (
     AskedMessage,
     AskedPrompt,
@@ -43,9 +43,9 @@ from rollmesh.shared.errors import (
     PriceLimit,
     UnknownEndpoint,
 )
-from rollmesh.shared.retry import retry
+from rollmesh.shared.net.retry import retry
 from rollmesh.shared.telemetry.metrics import count, observe
-from rollmesh.shared.trajectory import Message
+from rollmesh.shared.domain.trajectory import Message
 
 OpenBackend = Callable[[str, EndpointConfig], Awaitable[ModelBackend]]
 """Opens the endpoint of a name. Raises ConfigError."""

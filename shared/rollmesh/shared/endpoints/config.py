@@ -10,11 +10,11 @@ import msgspec
 from msgspec import Meta
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.extras import libraries_needed
-from rollmesh.shared.http_link import read_key
-from rollmesh.shared.model_folder import find_model
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import (
+from rollmesh.shared.config.extras import libraries_needed
+from rollmesh.shared.net.http_link import read_key
+from rollmesh.shared.weights.model_folder import find_model
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import (
     LIVE,
     NonNegativeFloat,
     NonNegativeInt,

@@ -19,7 +19,7 @@ from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.endpoints.weights_backend import ChatEncoder, WeightsBackend
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.fleet import KnownFleet
+from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.rpc.access import Access
 from rollmesh.v1 import coordinator_pb2
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from msgspec.structs import replace
 
 from rollmesh.shared.endpoints.answer import EndpointAnswer
-from rollmesh.shared.trajectory import EndpointUse
+from rollmesh.shared.domain.trajectory import EndpointUse
 
 
 class EndpointMeter:

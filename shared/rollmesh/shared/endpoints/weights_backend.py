@@ -9,7 +9,7 @@ from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.endpoints.answer import AskedPrompt, ModelReply
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.trajectory import IntArray, Message, SamplingParams
+from rollmesh.shared.domain.trajectory import IntArray, Message, SamplingParams
 
 
 class TurnMarkers(Protocol):

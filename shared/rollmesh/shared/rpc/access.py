@@ -85,7 +85,7 @@ class Access:
 
     def __post_init__(self) -> None:
         if not self.token:
-            raise ValueError("`token` must not be empty; rollmesh.shared.ids.new_secret() generates one")
+            raise ValueError("`token` must not be empty; rollmesh.shared.domain.ids.new_secret() generates one")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """None without TLS; a server must then listen on loopback."""

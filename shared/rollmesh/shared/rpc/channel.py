@@ -25,7 +25,7 @@ from rollmesh.shared.rpc.addresses import host_of, split_addresses
 from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.direct.channel import DirectChannel
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 

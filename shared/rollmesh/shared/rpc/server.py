@@ -21,7 +21,7 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.shared.errors import AddressTaken, ConfigError, MeshError
-from rollmesh.shared.ports import is_taken, owner_of
+from rollmesh.shared.net.ports import is_taken, owner_of
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, require_local
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
@@ -35,7 +35,7 @@ from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
 from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry import metrics
 
 _COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")

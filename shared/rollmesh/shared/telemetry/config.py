@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from rollmesh.shared.settings import Settings, Share
+from rollmesh.shared.config.settings import Settings, Share
 from rollmesh.shared.telemetry.logs import LoggingConfig
 
 

@@ -17,7 +17,7 @@ from typing import Literal, TextIO
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 
 _NO_IDS: Mapping[str, str] = {}
 _ids: ContextVar[Mapping[str, str]] = ContextVar("rollmesh_log_ids", default=_NO_IDS)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.process_info import observe_at
+from rollmesh.shared.process.process_info import observe_at
 from rollmesh.shared.telemetry import metrics, tracing
 from rollmesh.shared.telemetry.config import TelemetryConfig
 from rollmesh.shared.telemetry.metrics import Source

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.private_files import private_folder, private_opener
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.store.private_files import private_folder, private_opener
 from rollmesh.shared.telemetry.tracing import SERVICE_PREFIX
 
 FOLDER = "traces"

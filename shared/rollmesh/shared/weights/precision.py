@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.text import count_of
 from rollmesh.v1 import weights_pb2
 
 HEADER_BYTES_MAX = 100 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollmesh.shared.codec.arrays import decode_floats, decode_ints, encode_floats, encode_ints
-from rollmesh.shared.trajectory import FloatArray, IntArray
+from rollmesh.shared.domain.trajectory import FloatArray, IntArray
 from rollmesh.v1 import weights_pb2
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.trainer.estimators.base import Estimate
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

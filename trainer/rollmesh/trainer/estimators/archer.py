@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import NonNegativeInt, Settings
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import NonNegativeInt, Settings
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, spread, undecided
 
 if TYPE_CHECKING:

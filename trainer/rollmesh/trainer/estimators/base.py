@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.registry import Extension, Registry
-from rollmesh.shared.trajectory import (
+from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.domain.trajectory import (
     WHOLE_SAMPLE,
     FloatArray,
     GroupContext,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from rollmesh.shared.settings import NonNegativeFloat, Settings
-from rollmesh.shared.trajectory import FinishReason, Role, Segment, TrainingSample
+from rollmesh.shared.config.settings import NonNegativeFloat, Settings
+from rollmesh.shared.domain.trajectory import FinishReason, Role, Segment, TrainingSample
 from rollmesh.trainer.estimators.base import Estimate, adjusted_sums, spread
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

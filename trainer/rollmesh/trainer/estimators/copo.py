@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import PositiveFloat, Settings
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,

@@ -28,8 +28,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings, Share
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import Estimate, episode_weights, spread
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

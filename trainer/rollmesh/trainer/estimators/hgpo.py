@@ -24,8 +24,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings, Share
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import GroupSize, centered, episode_weights
 from rollmesh.trainer.estimators.turns import PerTurn, TurnEstimator, scored_members, turn_returns
 

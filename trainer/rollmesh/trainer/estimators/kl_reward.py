@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import PositiveFloat, Settings
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, adjusted_sums, spread
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from rollmesh.shared.settings import PositiveFloat, Settings
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, GroupSize, episode_means
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings, Share
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import UNDECIDED, Estimate
 
 if TYPE_CHECKING:  # it imports torch

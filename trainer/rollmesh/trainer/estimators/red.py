@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings
 from rollmesh.trainer.estimators.base import Estimate
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions, baseline_weights, given_ids
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import (
     UNSCORED,
     Estimate,

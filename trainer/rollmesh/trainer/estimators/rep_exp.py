@@ -26,8 +26,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, spread
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

@@ -26,8 +26,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveInt, Settings
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveInt, Settings
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import (
     UNSCORED,
     Estimate,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.trainer.estimators.base import Estimate
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions, Scope
 

@@ -17,8 +17,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import Settings, Share
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import GroupSize
 from rollmesh.trainer.estimators.turns import PerTurn, TurnEstimator, scored_members
 

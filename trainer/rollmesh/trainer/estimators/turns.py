@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import WHOLE_SAMPLE, GroupContext, MemberOutcome, Outcome
+from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, GroupContext, MemberOutcome, Outcome
 from rollmesh.trainer.estimators.base import UNSCORED, Estimate, GroupEstimator, turn_rewards, weight_of
 
 if TYPE_CHECKING:  # it imports torch

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import Settings, Share
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, spread
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

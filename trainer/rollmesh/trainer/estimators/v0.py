@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings, Share
-from rollmesh.shared.trajectory import GroupContext, Role, TrainingSample
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext, Role, TrainingSample
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,

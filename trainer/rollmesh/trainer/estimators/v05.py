@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import Settings
-from rollmesh.shared.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import PositiveFloat, Settings
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.base import (
     Estimate,

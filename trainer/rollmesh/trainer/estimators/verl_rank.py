@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.estimators.base import Estimate
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 

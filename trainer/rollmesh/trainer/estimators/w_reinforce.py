@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rollmesh.shared.settings import NonNegativeFloat, Settings
-from rollmesh.shared.trajectory import GroupContext
+from rollmesh.shared.config.settings import NonNegativeFloat, Settings
+from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import GroupEstimator
 
 

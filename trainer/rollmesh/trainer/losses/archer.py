@@ -27,7 +27,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
-from rollmesh.shared.settings import PositiveInt, Settings, Share
+from rollmesh.shared.config.settings import PositiveInt, Settings, Share
 from rollmesh.trainer.features import FeatureInputs, FeatureRequest
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 

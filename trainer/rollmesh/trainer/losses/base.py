@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.config.registry import Registry
 from rollmesh.trainer.config import Normalization
 
 LOSSES = Registry(

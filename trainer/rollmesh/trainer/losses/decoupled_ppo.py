@@ -23,7 +23,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 from torch import Tensor
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.gspo import geometric_ratio
 from rollmesh.trainer.losses.importance import ImportanceOptions, importance_weights

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.losses.base import CoupledLoss, TokenStats
 
 

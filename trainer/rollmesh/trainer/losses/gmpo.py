@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 

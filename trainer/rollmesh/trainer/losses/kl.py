@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX, safe_ratio
 

@@ -26,7 +26,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings
 from rollmesh.trainer.features import FeatureRequest
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.kl import kl_estimate

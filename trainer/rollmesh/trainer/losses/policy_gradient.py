@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.importance import ImportanceOptions, importance_weights
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 
 

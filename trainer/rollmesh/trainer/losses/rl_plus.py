@@ -22,8 +22,8 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from rollmesh.shared.settings import NonNegativeFloat, Settings
-from rollmesh.shared.trajectory import Source
+from rollmesh.shared.config.settings import NonNegativeFloat, Settings
+from rollmesh.shared.domain.trajectory import Source
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ratio import safe_ratio
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.trainer.features import FeatureRequest
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.vocabulary_features import MeanLogprob

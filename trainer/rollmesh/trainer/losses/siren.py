@@ -22,7 +22,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.features import FeatureRequest
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.vocabulary_features import NucleusEntropy, NucleusOptions

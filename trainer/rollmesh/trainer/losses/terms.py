@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rollmesh.shared.errors import ConfigError, LossFailed, located_at
-from rollmesh.shared.trajectory import Source
-from rollmesh.shared.user_code import reported
+from rollmesh.shared.domain.trajectory import Source
+from rollmesh.shared.config.user_code import reported
 from rollmesh.trainer.config import LossTerm, Normalization
 from rollmesh.trainer.losses.base import LOSSES, LossInputs, PolicyLoss, PreparedLoss, TokenStats
 

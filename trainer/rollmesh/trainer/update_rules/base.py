@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.registry import Registry
-from rollmesh.shared.trajectory import FloatArray
+from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.domain.trajectory import FloatArray
 from rollmesh.trainer.batch import UpdateBatch
 
 UPDATE_RULES = Registry(

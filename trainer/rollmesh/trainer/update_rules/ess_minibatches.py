@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.vcpo import sequence_weights

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from rollmesh.shared.settings import PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveInt, Settings
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.update_rules.base import OptimizerStep
 

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.update_rules.base import OptimizerStep
 

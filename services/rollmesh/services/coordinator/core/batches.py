@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.text import count_of
 
 
 def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:

@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.core.state import (
     PolicyClock,
     State,
 )
-from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
+from rollmesh.shared.domain.versions import intended_update, oldest_admissible, staleness
 
 
 def is_void(span: StepSpan, clock: PolicyClock) -> bool:

@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.shared.settings import may_change
+from rollmesh.shared.config.settings import may_change
 
 
 def change(ctx: DecisionContext, request: i.ChangeRun) -> None:

@@ -11,8 +11,8 @@ from rollmesh.services.coordinator.core.decision_context import DecisionContext,
 from rollmesh.services.coordinator.core.facts import DroppedSample
 from rollmesh.services.coordinator.core.guards import check_epoch, check_none_out, check_trains, held_batch
 from rollmesh.services.coordinator.core.state import BatchState, names_digest
-from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.digest import INITIAL_DIGEST, next_digest
+from rollmesh.shared.domain.text import count_of
 
 SKIPPED = "SKIPPED_UPDATE"
 NAMED_MAX = 100

@@ -34,7 +34,7 @@ from rollmesh.services.coordinator.core.apply import PROGRESS, apply
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, Effect, EphemeralState, Refusal, refuse
 from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.core.state import GroupPhase, State
-from rollmesh.shared.versions import oldest_admissible
+from rollmesh.shared.domain.versions import oldest_admissible
 
 
 @dataclass(frozen=True, slots=True)

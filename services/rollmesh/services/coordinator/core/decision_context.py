@@ -16,7 +16,7 @@ from rollmesh.services.coordinator.core.facts import Fact, Purpose, Task
 from rollmesh.services.coordinator.core.inputs import LeaseBatch
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import PolicyClock, State
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 FAILING_MAX = 32
 

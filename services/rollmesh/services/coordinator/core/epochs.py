@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.core.decision_context import DecisionContext,
 from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_names
 from rollmesh.services.coordinator.core.state import BatchState
-from rollmesh.shared.digest import next_digest
+from rollmesh.shared.domain.digest import next_digest
 
 
 def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:

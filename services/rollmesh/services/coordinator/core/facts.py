@@ -7,7 +7,7 @@ from enum import IntEnum
 import msgspec
 
 from rollmesh.services.coordinator.core.records import Record, RunSpec
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 
 class RunCreated(Record, frozen=True, kw_only=True, tag=True):

@@ -21,7 +21,7 @@ from rollmesh.services.coordinator.core.facts import (
     TrainedGroup,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 NO_PAYLOAD = PayloadRef()
 

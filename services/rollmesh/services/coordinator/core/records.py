@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings, Share
+from rollmesh.shared.config.settings import LIVE, NonNegativeInt, Settings, Share
 
 SAMPLES_PER_EPISODE_MAX = 4096
 SAMPLE_TOKENS_MAX = 2**31 - 1

@@ -8,7 +8,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, SampleMeta
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState
-from rollmesh.shared.reward_range import REWARD_RANGE, in_reward_range
+from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
 
 
 def report(ctx: DecisionContext, request: i.ReportEpisodes) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, SampleEnd, SampleMeta, Task
 from rollmesh.services.coordinator.core.records import Bound, RunSpec
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.domain.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
 """Number of announced versions that are kept. If workers sample from older ones, the bound of the run is larger than

@@ -20,7 +20,7 @@ from rollmesh.services.coordinator.core import batches, rollouts
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe
 from rollmesh.services.coordinator.core.fleet import Fleet, Node, NodeKind, NodeState
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
-from rollmesh.shared.text import count_of
+from rollmesh.shared.domain.text import count_of
 
 _SHOWN_MAX = 4
 """Maximum number of nodes of a kind that a link names."""

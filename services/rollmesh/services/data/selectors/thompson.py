@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings, Share
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -41,7 +41,7 @@ from rollmesh.services.gateway.page.login import PageLogin
 from rollmesh.services.gateway.page.parts import PageParts
 from rollmesh.services.gateway.page.plain import plain
 from rollmesh.services.gateway.page.transcripts import Transcripts
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import (
     Code,
     FieldViolation,

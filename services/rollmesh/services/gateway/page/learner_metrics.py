@@ -13,7 +13,7 @@ import msgspec
 
 from rollmesh.services.gateway.page.history import POINTS_MAX
 from rollmesh.services.gateway.page.parts import PageParts
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 
 FILE_BYTES_MAX = 64 << 20
 """Only this many bytes at the end of the file are read."""

@@ -14,7 +14,7 @@ import re
 from collections import OrderedDict
 
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.domain.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.auth_interceptor import bearer
 
 TICKET_S = 3600.0

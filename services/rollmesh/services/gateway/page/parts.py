@@ -10,8 +10,8 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.shared.bus.bus import StreamRecord
-from rollmesh.shared.ledger_head import LedgerHead
-from rollmesh.shared.trajectory import GroupContext, IntArray
+from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.domain.trajectory import GroupContext, IntArray
 
 
 class TokenDecoder(Protocol):

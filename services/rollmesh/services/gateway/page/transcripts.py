@@ -22,8 +22,8 @@ from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context
 from rollmesh.shared.errors import ConfigError, DataLoss, DeadlineExceeded, MeshError, PayloadLost, UnknownSample
-from rollmesh.shared.extras import install_hint
-from rollmesh.shared.trajectory import IntArray, Sample, Segment
+from rollmesh.shared.config.extras import install_hint
+from rollmesh.shared.domain.trajectory import IntArray, Sample, Segment
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 

@@ -6,8 +6,8 @@ Annotations are evaluated (no `from __future__ import annotations`): TorchScript
 import torch
 from torch import Tensor
 
-from rollmesh.services.inference.engines.sampling import Rules, half, measure, sample
-from rollmesh.services.inference.engines.torch_model import (
+from rollmesh.services.inference.engines.common.sampling import Rules, half, measure, sample
+from rollmesh.services.inference.engines.torch.model import (
     PackedStep,
     Rotary,
     Shape,

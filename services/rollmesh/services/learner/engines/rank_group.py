@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.shared.errors import BY_REASON, ConfigError, FailedPrecondition, MeshError, RankFailed
-from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.ranks import Ranks
 
 _HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
-from rollmesh.shared.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 
 ZERO_VARIANCE = "ZERO_VARIANCE"
 TOO_FEW_SURVIVORS = "TOO_FEW_SURVIVORS"

@@ -11,7 +11,7 @@ import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, verdict
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class ExactOptions(AnswerOptions):

@@ -12,8 +12,8 @@ import msgspec
 
 from rollmesh.services.reward.item import ScoreItem, Where
 from rollmesh.services.reward.scorers.extract import compile_pattern
-from rollmesh.shared.settings import NonEmptyStr, Settings
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.config.settings import NonEmptyStr, Settings
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class FormatOptions(Settings):

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class LengthOptions(Settings):

@@ -20,8 +20,8 @@ from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten, verdict
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.settings import PositiveFloat
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.config.settings import PositiveFloat
+from rollmesh.shared.domain.trajectory import Reward
 
 
 class MathOptions(AnswerOptions):

@@ -20,8 +20,8 @@ from rollmesh.services.reward.scorer import Sandbox
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
 from rollmesh.shared.clients.hidden_tests import TestOutcome, TestReport
 from rollmesh.shared.errors import ScorerFailed
-from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat
-from rollmesh.shared.trajectory import Reward
+from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat
+from rollmesh.shared.domain.trajectory import Reward
 
 CODE_BLOCK = r"```[\w+-]*[ \t]*\n(.*?)```"
 SHARE = "tests_share"

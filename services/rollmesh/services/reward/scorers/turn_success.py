@@ -16,8 +16,8 @@ import msgspec
 
 from rollmesh.services.reward.item import TEXT_CHARS_MAX, ScoreItem
 from rollmesh.services.reward.scorers.extract import compile_pattern, not_applicable
-from rollmesh.shared.settings import NonEmptyStr, Settings
-from rollmesh.shared.trajectory import Reward, Source
+from rollmesh.shared.config.settings import NonEmptyStr, Settings
+from rollmesh.shared.domain.trajectory import Reward, Source
 
 
 class TurnSuccessOptions(Settings):

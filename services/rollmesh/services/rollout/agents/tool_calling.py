@@ -16,7 +16,7 @@ from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser
 from rollmesh.services.rollout.tool_calls.parsing import ParsedCall
-from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.domain.trajectory import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

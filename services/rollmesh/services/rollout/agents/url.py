@@ -17,8 +17,8 @@ from rollmesh.services.rollout.agent import Task
 from rollmesh.services.rollout.agents.program import task_fields
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 from rollmesh.shared.errors import InfraFailure
-from rollmesh.shared.extras import libraries_needed
-from rollmesh.shared.settings import PositiveFloat, Settings
+from rollmesh.shared.config.extras import libraries_needed
+from rollmesh.shared.config.settings import PositiveFloat, Settings
 
 _BODY_BYTES_MAX = 1000
 

@@ -69,7 +69,7 @@ from rollmesh.shared.errors import (
     PayloadTooLarge,
 )
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.trajectory import Segment
+from rollmesh.shared.domain.trajectory import Segment
 
 MODEL = "policy"
 """The name of the trained model."""

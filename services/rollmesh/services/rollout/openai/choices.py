@@ -10,7 +10,7 @@ from rollmesh.services.rollout.openai.replies import call_id
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tool_calls.parsing import ParsedCall, ToolCallParser
 from rollmesh.services.rollout.turn_text import TurnText
-from rollmesh.shared.trajectory import Segment
+from rollmesh.shared.domain.trajectory import Segment
 
 Part = str | RequestedCall
 

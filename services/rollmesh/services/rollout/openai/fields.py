@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 
 S = TypeVar("S", bound=msgspec.Struct)

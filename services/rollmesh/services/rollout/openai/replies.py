@@ -19,7 +19,7 @@ from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded, MethodN
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.shared.error_base import Code, MeshError
 from rollmesh.shared.errors import PayloadTooLarge, Unauthenticated
-from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
+from rollmesh.shared.domain.trajectory import FinishReason, FloatArray, IntArray
 
 Finish = Literal["stop", "length", "tool_calls"]
 

@@ -17,7 +17,7 @@ from rollmesh.services.rollout.openai.chains import Chains
 from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded
 from rollmesh.shared.errors import ContextLengthExceeded, Unauthenticated
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.trajectory import ClientChains
+from rollmesh.shared.domain.trajectory import ClientChains
 
 T = TypeVar("T")
 

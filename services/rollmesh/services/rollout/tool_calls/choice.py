@@ -10,7 +10,7 @@ from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall, t
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tool_calls.parsing import ToolCallParser, parse_turn
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.registry import Extension, Registry
+from rollmesh.shared.config.registry import Extension, Registry
 
 TOOL_CALL_PARSERS = Registry(
     "tool call parser",

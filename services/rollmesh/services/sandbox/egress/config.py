@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
-from rollmesh.shared.settings import FIXED, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import FIXED, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 _HOST = re.compile(r"\.?(?!-)[a-z0-9-]+(\.[a-z0-9-]+)*")
 _METHOD = re.compile(r"[A-Z]+")

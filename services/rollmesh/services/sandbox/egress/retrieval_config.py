@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollmesh.shared.registry import Extension
-from rollmesh.shared.settings import PositiveInt, Settings
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import PositiveInt, Settings
 
 
 class RetrievalConfig(Settings):

@@ -61,8 +61,8 @@ from rollmesh.shared.errors import (
     UnknownProfile,
     UnknownSession,
 )
-from rollmesh.shared.ids import IdSource
-from rollmesh.shared.registry import Extension
+from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.config.registry import Extension
 
 _log = logging.getLogger(__name__)
 

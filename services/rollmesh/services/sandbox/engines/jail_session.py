@@ -23,7 +23,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.snapshot import LOST_MAX, NAME_CHARS_MAX, NUM_SECTIONS
 from rollmesh.services.sandbox.engine import OnOutput, SavePiece
 from rollmesh.services.sandbox.engines.wire import Wire
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 
 _OVERHEAD_BYTES = 1 << 16
 _NOTICES_MAX = 4096

@@ -15,7 +15,7 @@ from rollmesh.services.sandbox.oracle.verdict import JudgeReport
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, FieldViolation, InvalidInput, UnknownOracle
-from rollmesh.shared.ids import IdSource
+from rollmesh.shared.domain.ids import IdSource
 from rollmesh.v1 import sandbox_pb2
 
 _SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64")

@@ -44,7 +44,7 @@ from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, HiddenTest
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, Overloaded, UnknownProfile
-from rollmesh.shared.ids import IdSource
+from rollmesh.shared.domain.ids import IdSource
 
 Trial = Callable[[int], Awaitable[None]]
 """Runs the test with an index; raises `CandidateFailed`."""

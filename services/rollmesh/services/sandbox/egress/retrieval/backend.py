@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.config.registry import Registry
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,9 +26,9 @@ from rollmesh.services.sandbox.egress.exchange import EgressRefused
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
-from rollmesh.shared.decoding import UNDECODABLE
+from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.config.settings import Settings
 
 _T = TypeVar("_T")
 

@@ -14,8 +14,8 @@ from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
-from rollmesh.shared.decoding import UNDECODABLE
-from rollmesh.shared.settings import Settings
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.config.settings import Settings
 
 _CHARSET = re.compile(r"charset=\"?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
 _TEXTS = ("text/", "application/json", "application/xhtml+xml", "application/xml")

@@ -1,0 +1,522 @@
+"""Find every mistake of a configuration before a run starts. Each one names the key, the expected value and the remedy.
+
+The types of the sections check their values when a file is read. This module checks files, the user's objects, and settings of two
+sections that must agree. `model_checks` checks the model, and `profile_checks` starts each sandbox profile once. Nothing else is started or
+written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollmesh.app.config import TrainConfig, read_train_config
+from rollmesh.app.checks.model_checks import check_made_model, check_model, check_reference
+from rollmesh.app.checks.profile_checks import check_profiles
+from rollmesh.app.loggers.run_loggers import LOGGERS, check_installed
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
+from rollmesh.mesh.security import open_tls, read_token
+from rollmesh.services.data.config import build_pools, build_selector
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.engine import INFERENCE_ENGINES, with_model
+from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
+from rollmesh.services.learner.engine import TRAINERS, find_engine
+from rollmesh.services.reward.config import ScorerConfig, build_scorer
+from rollmesh.services.reward.config import build_engine as build_reward_engine
+from rollmesh.services.reward.engine import ConfiguredScorer
+from rollmesh.services.reward.finalizer import FINALIZERS
+from rollmesh.services.reward.oracles import ORACLES, JsonlOracle
+from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.reward.scorers.tests import TestsOptions
+from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
+from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
+from rollmesh.services.sandbox.engine import ENGINES
+from rollmesh.services.sandbox.languages import declared_commands
+from rollmesh.services.sandbox.oracle.manifest import PROFILE, TIME_LIMITS_MAX
+from rollmesh.shared.bus.embedded_server import find_binary
+from rollmesh.shared.config.loader import all_in_one, underlay_places
+from rollmesh.shared.endpoints.config import check_endpoint
+from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key, located_at
+from rollmesh.shared.domain.outputs import array_names, output_of
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import Message
+from rollmesh.trainer.estimators import make_estimator
+
+if TYPE_CHECKING:  # it imports torch
+    from rollmesh.trainer.plugins import Plugins
+
+LR_UNUSUAL = 0.1
+"""Learning rate above which a note is printed."""
+_TASKS_NAMED = 4
+
+
+def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
+    """Return the checked configuration of a file. Raises InvalidInput with every mistake in the file and in what it names.
+
+    `learner`: whether a learner will run on this host, with the libraries that it needs.
+    """
+    config, mistakes = read_train_config(path, overrides)
+    found: list[MeshError] = list(mistakes)
+    if config is not None:
+        found += _placed(find_mistakes(config, path.parent, known=mistakes, learner=learner), path, overrides)
+    if config is None or found:
+        raise all_in_one(found)
+    return config
+
+
+def _placed(mistakes: Sequence[MeshError], path: Path, overrides: Sequence[str]) -> list[MeshError]:
+    """Return the mistakes with file and line of those values that the recipe gives, because the user's file does not show them."""
+    if not mistakes:
+        return []
+    place = underlay_places(TrainConfig, path, overrides)
+    return [
+        ConfigError(f"{where}: {mistake.message}", violations=mistake.violations, key=mistake.metadata["key"])
+        if (where := place(mistake.metadata.get("key", "")))
+        else mistake
+        for mistake in mistakes
+    ]
+
+
+def check(config: TrainConfig, base_dir: Path) -> None:
+    """Load the model if one is named, and raise InvalidInput with every mistake."""
+    if found := find_mistakes(config, base_dir):
+        raise all_in_one(found)
+
+
+def find_mistakes(
+    config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = (), *, learner: bool = True
+) -> list[MeshError]:
+    """Return every mistake, except at the keys of `known`: there the configuration holds a default instead of the given value."""
+    check = _Check(config, base_dir, learner=learner)
+    check.all()
+    keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
+    return [
+        mistake
+        for mistake in check.mistakes
+        if not any(f"{mistake.metadata.get('key', '')}.".startswith(f"{key}.") for key in keys)
+    ]
+
+
+def notes(config: TrainConfig, base_dir: Path) -> list[str]:
+    """Return remarks about a valid configuration, a line each."""
+    run = config.run
+    pools = build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))
+    lines = (
+        *_missing_nodes(config, pools[Split.TRAIN]),
+        *_unusual_values(config, len(pools[Split.TRAIN])),
+        *_contradictions(config, base_dir, pools),
+    )
+    found = [f"note: {line}" for line in lines]
+    size = len(pools[Split(run.eval_split)])
+    if run.eval_every and 0 < size < run.eval_tasks:
+        found.append(
+            f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
+        )
+    return found + [f"note: {line}" for line in _scoring_times(config, base_dir)]
+
+
+def _scoring_times(config: TrainConfig, base_dir: Path) -> Iterator[str]:
+    """Yield the time limits of scoring that cannot fit into each other."""
+    total_s, score_s = sum(scorer.timeout_s for scorer in config.reward.scorers), config.rollout.stages.score_s_max
+    if total_s >= score_s:
+        yield (
+            f"the scorers may take {total_s:g} s (sum of `reward.scorers[].timeout_s`), but rollout.stages.score_s_max is {score_s:g} s: a "
+            "slow answer can end its episode as an infra failure instead of with a reward; raise score_s_max, or lower timeout_s"
+        )
+    for index, scorer in enumerate(config.reward.scorers):
+        options = SCORERS.options(scorer, base_dir)
+        if not isinstance(options, TestsOptions):
+            continue
+        if scorer.timeout_s >= (most := config.reward.sandbox.judgment_s_max):
+            yield (
+                f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but reward.sandbox.judgment_s_max ends a judgment after "
+                f"{most:g} s as an infra failure; raise judgment_s_max, or lower timeout_s"
+            )
+        if (profile := config.sandbox.profiles.get(PROFILE)) is not None:
+            call_s = min(options.wall_s or math.inf, profile.resolved_limits().call_s)
+            if call_s * TIME_LIMITS_MAX > scorer.timeout_s:
+                yield (
+                    f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but {TIME_LIMITS_MAX} hidden tests (`time_limits_max`) may "
+                    f"take {call_s:g} s each (limits.call_s of sandbox profile `{PROFILE}`): tests after timeout_s count as TLE; raise "
+                    "timeout_s, or lower call_s or wall_s of the manifests"
+                )
+
+
+def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
+    """Yield the kinds of nodes that must join from another host."""
+    tools = pool.task(0).tools if len(pool) else ()
+    needed = {
+        "inference": "",
+        "rollout": "",
+        **({"sandbox": f", and tasks use the tool `{tools[0]}`"} if tools else {}),
+    }
+    for kind, why in needed.items():
+        if not getattr(config.counts, kind):
+            yield f"counts.{kind} is 0{why}: the run waits until one joins (rollmesh serve {kind} --join HOST:PORT)"
+
+
+def _unusual_values(config: TrainConfig, num_tasks: int) -> Iterator[str]:
+    """Yield the values that are legal and rarely meant."""
+    run, sampling, limits = config.run, config.rollout.sampling, config.rollout.limits
+    if not sampling.temperature and not run.export_groups:
+        yield (
+            "rollout.sampling.temperature is 0, so the answers of a group are equal and train nothing (ZERO_VARIANCE) unless the agent "
+            "sets another; 1 is the default"
+        )
+    if sampling.max_tokens > limits.context_tokens_max:
+        yield (
+            f"rollout.sampling.max_tokens is {sampling.max_tokens}, but rollout.limits.context_tokens_max ends every turn at "
+            f"{limits.context_tokens_max} tokens with its prompt; lower it, or raise the limit and inference.engine.options.context_max"
+        )
+    if not run.export_groups and config.learner.optimizer.lr > LR_UNUSUAL:
+        yield f"learner.optimizer.lr is {config.learner.optimizer.lr:g}, and models rarely learn above {LR_UNUSUAL:g}; 1e-6 is the default"
+    if not run.export_groups and run.batch_groups > num_tasks:
+        yield f"run.batch_groups is {run.batch_groups}, but the train split has {num_tasks} tasks; a batch repeats tasks"
+
+
+def _contradictions(config: TrainConfig, base_dir: Path, pools: Mapping[Split, TaskPool]) -> Iterator[str]:
+    """Yield a line about prompts that several tasks have, with different answers."""
+    tasks: dict[tuple[Message, ...], list[PoolTask]] = {}
+    for pool in pools.values():
+        for position in range(len(pool)):
+            task = pool.task(position)
+            if task.oracle_ref.startswith("jsonl:"):
+                tasks.setdefault(task.messages, []).append(task)
+    repeated = [same for same in tasks.values() if len(same) > 1]
+    if not repeated:
+        return
+    resolve = JsonlOracle(reward_config(config).answer_files, base_dir).resolve
+    wrong = [same for same in repeated if len({repr(resolve(_rest(task)).answers) for task in same}) > 1]
+    if wrong:
+        names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
+        yield f"{len(wrong)} prompts have several answers in data.source, such as that of the tasks {names}; each answer fails the others"
+
+
+def _rest(task: PoolTask) -> str:
+    return task.oracle_ref.partition(":")[2]
+
+
+class _Check:
+    """The checks of one configuration."""
+
+    def __init__(self, config: TrainConfig, base_dir: Path, *, learner: bool) -> None:
+        self._config = config
+        self._base_dir = base_dir
+        self._learner = learner
+        self._reward_names: list[str] | None = None
+        self.mistakes: list[MeshError] = []
+
+    @contextmanager
+    def _collected(self, key: str = "") -> Iterator[None]:
+        """Keep a mistake. If it names no key, add `key`."""
+        try:
+            yield
+        except InvalidInput as err:
+            if key and "key" not in err.metadata:
+                err = at_key(err, key)
+            if str(err) not in map(str, self.mistakes):  # several checks construct the same part
+                self.mistakes.append(err)
+
+    def all(self) -> None:
+        config, base_dir = self._config, self._base_dir
+        for name, endpoint in config.endpoints.items():
+            with self._collected(f"endpoints.{name}"), located_at(f"endpoints.{name}"):
+                check_endpoint(endpoint, base_dir)
+        pools: dict[Split, TaskPool] = {}
+        with self._collected("data.source"):
+            pools = build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))
+        if pools:
+            with self._collected("data.selector"):
+                build_selector(config.data, pools[Split.TRAIN], base_dir)
+            self._tools(pools)
+        with self._collected():
+            self._evaluation(pools)
+        self._rewards(has_tasks=bool(pools))
+        with self._collected("learner.estimator"):
+            make_estimator(config.learner.estimator, config.reward.weights, base_dir)
+        with self._collected("security"):
+            open_tls(config.security, base_dir=base_dir)
+            if config.security.token_file:
+                read_token(base_dir / config.security.token_file)
+        with self._collected("bus.url"):
+            if not config.bus.url:
+                find_binary()
+        with self._collected("rollout.agent"):
+            load_agent(config.rollout.agent, base_dir)
+        with self._collected("sandbox.engine"):
+            ENGINES.options(config.sandbox.engine, base_dir)
+        with self._collected("sandbox.languages"):
+            declared_commands(config.sandbox.located(base_dir).languages)
+        for name, policy in config.sandbox.egress.items():
+            if policy.retrieval is not None:
+                with self._collected(f"sandbox.egress.{name}.retrieval.backend"):
+                    BACKENDS.options(policy.retrieval.backend, base_dir)
+        if self._learner or config.counts.inference:
+            self._learning(pools)
+
+    def _tools(self, pools: dict[Split, TaskPool]) -> None:
+        """Check the tools that tasks list, and the profiles in which this host runs them."""
+        config = self._config
+        listed = {name for pool in pools.values() for at in range(len(pool)) for name in pool.task(at).tools}
+        for name in sorted(listed):
+            with self._collected():
+                _check_tool(config, name)
+        for name, tool in config.rollout.tools.items():
+            if name not in listed and not _is_default(name, tool):
+                self.mistakes.append(
+                    ConfigError(
+                        f"`rollout.tools.{name}`: no task lists this tool, so no episode has it; add it to "
+                        "`data.source.options.tools`, or remove it",
+                        key=f"rollout.tools.{name}",
+                    )
+                )
+        if config.counts.sandbox:
+            own = {name: tool for name, tool in config.rollout.tools.items() if not _is_default(name, tool)}
+            with self._collected("sandbox.engine"):
+                self.mistakes += check_profiles(config.sandbox.located(self._base_dir), own)
+
+    def _learning(self, pools: dict[Split, TaskPool]) -> None:
+        """Check what needs torch: engine, learner and model."""
+        config, base_dir = self._config, self._base_dir
+        engine = None
+        with self._collected("inference.engine"):
+            engine = self._engine()
+        if config.counts.inference:
+            with self._collected("inference.python"):
+                python = interpreter_of(config.inference, base_dir)
+                if not is_this(python):
+                    check_interpreter(python, config.inference)
+        self._method()
+        if config.made_model is not None:
+            with self._collected():
+                check_made_model(config, base_dir, engine)
+        else:
+            self.mistakes += check_model(config, base_dir, engine, pools)
+
+    def _method(self) -> None:
+        """Check the trainer, and what the parts of an update need of the run."""
+        config, learner, trains_model = self._config, self._config.learner, False
+        with self._collected("learner.engine"):
+            find_engine(learner.engine, self._base_dir)
+            trains_model = TRAINERS.find(learner.engine.name, self._base_dir).trains_model
+        plugins = self._plugins() if trains_model else None
+        if plugins is None:
+            return
+        with self._needed("rollout.outputs"):
+            plugins.check_outputs(array_names(config.rollout.outputs))
+        if plugins.under("reference") and learner.reference.kind == "path":
+            with self._collected():
+                check_reference(config, self._base_dir)
+        if not config.run.export_groups:  # an export has no updates
+            with self._needed("run.group_size"):
+                plugins.check_group_size(config.run.group_size)
+        if self._reward_names is not None:
+            with self._needed("reward.scorers"):
+                plugins.check_rewards(self._reward_names)
+
+    def _plugins(self) -> Plugins | None:
+        """Return the parts of an update; None after a mistake in one of them."""
+        from rollmesh.trainer.features import FEATURES
+        from rollmesh.trainer.losses import LOSSES
+        from rollmesh.trainer.update_rules import UPDATE_RULES
+
+        learner, before = self._config.learner, len(self.mistakes)
+        for index, term in enumerate(learner.loss):
+            with self._collected(f"learner.loss[{index}]"):
+                LOSSES.options(term, self._base_dir)
+        with self._collected("learner.update_rule"):
+            UPDATE_RULES.options(learner.update_rule, self._base_dir)
+        for name, choice in learner.features.items():
+            with self._collected(f"learner.features.{name}"):
+                FEATURES.options(choice, self._base_dir)
+        if len(self.mistakes) > before:
+            return None  # the constructors would report the same mistakes, one at a time
+        with self._collected("learner"):
+            return make_plugins(self._config, self._base_dir)
+        return None
+
+    @contextmanager
+    def _needed(self, key: str) -> Iterator[None]:
+        """Keep the ValueError of a part that needs another value of `key`, which the message names."""
+        try:
+            yield
+        except ValueError as err:
+            self.mistakes.append(ConfigError(str(err), key=key))
+
+    def _evaluation(self, pools: dict[Split, TaskPool]) -> None:
+        run = self._config.run
+        if run.eval_split not in set(Split):
+            raise ConfigError(
+                f"`run.eval_split` must be one of {', '.join(Split)}; got {run.eval_split!r}", key="run.eval_split"
+            )
+        if pools and run.eval_every and run.eval_tasks and not len(pools[Split(run.eval_split)]):
+            raise ConfigError(
+                f"`run.eval_split`: the source has no task in the {run.eval_split} split; give it some, name another split, "
+                "or set run.eval_every=0",
+                key="run.eval_split",
+            )
+
+    def _rewards(self, *, has_tasks: bool) -> None:
+        config, before = self._config, len(self.mistakes)
+        names: list[str] = []
+        known = ("logprobs", *array_names(config.rollout.outputs))
+        for index, scorer in enumerate(config.reward.scorers):
+            with self._collected():
+                configured = _scorer(scorer, index, self._base_dir)
+                names += configured.reward_names
+                if missing := [name for name in configured.columns if name not in known]:
+                    self.mistakes.append(_missing_column(index, missing, known))
+        for logger in config.run.loggers:
+            with self._collected("run.loggers"):
+                LOGGERS.options(logger, self._base_dir)
+                check_installed(logger.name)
+        with self._collected("reward.finalizer"):
+            FINALIZERS.options(config.reward.finalizer, self._base_dir)
+        for scheme, oracle in config.reward.oracles.items():
+            with self._collected(f"reward.oracles.{scheme}"):
+                ORACLES.options(oracle, self._base_dir)
+        if len(self.mistakes) > before:
+            return  # the checks below need these parts
+        self._reward_names = names
+        with (
+            self._collected() if has_tasks else suppress(InvalidInput)
+        ):  # the answers are often in the file of the tasks
+            asyncio.run(build_reward_engine(reward_config(config), self._base_dir).close())
+        if config.run.success_reward not in names:
+            self.mistakes.append(
+                ConfigError(
+                    f"`run.success_reward`: no scorer gives a reward called `{config.run.success_reward}`; "
+                    f"known: {', '.join(names)}; set run.success_reward to one of these",
+                    key="run.success_reward",
+                )
+            )
+
+    def _engine(self) -> Any:
+        """Return the settings of the engine. None for an engine that does not run the model of the run."""
+        config, inference = self._config, self._config.inference
+        engine = with_model(inference.engine, self._base_dir, lambda: Path(config.model or "-"))
+        can = INFERENCE_ENGINES.make(engine, self._base_dir).capabilities
+        known = sorted(can.outputs)
+        if config.rollout.pin != "none" and can.versions_max < 2:
+            self.mistakes.append(
+                ConfigError(
+                    f"`rollout.pin` {config.rollout.pin} needs an engine with several sets of weights, and this one has one; set "
+                    "inference.engine.options.versions_max to 2 or more if the engine has this option (torch has it), or remove rollout.pin",
+                    key="rollout.pin",
+                )
+            )
+        for name, endpoint in config.endpoints.items():
+            if (
+                endpoint.kind == "policy_step"
+                and can.versions_max < 2
+                and not (endpoint.replay and not endpoint.record)
+            ):
+                self.mistakes.append(
+                    ConfigError(
+                        f"`endpoints.{name}.kind` policy_step needs an engine with several sets of weights, and this one has one; set "
+                        "inference.engine.options.versions_max to 2 or more if the engine has this option (torch has it), or use the kind frozen",
+                        key=f"endpoints.{name}.kind",
+                    )
+                )
+        if missing := [name for name in config.rollout.outputs if name not in known]:
+            self.mistakes.append(
+                ConfigError(
+                    f"`rollout.outputs` must be among [{', '.join(known)}], which the engine can return; got "
+                    f"[{', '.join(config.rollout.outputs)}]; {self._engines_with(missing)}; set `inference.engine`, or choose an agent, "
+                    "scorers and a loss without this output",
+                    key="rollout.outputs",
+                )
+            )
+        options = engine_options(inference, self._base_dir)
+        if not hasattr(options, "model"):
+            return None
+        longest = config.rollout.limits.context_tokens_max
+        if 0 < options.context_max < longest:
+            self.mistakes.append(
+                ConfigError(
+                    f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of {options.context_max} "
+                    "tokens; lower it, or raise inference.engine.options.context_max",
+                    key="rollout.limits.context_tokens_max",
+                )
+            )
+        return options
+
+    def _engines_with(self, outputs: Sequence[str]) -> str:
+        """Return the built-in engines that can return each output, for a message. The one for tests is not one of them."""
+        found: dict[str, list[str]] = {output: [] for output in outputs}
+        for name in INFERENCE_ENGINES.names:
+            with suppress(InvalidInput):  # an engine with required options cannot be constructed without them
+                choice = with_model(Extension(name), self._base_dir, lambda: Path(self._config.model or "-"))
+                can = INFERENCE_ENGINES.make(choice, self._base_dir).capabilities.outputs if name != "fake" else ()
+                for output in set(outputs).intersection(can):
+                    found[output].append(name)
+        return "; ".join(
+            f"built-in engines with {output}: {', '.join(names) or 'none'}" for output, names in found.items()
+        )
+
+
+def _is_default(name: str, tool: ToolConfig) -> bool:
+    """Return whether every configuration has this tool. A printed configuration adds its description."""
+    default = DEFAULT_TOOLS.get(name)
+    return default is not None and (tool.profile, tool.function) == (default.profile, default.function)
+
+
+def _check_tool(config: TrainConfig, name: str) -> None:
+    known = config.rollout.tools
+    if name not in known:
+        raise ConfigError(
+            f"`data.source.options.tools`: there is no tool `{name}`; known: {', '.join(known) or 'none'}; "
+            "describe it in rollout.tools",
+            key="data.source.options.tools",
+        )
+    if known[name].profile not in config.sandbox.profiles:
+        raise ConfigError(
+            f"`rollout.tools.{name}.profile`: there is no sandbox profile `{known[name].profile}`; known: "
+            f"{', '.join(config.sandbox.profiles)}",
+            key=f"rollout.tools.{name}.profile",
+        )
+
+
+def _missing_column(index: int, missing: Sequence[str], known: Sequence[str]) -> ConfigError:
+    outputs = sorted({output_of(name) for name in missing})
+    return ConfigError(
+        f"`rollout.outputs` must contain {', '.join(outputs)}, because `reward.scorers[{index}]` reads the columns [{', '.join(missing)}]; "
+        f"samples have [{', '.join(known)}]",
+        key="rollout.outputs",
+    )
+
+
+def _scorer(scorer: ScorerConfig, index: int, base_dir: Path) -> ConfiguredScorer:
+    try:
+        configured = build_scorer(scorer, base_dir)
+    except ConfigError as err:
+        raise at_key(err, f"reward.scorers[{index}]") from err
+    close = getattr(configured.scorer, "close", None)
+    if close is not None:
+        asyncio.run(close())
+    return configured
+
+
+def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
+    """Return the engine's settings with their defaults; the run's model is `-`. Raises ConfigError that names the key."""
+    try:
+        return INFERENCE_ENGINES.options(with_model(inference.engine, base_dir, lambda: Path("-")), base_dir)
+    except ConfigError as err:
+        raise at_key(err, "inference.engine") from err
+
+
+def make_plugins(config: MeshConfig, base_dir: Path) -> Plugins:
+    """Return the parts of an update. Raises ConfigError for a name, an option, or requests that contradict each other."""
+    from rollmesh.trainer.plugins import Plugins
+
+    try:
+        return Plugins(config.learner, reward_weights=config.reward.weights, base_dir=base_dir)
+    except ValueError as err:
+        raise ConfigError(f"`learner`: {err}", key="learner") from err

@@ -1,0 +1,58 @@
+"""`rollmesh check`: find the mistakes in a configuration before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmesh.cli.app import Overrides, app, console, report_errors, set_up_compute
+
+
+@app.command()
+def check(
+    config: Annotated[Path | None, typer.Argument(help="A configuration file.")] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Also run one episode, and print its transcript and rewards.")
+    ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of a configuration file instead, for an editor.")
+    ] = False,
+) -> None:
+    """Find every mistake in a configuration, and print each setting with its effective value."""
+    if schema:
+        import msgspec
+
+        from rollmesh.app.config import TrainConfig
+        from rollmesh.shared.config.config_schema import json_schema
+
+        typer.echo(msgspec.json.format(msgspec.json.encode(json_schema(TrainConfig)), indent=2).decode())
+        return
+    if config is None:
+        raise typer.BadParameter("name a configuration file, or use --schema", param_hint="config")
+    with report_errors():
+        set_up_compute()
+        from rollmesh.app.checks.config_checks import load_checked, notes
+        from rollmesh.app.checks.effective_config import effective_config, headline
+        from rollmesh.app.checks.model_checks import call_note, memory_note
+        from rollmesh.shared.config.loader import to_yaml
+
+        settings, base_dir = load_checked(config, overrides or []), config.parent
+        typer.echo(to_yaml(effective_config(settings, base_dir)), nl=False)
+        remarks = (*notes(settings, base_dir), *call_note(settings, base_dir), *memory_note(settings, base_dir))
+        for line in (headline(settings, base_dir), *remarks):
+            typer.echo(line, err=True)
+        if dry_run:
+            from rollmesh.app.samples.dry_run import run_dry
+            from rollmesh.cli.transcript import transcript
+
+            terminal = console(as_json=True)
+            with terminal.status("dry run") as status:
+                run_dry(
+                    config,
+                    overrides or [],
+                    on_sample=lambda line: terminal.print(transcript(line)),
+                    on_phase=lambda phase: status.update(f"dry run: {phase}"),
+                )

@@ -1,0 +1,27 @@
+"""Agents of the tasks of `rollmesh bench methods`."""
+
+from __future__ import annotations
+
+from rollmesh.demo.families.calc import demonstrate
+from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
+from rollmesh.services.rollout.environment import Environment
+from rollmesh.shared.domain.trajectory import Purpose, Role, Source
+
+
+class FirstGiven(ToolCallingAgent):
+    """Episode 0 of a training group is the ideal episode of its calculator task, given and not sampled. The model plays the others."""
+
+    async def run(self, task: Task, env: Environment) -> None:
+        if env.purpose is not Purpose.TRAIN or env.index:
+            await super().run(task, env)
+            return
+        shown = demonstrate(task.messages[-1].content)
+        for call, result in shown.calls:
+            _give(env, f"<tool_call>{call}</tool_call>")
+            env.observe(result)
+        _give(env, f"<answer>{shown.answer}</answer>")
+
+
+def _give(env: Environment, text: str) -> None:
+    env.append(env.encode(text, end=True, markup=True), role=Role.ACTION, source=Source.DATASET, train=True)

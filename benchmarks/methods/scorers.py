@@ -1,0 +1,89 @@
+"""Scorers of the tasks of `rollmesh bench methods`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import groupby
+from typing import ClassVar
+
+import msgspec
+from msgspec.structs import replace
+
+from rollmesh.demo.families.calc import demonstrate
+from rollmesh.services.reward.item import JudgedSegment, ScoreItem
+from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
+from rollmesh.shared.config.settings import Settings, Share
+from rollmesh.shared.domain.trajectory import Outcome, Reward, Role
+
+
+class FlippedExactOptions(ExactOptions):
+    """Settings of the scorer with flips."""
+
+    share: Share = 0.2
+    """Share of the rewards that are flipped."""
+    seed: int = 0
+    """Seed of the choice."""
+
+
+class FlippedExact(ExactScorer):
+    """The exact scorer, whose result is flipped for a share of the samples: 1 becomes 0 and 0 becomes 1.
+
+    The choice is a hash of seed, task and sample, so that two methods have flips at the same samples.
+    """
+
+    Options: ClassVar[type[msgspec.Struct]] = FlippedExactOptions
+
+    def __init__(self, *, options: FlippedExactOptions) -> None:
+        super().__init__(options=options)
+        self._share, self._seed = options.share, options.seed
+
+    async def score(self, item: ScoreItem) -> Reward:
+        reward = await super().score(item)
+        digest = hashlib.sha256(f"{self._seed}/{item.task.task_id}/{item.sample_id}".encode()).digest()
+        if reward.outcome is not Outcome.OK or int.from_bytes(digest[:8], "big") / 2.0**64 >= self._share:
+            return reward
+        return replace(reward, value=1.0 - reward.value, evidence=f"flipped: {reward.evidence}")
+
+
+class IdealTurns(ExactScorer):
+    """The exact scorer, and a reward `turn` for the last segment of each turn: 1 if it is the turn of the ideal episode, else 0.
+
+    The ideal episode has one call for each operator of the expression, from left to right, and then the answer.
+    """
+
+    rewards: ClassVar[tuple[str, ...]] = ("turn",)
+
+    async def score(self, item: ScoreItem) -> list[Reward]:  # type: ignore[override]
+        shown = demonstrate(item.task.messages[-1].content)
+        ideal = [f"<tool_call>{call}</tool_call>" for call, _ in shown.calls] + [f"<answer>{shown.answer}</answer>"]
+        rewards = [await super().score(item)]
+        for number, turn in enumerate(_turns(item.path)):
+            is_ideal = number < len(ideal) and "".join(segment.text for segment in turn).strip() == ideal[number]
+            rewards.append(Reward(name="turn", value=float(is_ideal), segment=turn[-1].index))
+        return rewards
+
+
+class LevelPriorOptions(Settings):
+    """Settings of the predicted success."""
+
+    per_level: Share = 0.65
+    """Predicted success of a task of level 1. That of level n is its n-th power."""
+
+
+class LevelPrior:
+    """The success that the level of a task alone predicts, for recipes that assume a prediction of the reward from the prompt."""
+
+    Options: ClassVar[type[msgspec.Struct]] = LevelPriorOptions
+
+    def __init__(self, *, options: LevelPriorOptions) -> None:
+        self._per_level = options.per_level
+
+    async def score(self, item: ScoreItem) -> float:
+        return float(self._per_level ** int(item.task.labels["level"]))
+
+
+def _turns(path: Sequence[JudgedSegment]) -> list[list[JudgedSegment]]:
+    """Return the segments of each turn of the model. Observations separate turns."""
+    found = [(acts, list(segments)) for acts, segments in groupby(path, lambda segment: segment.role is Role.ACTION)]
+    return [segments for acts, segments in found if acts]

@@ -1,0 +1,149 @@
+"""Payloads of one run in append-only files of one host, read by position. `bus/payload_writer` appends.
+
+    FOLDER/00004096.payloads       one writer each, whole records: header (magic, position, length, CRC-32), then the payload
+
+The position of a record is a sequence at or above `FIRST_SEQUENCE`: the number of its file, then its offset in it. A sequence of a stream
+never gets there, so both kinds fit the same field, and a position names nothing but a record of this run.
+
+Every read compares header, length and CRC, so a record that was cut off or damaged is never returned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import struct
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+from rollmesh.shared.errors import DataLoss, NotFound
+from rollmesh.shared.domain.formats import check_format
+
+FIRST_SEQUENCE = 1 << 40
+"""Lowest position of a record in a file. A stream would need 10^12 records to reach it."""
+RECORD_BYTES_MAX = 8 * 1024 * 1024
+"""Maximum size of a payload, as NATS advises for a record."""
+OFFSET_BITS = 28
+_FIRST_FILE = FIRST_SEQUENCE >> OFFSET_BITS
+_NAME = re.compile(r"(\d{8,12})\.payloads")
+FORMAT = 1
+"""Format of the records, the digit at the end of their magic."""
+_MAGIC = b"RMP%d" % FORMAT
+HEADER = struct.Struct("<4sQII")
+_OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class UnreadableRecord(DataLoss):
+    """A position does not hold a whole record: the file is damaged, or the position was invented."""
+
+    reason = "UNREADABLE_RECORD"
+
+
+class NoPayloadFile(NotFound):
+    """The file of a position does not exist: its payloads were purged, or the position was invented."""
+
+    reason = "NO_PAYLOAD_FILE"
+
+
+def in_file(sequence: int) -> bool:
+    """Return whether a payload's sequence is a position in a file."""
+    return sequence >= FIRST_SEQUENCE
+
+
+def file_of(sequence: int) -> int:
+    """Return the number of the file that a position names."""
+    return sequence >> OFFSET_BITS
+
+
+def record_header(position: int, payload: bytes) -> bytes:
+    """Return the bytes before a payload that is stored at `position`."""
+    return HEADER.pack(_MAGIC, position, len(payload), zlib.crc32(payload))
+
+
+class PayloadFiles:
+    """The files of one run. Every method blocks for as long as the disk does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, sequence: int) -> bytes:
+        """Return a payload. Raises NoPayloadFile, UnreadableRecord, NewerFormat."""
+        path = self._path(file_of(sequence))
+        try:
+            descriptor = os.open(path, os.O_RDONLY | _OPEN)
+        except FileNotFoundError as error:
+            raise NoPayloadFile(f"payload {sequence} is purged or lost: {path} does not exist") from error
+        except OSError as error:
+            raise _unreadable(sequence, path, f"cannot open it: {error.strerror}") from error
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _unreadable(sequence, path, "it is not a file")
+            return _record(descriptor, sequence, path)
+        except OSError as error:
+            raise _unreadable(sequence, path, f"cannot read it: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+
+    def sizes(self) -> dict[int, int]:
+        """Return the sizes of all files by number, in bytes; empty without a folder."""
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if match := _NAME.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
+        return found
+
+    def create(self) -> tuple[int, int]:
+        """Create the next file, and return its number and descriptor. Raises FileNotFoundError without a folder."""
+        number = max(self.sizes(), default=_FIRST_FILE - 1) + 1
+        while True:
+            try:
+                return number, os.open(self._path(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)
+            except FileExistsError:  # another writer has taken it
+                number += 1
+
+    def remove(self, number: int) -> None:
+        """Remove a file. A writer of it notices and begins another. Idempotent.
+
+        An empty file takes the place of the newest one, because a number must not be used again.
+        """
+        sizes = self.sizes()
+        if number == max(sizes, default=0):
+            if not sizes[number]:
+                return
+            os.close(self.create()[1])
+        self._path(number).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        """Remove the folder. Idempotent."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.folder)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}.payloads"
+
+
+def _record(descriptor: int, sequence: int, path: Path) -> bytes:
+    offset = sequence & ((1 << OFFSET_BITS) - 1)
+    header = os.pread(descriptor, HEADER.size, offset)
+    if len(header) < HEADER.size:
+        raise _unreadable(sequence, path, f"it ends before offset {offset}")
+    magic, position, length, checksum = HEADER.unpack(header)
+    if magic[:3] == _MAGIC[:3] and magic[3:].isdigit():
+        check_format(f"payload {sequence} in {path}", int(magic[3:]), FORMAT)
+    if magic != _MAGIC or position != sequence or length > RECORD_BYTES_MAX:
+        raise _unreadable(sequence, path, f"no record begins at offset {offset}")
+    payload = os.pread(descriptor, length, offset + HEADER.size)
+    if len(payload) < length:
+        raise _unreadable(sequence, path, f"the record at offset {offset} has {len(payload)} of {length} bytes")
+    if zlib.crc32(payload) != checksum:
+        raise _unreadable(sequence, path, f"the record at offset {offset} has another checksum than its header")
+    return payload
+
+
+def _unreadable(sequence: int, path: Path, why: str) -> UnreadableRecord:
+    return UnreadableRecord(f"payload {sequence} cannot be read from {path}: {why}; drop its samples")
