@@ -9,6 +9,7 @@ Each finding is `FILE:LINE: EXPRESSION -> WORDS TO USE`. The exit code is 1 if t
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys

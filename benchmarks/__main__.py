@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rollmesh.cli.app import FAILED, app, report_errors, set_up_compute
+from rollmesh.app.compute import set_up_compute
+from rollmesh.cli.app import FAILED, report_errors
 
 if TYPE_CHECKING:
     from benchmarks.methods.bench import MethodsOptions, MethodsOutcome
@@ -134,9 +136,9 @@ def _methods(options: MethodsOptions, json_file: Path | None, *, run: bool) -> N
 
 def _write_report(options: MethodsOptions, outcome: MethodsOutcome) -> str:
     """Write `report/` with the curves of each task, and return its text."""
+    from benchmarks.methods.figure import draw_task
     from benchmarks.methods.report import markdown
     from rollmesh.app.views.figure import close, to_svg
-    from benchmarks.methods.figure import draw_task
 
     folder = options.out / "report"
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Effect, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import GroupDecision, PayloadRef, SampleMeta, StepSpan, Task

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Effect, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import (

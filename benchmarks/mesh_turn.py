@@ -34,7 +34,7 @@ from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.trainer.model_files import save_tokenizer
 
 MODEL = "model (fakes, left out)"

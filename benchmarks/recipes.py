@@ -28,6 +28,7 @@ from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
 from rollmesh.services.learner.engine import StepResult
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.trainer.losses.high_entropy import HighEntropy, HighEntropyOptions
 from rollmesh.trainer.model_files import write_model_folder

@@ -41,12 +41,12 @@ from rollmesh.shared.clients.inference_choice import PrefixAffinity
 from rollmesh.shared.clients.inference_nodes import NodeChoice, NodePool, PendingRequest, RouterConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.domain.trajectory import IntArray, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.membership.fleet import KnownFleet
+from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.trainer.model_files import WEIGHTS_NAME
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 

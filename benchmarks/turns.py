@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.services.rollout.agent import Environment, Task
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 
 NUM_TURNS = 6
 

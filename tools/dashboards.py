@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tools.alerts import to_yaml
-from tools.queries import LabelValue, Not, select
 from rollmesh.mesh.observe import CERTIFICATE_EXPIRY, DISK_FREE
 from rollmesh.services.coordinator import metrics as co
 from rollmesh.services.data import metrics as data
@@ -28,6 +26,8 @@ from rollmesh.services.sandbox.egress import metrics as egress
 from rollmesh.shared.endpoints import metrics as endpoints
 from rollmesh.shared.rpc.metrics_interceptor import CALL_SECONDS, CALLS
 from rollmesh.shared.telemetry.metrics import Metric
+from tools.alerts import to_yaml
+from tools.queries import LabelValue, Not, select
 
 COLUMNS = 24
 HEIGHT = 8

@@ -18,15 +18,15 @@ import msgspec
 import typer
 from msgspec import inspect
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import TrainConfig
-from tools.proto_reference import proto_pages
 from rollmesh.app.recipe_catalog import Method, load_method
+from rollmesh.cli.__main__ import app
 from rollmesh.sft.config import SftConfig
 from rollmesh.shared.config.config_schema import field_docs
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import expectation, may_change, plain
 from rollmesh.trainer.recipe import recipe_names
+from tools.proto_reference import proto_pages
 
 WIDTH = 138
 UNITS = (

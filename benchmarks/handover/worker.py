@@ -25,10 +25,10 @@ from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key
 from rollmesh.shared.config.loader import load_config
-from rollmesh.shared.membership.membership import Membership, PassiveHandler
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.domain.trajectory import Episode, EpisodeKey, Reward, Role, Sample, SamplingParams, Segment, Source
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.membership.membership import Membership, PassiveHandler
+from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 NODE = "bench-worker"

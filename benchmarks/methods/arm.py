@@ -23,16 +23,16 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedModel
 
-from benchmarks.race.bare_loop import BareLoop, training_sample
 from benchmarks.methods.records import EVAL_SAMPLES, ArmRecord, EvalPoint, MethodArm, UpdatePoint
 from benchmarks.methods.tasks import SETTINGS, SUPPLIED, TASKS, TaskOfMethods
+from benchmarks.race.bare_loop import BareLoop, training_sample
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.learner.engine import StepResult
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Episode
 from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Episode
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.feature_pass import computed_features
 from rollmesh.trainer.features import FeatureRequest, TokenLogprob

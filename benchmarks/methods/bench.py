@@ -27,12 +27,13 @@ from typing import get_args
 import msgspec
 
 from benchmarks.methods.arm import ArmWork, Made, Size, settings_digest
+from benchmarks.methods.expectations import Expected, MethodTask, expected_of
 from benchmarks.methods.records import LR, ArmRecord, MethodArm, append_record, chosen_records, read_records
 from benchmarks.methods.verdict import MethodComparison, compare
+from rollmesh.shared.config.registry import unknown_name
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.process.process_launch import bound_to_parent
-from rollmesh.shared.config.registry import unknown_name
-from rollmesh.trainer.recipe import About, MethodTask, find_recipe, read_recipe, recipe_names
+from rollmesh.trainer.recipe import recipe_names
 
 LAGS = (0, 4, 16)
 """Lags of tasks on which a method expects something of stale data."""

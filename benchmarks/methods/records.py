@@ -21,7 +21,7 @@ from typing import get_args
 
 import msgspec
 
-from rollmesh.trainer.recipe import Measure
+from benchmarks.methods.expectations import Measure
 
 EVAL_SAMPLES = 4
 """Episodes per task of an evaluation."""

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from rollmesh.demo.families.calc import demonstrate
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
 from rollmesh.shared.config.settings import Settings, Share
 from rollmesh.shared.domain.trajectory import Outcome, Reward, Role

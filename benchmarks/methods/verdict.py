@@ -20,8 +20,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from benchmarks.methods.expectations import Expectation, Expected, Measure
 from benchmarks.methods.records import ArmRecord, MethodArm
-from rollmesh.trainer.recipe import About, Expectation, Measure
 
 ERRORS = 2.0
 """Standard errors that a difference must exceed."""

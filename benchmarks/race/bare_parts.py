@@ -17,7 +17,6 @@ from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.reward.servicer import decode_items
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.codec.trajectory import episode_from_bytes
-from rollmesh.shared.errors import EngineFailed, StaleWeights
 from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.domain.trajectory import (
     EndpointUse,
@@ -29,6 +28,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
 )
+from rollmesh.shared.errors import EngineFailed, StaleWeights
 from rollmesh.v1 import reward_pb2
 
 

@@ -32,7 +32,6 @@ from typing import IO, Any
 import msgspec
 
 from benchmarks.methods.bench import commit
-from benchmarks.race.trl_environment import trl_python
 from benchmarks.race.evaluation import EvalWork
 from benchmarks.race.play import RaceTask
 from benchmarks.race.report import (
@@ -49,6 +48,7 @@ from benchmarks.race.report import (
     race_report,
     wall_s,
 )
+from benchmarks.race.trl_environment import trl_python
 from benchmarks.race.work import RaceMode, RaceRun, RaceWork, race_config, race_limits
 from benchmarks.report import Report
 from rollmesh.demo.config import MadeModelConfig

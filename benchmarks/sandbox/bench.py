@@ -21,9 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.sandbox import ours
-from benchmarks.sandbox import rivals
 from benchmarks.report import BenchTarget, Report, spread
+from benchmarks.sandbox import ours, rivals
 from benchmarks.sandbox.arm import Arm, SandboxLap, lap, percentile
 from rollmesh.services.sandbox.config import PROFILES
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 from statistics import median
 
-from benchmarks.weights import publish_to_active
 from benchmarks.report import BenchTarget, Report
+from benchmarks.weights import publish_to_active
 from benchmarks.weights.delta import CASES, DeltaFigures, measure
 from benchmarks.weights.fanout import FanOut, fan_out
 from rollmesh.shared.weights.manifest import CHUNK_BYTES

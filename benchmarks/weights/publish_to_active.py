@@ -27,10 +27,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from benchmarks.weights.publish_arm import PublishSeen, PublishWork
-from benchmarks.weights.publish_client import Arrival
 from benchmarks.report import BenchTarget, Report
 from benchmarks.warm_model import warm_model
+from benchmarks.weights.publish_arm import PublishSeen, PublishWork
+from benchmarks.weights.publish_client import Arrival
 
 CONFIG = Path(__file__).parents[1] / "cli" / "demo.yaml"
 """The demo."""

@@ -18,9 +18,9 @@ from typing import Any
 
 from rollmesh.shared.codec.trajectory import decode_version
 from rollmesh.shared.membership.joined_node import JoinedNode
+from rollmesh.shared.process.stop_signals import stop_signals
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.process.stop_signals import stop_signals
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import ByteRate
 from rollmesh.shared.weights.delta_cache import DeltaCache

@@ -9,6 +9,7 @@ judged. The reward `flawed` is 1 or 0 for them, so its mean is the share of flaw
 get the answer key, because the answer is right; a reply that is not as asked is an infra failure, where the code counts it as clean.
 """
 
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable
 from rollmesh.shared.domain.trajectory import Outcome, Reward
 

@@ -12,6 +12,7 @@ import asyncio
 from statistics import fmean, pvariance
 from typing import Literal
 
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.config.settings import NonNegativeFloat, Settings
 from rollmesh.shared.domain.trajectory import Reward
 

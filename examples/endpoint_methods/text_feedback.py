@@ -11,12 +11,15 @@ answer. If all answers are right, A is 0. Deviations: the first answers are not 
 
 import numpy as np
 
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern, not_applicable
-from rollmesh.shared.store.jsonl import last_match
+from rollmesh.services.rollout.agent import Agent
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import Purpose, Reward
+from rollmesh.shared.store.jsonl import last_match
 from rollmesh.trainer.estimators.base import GroupSize, episode_weights, turn_rewards, usable_rewards
 from rollmesh.trainer.estimators.turns import TurnEstimator
+from rollmesh.trainer.losses import LossTerm
 
 QUESTION = "Task: {task}\nAnswer: {answer}\nWhat is wrong with this answer? Do not give the solution."
 

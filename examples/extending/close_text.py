@@ -2,6 +2,7 @@
 
 import msgspec
 
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.domain.trajectory import Reward
 
 

@@ -4,6 +4,7 @@ import csv
 
 import msgspec
 
+from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.domain.trajectory import Message
 

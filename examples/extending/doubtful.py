@@ -2,6 +2,8 @@
 
 import msgspec
 
+from rollmesh.trainer.losses import LossTerm
+
 
 class DoubtfulOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gap_max: float = 1.0

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from rollmesh.trainer.losses import LossTerm
+
 
 class KlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_ratio_max: float = 10.0

@@ -1,6 +1,6 @@
 """An update rule: one optimizer step per turn, the last turn first, each against the policy before it."""
 
-from rollmesh.trainer.update_rules import OptimizerStep
+from rollmesh.trainer.update_rules import OptimizerStep, UpdateRule
 
 
 class LastTurnFirst:

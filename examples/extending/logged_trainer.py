@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.services.learner.engine import TrainerEngine
 from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from rollmesh.services.data.selector import Selector
 
 class MostSignal:
     def __init__(self, *, pool, seed):

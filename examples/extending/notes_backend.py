@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import EgressRefused
-from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
+from rollmesh.services.sandbox.egress.retrieval.backend import Backend, Document, Hit
 
 
 class NotesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

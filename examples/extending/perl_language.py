@@ -3,6 +3,7 @@
 import msgspec
 
 from rollmesh.sandbox_runtime.languages.programs import Command
+from rollmesh.services.sandbox.languages import SandboxLanguage
 
 
 class PerlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

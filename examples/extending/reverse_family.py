@@ -2,6 +2,7 @@
 
 from rollmesh.services.data.generated import Demonstration, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
+from rollmesh.services.reward.oracles import Oracle
 
 
 class ReverseSource(GeneratedSource):

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from rollmesh.services.rollout.agent import Agent
+
 
 class SecondTryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request: str = "Check your answer and answer again."

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.services.reward.finalizer import FinalizerDecision, Verdict
+from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Verdict
 
 
 class SpreadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import math
 import msgspec
 import numpy as np
 
-from rollmesh.services.inference.engine import EngineLoad, GenerateDelta, ScoreResult
+from rollmesh.services.inference.engine import Engine, EngineLoad, GenerateDelta, ScoreResult
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
 from rollmesh.shared.domain.trajectory import FinishReason
 

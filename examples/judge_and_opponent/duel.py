@@ -9,6 +9,9 @@ import re
 
 from rollmesh.services.data.generated import Demonstration, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
+from rollmesh.services.reward.oracles import Oracle
+from rollmesh.services.reward.scorer import Scorer
+from rollmesh.services.rollout.agent import Agent
 from rollmesh.shared.domain.trajectory import Reward
 
 QUESTION = """\

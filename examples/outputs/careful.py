@@ -2,6 +2,7 @@
 
 import msgspec
 
+from rollmesh.services.rollout.agent import Agent
 from rollmesh.shared.domain.trajectory import Role
 
 

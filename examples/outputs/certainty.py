@@ -5,6 +5,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.domain.trajectory import Message, Reward
 
 

@@ -1,5 +1,6 @@
 """One turn: the model answers the question."""
 
+from rollmesh.services.rollout import agent
 from rollmesh.services.rollout.agent import Environment, Task
 
 

@@ -1,5 +1,6 @@
 """1 for the sorted letters, else 0."""
 
+from rollmesh.services.reward import scorer
 from rollmesh.services.reward.item import ScoreItem
 
 

@@ -24,8 +24,8 @@ from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.sessions import Sessions
-from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 
 from . import online, sharing
 from .attack import Attack, Verdict, mismatch

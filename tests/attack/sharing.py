@@ -10,8 +10,8 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import MeshError
 from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.errors import MeshError
 
 PROFILE = "shared"
 _PRELUDE = """

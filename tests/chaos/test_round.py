@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from rollmesh.app.config import TrainConfig
-from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.process.process_launch import bound_to_parent
 
 from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Fault, draw
 from .processes import gone_after, marked

@@ -18,6 +18,7 @@ from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.engine import TorchEngine
 from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
 from rollmesh.services.inference.engines.vllm.engine import VllmEngine
+from rollmesh.services.learner.engine import TrainerEngine
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
 from rollmesh.shared.domain.trajectory import FinishReason, GroupContext, IntArray, Reward, Role, TrainingSample

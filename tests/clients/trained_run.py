@@ -22,9 +22,9 @@ import msgspec
 import yaml
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.views.series import read_series
+from rollmesh.cli.__main__ import app
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
 from rollmesh.shared.config.registry import Extension

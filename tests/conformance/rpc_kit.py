@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 from opentelemetry import trace
 

@@ -27,6 +27,7 @@ from rollmesh.shared.bus.embedded_server import EmbeddedServer, EmbeddedServerCo
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus, JetStreamConfig
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.bus.stream_reader import StreamReader
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
 from rollmesh.testing.memory_bus import MemoryBus, MemoryStream
 

@@ -23,9 +23,9 @@ from rollmesh.services.inference.engine import (
     WeightsMismatch,
 )
 from rollmesh.services.inference.engines.attached.sglang import SglangConfig, SglangEngine
+from rollmesh.services.inference.engines.attached.vllm_server import VllmServerConfig, VllmServerEngine
 from rollmesh.services.inference.engines.torch.config import Forward, TorchEngineConfig
 from rollmesh.services.inference.engines.torch.engine import TorchEngine
-from rollmesh.services.inference.engines.attached.vllm_server import VllmServerConfig, VllmServerEngine
 from rollmesh.shared.codec.checks import check_segment
 from rollmesh.shared.domain.outputs import NO_LOGPROB, NO_TOKEN, NUM_TOP, NUM_TOP_MAX, array_names
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams

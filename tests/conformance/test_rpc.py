@@ -19,7 +19,6 @@ from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 
-from . import rpc_kit
 from .rpc_kit import ACCESS, ARITIES, TOKEN, Echo, call, drain, echo_channel, echo_server, raised
 
 

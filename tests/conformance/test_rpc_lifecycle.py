@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
+from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollmesh.shared import errors
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
-from rollmesh.shared.rpc.direct.rpc import EOF
-from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2
 
-from . import rpc_kit
-from .rpc_kit import ACCESS, METHOD, Echo, call, drain, echo_server, one_call, one_method
+from .rpc_kit import ACCESS, ARITIES, METHOD, Echo, call, drain, echo_server, one_call, one_method
 
 LIMIT_S = 30.0
 MIB = bytes(1 << 20)

@@ -23,8 +23,6 @@ from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import events_pb2, run_pb2, weights_pb2
 
-from . import rpc_kit
-
 ACCESS = Access(token="token")
 NOT_UTF_8 = b"\x0a\x02\xff\xff"
 GARBAGE = b"\xff\xff\xff"

@@ -13,9 +13,9 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import FunctionCall, RunOutcome, RunResult, SandboxEngine, SnapshotTooLarge
 from rollmesh.services.sandbox.node import make_engine
-from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
-from rollmesh.shared.domain.ids import SeededIds
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
 

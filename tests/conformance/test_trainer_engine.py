@@ -14,9 +14,8 @@ from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.inference.engines.common.weights_buffer import read_state
 from rollmesh.services.learner.config import LearnerConfig, PublishConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.trajectory import (
     GroupContext,
     MemberOutcome,
@@ -30,6 +29,7 @@ from rollmesh.shared.domain.trajectory import (
     TrainingSample,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

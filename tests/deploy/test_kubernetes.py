@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rollmesh.cli.commands.serve import STOP_S
 from rollmesh.app.config import TrainConfig
+from rollmesh.cli.commands.serve import STOP_S
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.joining import KINDS, MANY, SINGLE
 from rollmesh.shared.config.loader import config_from_dict

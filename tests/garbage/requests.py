@@ -7,7 +7,7 @@ of the other fields; the rest are bytes that are not a request at all.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from rollmesh.shared.domain.reward_range import REWARD_ABS_MAX
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 
 DEPTH_MAX = 3

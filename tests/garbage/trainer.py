@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from rollmesh.client import Client
+from rollmesh.client import Client, Run
 from rollmesh.v1 import events_pb2
 
 WEIGHTS = {"a": np.ones(2, np.float32)}

@@ -29,8 +29,8 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.metadata import sample_meta
-from rollmesh.shared.membership.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.membership.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.server import ServerConfig

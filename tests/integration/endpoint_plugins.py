@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.rollout.agent import Environment, Task
-from rollmesh.shared.endpoints.answer import Asks
+from rollmesh.services.reward.scorer import Scorer
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 from rollmesh.shared.domain.trajectory import Reward
+from rollmesh.shared.endpoints.answer import Asks
 
 
 class PlaysOpponent:

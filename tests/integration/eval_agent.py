@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.services.rollout.agent import Environment, Task
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 
 resume = asyncio.Event()
 """Lets the evaluation episodes continue. A test sets a new one."""

@@ -23,6 +23,8 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, encode_sample
 from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.domain.trajectory import Episode, EpisodeKey, Reward, Role, Sample, SamplingParams, Segment, Source
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     CommitConflict,
     DigestMismatch,
@@ -40,8 +42,6 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer
-from rollmesh.shared.domain.trajectory import Episode, EpisodeKey, Reward, Role, Sample, SamplingParams, Segment, Source
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc, types_pb2
 

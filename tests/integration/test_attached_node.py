@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engines.attached.tables import computed_in
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import WeightsRejected
+from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.weights.manifest import build_manifest, version_owner
 from rollmesh.shared.weights.probes import Probe
 from rollmesh.shared.weights.transfer import upload

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
+import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,12 +14,12 @@ import msgspec
 import pytest
 
 from rollmesh.app.backup.backup import back_up_folder, back_up_mesh
-from rollmesh.app.backup.backup_file import BackedUpRecord, BackupSummary, read_backup, verify_backup
+from rollmesh.app.backup.backup_file import BackupSummary, StreamPart, read_backup, verify_backup
+from rollmesh.app.backup.restore import restore_backup
 from rollmesh.app.config import TrainConfig
 from rollmesh.app.folder_audit import audit_folder
 from rollmesh.app.mesh_client import find_mesh
 from rollmesh.app.open_run import open_resumed
-from rollmesh.app.backup.restore import restore_backup
 from rollmesh.app.run_folder import RESTORING, new_folder, open_folder, origin_now
 from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.audit import audit_run

@@ -41,10 +41,10 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, PayloadTooLarge, WeightsRejected
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.domain.trajectory import FloatArray, IntArray
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, PayloadTooLarge, WeightsRejected
+from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.testing import fake_trainer
 from rollmesh.testing.fake_trainer import FakeTrainerOptions
 from rollmesh.testing.memory_bus import MemoryBus

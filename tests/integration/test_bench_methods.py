@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.methods.bench import MethodsOptions, run_methods
 from benchmarks.methods.arm import MODEL_SEED
+from benchmarks.methods.bench import MethodsOptions, run_methods
 from benchmarks.methods.records import read_records
 from benchmarks.methods.tasks import TASKS
 from rollmesh.demo.config import MadeModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.sandbox import bench as sandbox
 from benchmarks.report import Spread
+from benchmarks.sandbox import bench as sandbox
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import load_train_config
 from rollmesh.app.run_bus import run_bus
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.views.series import read_series
+from rollmesh.cli.__main__ import app
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.coordinator.core.facts import Fact, GroupReserved
 from rollmesh.services.coordinator.ledger import read_ledger

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import load_train_config
 from rollmesh.app.run_folder import RunFolder
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh.run_layout import open_layout
 
 from .test_cli import save_user_folder

@@ -16,8 +16,8 @@ from rollmesh.mesh.security import read_token
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.shared.errors import InvalidInput, MeshBusy
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import InvalidInput, MeshBusy
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors

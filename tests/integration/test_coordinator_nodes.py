@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.services.coordinator import servicer
 from rollmesh.shared.errors import (
     InvalidInput,
     MeshError,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.app.config import load_train_config
 from rollmesh.app.checks.config_checks import find_mistakes
+from rollmesh.app.config import load_train_config
 from rollmesh.services.data.config import DataConfig, build_engine, build_pools, build_selector
 from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.source import SOURCES
@@ -23,10 +23,10 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient
 from rollmesh.shared.clock import ManualClock, SystemClock
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward, Role
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.domain.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward, Role
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.testing.rollout import LocalMesh, lease
 

@@ -23,11 +23,11 @@ from rollmesh.services.inference.node import make_engine
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import find_engine
 from rollmesh.shared.config.loader import config_from_dict, load_config
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.trainer.config import LossTerm
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.config import LossTermChoice
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.features import FEATURES, FeatureInputs
 from rollmesh.trainer.losses import LossInputs, LossSum

@@ -22,8 +22,8 @@ from rollmesh.services.gateway.heads import Heads, read_heads
 from rollmesh.services.gateway.node import GatewayNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.metadata import sample_meta
-from rollmesh.shared.errors import MeshError, Overloaded, PayloadLost, Unavailable, WrongUpdate
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
+from rollmesh.shared.errors import MeshError, Overloaded, PayloadLost, Unavailable, WrongUpdate
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors

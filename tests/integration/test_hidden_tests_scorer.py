@@ -20,10 +20,10 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.sandbox import SandboxClient, SandboxClientConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Outcome, Reward
 from rollmesh.shared.errors import Overloaded, UnknownOracle
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Outcome, Reward
 
 ACCESS = Access(token="t")
 MANIFEST: dict[str, Any] = {

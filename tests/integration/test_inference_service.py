@@ -17,6 +17,9 @@ from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
 from rollmesh.services.inference.generate_stream import GenerateStream
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     ConfigError,
     InvalidInput,
@@ -28,11 +31,8 @@ from rollmesh.shared.errors import (
     UnknownEndpoint,
     UnknownPolicy,
 )
-from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.domain.trajectory import SamplingParams
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors

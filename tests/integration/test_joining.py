@@ -23,12 +23,12 @@ from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.shared.bus.bus import Bus
-from rollmesh.shared.errors import AlreadyExists, ConfigError, MeshError, Unauthenticated, Unimplemented, UnknownBlob
 from rollmesh.shared.domain.ids import new_secret
-from rollmesh.shared.weights.model_files import fetch_model_files
 from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion
+from rollmesh.shared.errors import AlreadyExists, ConfigError, MeshError, Unauthenticated, Unimplemented, UnknownBlob
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.weights.model_files import fetch_model_files
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 
 from rollmesh.client import RunAddress
 from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig, PublishConfig
-from rollmesh.services.learner.engine import Restored, StepResult, find_engine
+from rollmesh.services.learner.engine import Restored, StepResult, TrainerEngine, find_engine
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.trajectory import Episode, GroupContext, TrainingSample
 from rollmesh.shared.errors import (
     ConfigError,
     DataLoss,
@@ -33,9 +36,7 @@ from rollmesh.shared.errors import (
     VersionRefused,
 )
 from rollmesh.shared.process.fault_points import Hook
-from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.domain.trajectory import Episode, GroupContext, TrainingSample
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.testing.fake_trainer import FakeTrainer

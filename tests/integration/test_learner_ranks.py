@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,12 @@ from rollmesh.demo.tiny_model import build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Position, Restored
-from rollmesh.services.learner.engines import torch_trainer
+from rollmesh.services.learner.engines import rank_group, torch_trainer
 from rollmesh.services.learner.engines.rank_group import RankGroup, join
 from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.errors import ConfigError, LossFailed, RankFailed, RanksDisagree
-from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.checkpoint import latest_checkpoint
 from rollmesh.trainer.config import (
     ComputeConfig,
@@ -42,6 +39,7 @@ from rollmesh.trainer.config import (
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, write_model_folder
 from rollmesh.trainer.update import BatchTrainer
 from tests.conformance.test_trainer_engine import HEAD, SMALL, batch
+from tests.forked import ForkedProcess, ForkServer
 
 from .learner_world import ACCESS, RunningWorld
 
@@ -172,6 +170,7 @@ class Term:
 ESTIMATOR = """
 import numpy as np
 import torch.distributed as dist
+from rollmesh.trainer import estimators
 from rollmesh.trainer.estimators import Estimate
 
 class Estimator:

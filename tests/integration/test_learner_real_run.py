@@ -18,10 +18,10 @@ from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import decode_key, encode_episode
-from rollmesh.shared.errors import MeshError
-from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2

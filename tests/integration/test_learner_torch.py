@@ -17,8 +17,8 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.shared.weights.probes import probes_of
 from rollmesh.trainer.forward import score

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch
 from rollmesh.shared.errors import InvalidInput, Unauthenticated, Unavailable
 from rollmesh.shared.membership.joined_node import JoinedNode
 from rollmesh.shared.membership.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.net.ports import lasting_ports
-from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc

@@ -28,10 +28,10 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.domain.trajectory import GroupContext, Source, TrainingSample
 from rollmesh.shared.errors import Fenced, MeshError, Overloaded, Unavailable, UnknownLease
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.domain.trajectory import GroupContext, Source, TrainingSample
 from rollmesh.testing import fake_trainer
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from rollmesh.app.config import load_train_config
 from rollmesh.app.checks.config_checks import find_mistakes
+from rollmesh.app.config import load_train_config
 from rollmesh.demo.tiny_model import build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import Mesh, MeshConfig

@@ -16,13 +16,13 @@ from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.codec.arrays import encode_array
 from rollmesh.shared.codec.trajectory import encode_segment
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import FinishReason, Message, Role, Segment, Source
 from rollmesh.shared.errors import InvalidInput, UnknownOracle
-from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.domain.trajectory import FinishReason, Message, Role, Segment, Source
+from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
 OK = types_pb2.REWARD_OUTCOME_OK

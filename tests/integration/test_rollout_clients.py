@@ -16,6 +16,7 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.reward import RewardClient, RewardClientConfig
 from rollmesh.shared.clients.sandbox import ExecOutcome, RemoteSession, SandboxClient, SandboxClientConfig
 from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.errors import (
     MeshError,
     NoNode,
@@ -25,7 +26,6 @@ from rollmesh.shared.errors import (
     UnknownOracle,
     UnknownProfile,
 )
-from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig

@@ -15,11 +15,11 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.domain.trajectory import EpisodeKey
 from rollmesh.shared.errors import UnknownSession, UnknownSnapshot
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.domain.trajectory import EpisodeKey
 
 ACCESS = Access(token="t")
 TOOLS = {"python": ToolConfig(profile="python"), "calculator": ToolConfig(profile="calc", function="call")}

@@ -25,14 +25,14 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.trajectory import encode_segment, episode_from_bytes
-from rollmesh.shared.errors import UnknownNode
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.outputs import array_names
 from rollmesh.shared.domain.protocol import PROTOCOL
-from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.domain.trajectory import Source, sampled_segment, text_view
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import UnknownNode
+from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.v1 import (
     coordinator_pb2,

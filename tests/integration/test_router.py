@@ -19,10 +19,10 @@ from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, StaleWeights
-from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, StaleWeights
+from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.v1 import coordinator_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors

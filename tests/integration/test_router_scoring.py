@@ -15,9 +15,9 @@ from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.inference_nodes import RouterConfig
-from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, PayloadTooLarge, StaleWeights
 from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, PayloadTooLarge, StaleWeights
 from rollmesh.testing.fake_policy import FakePolicy
 
 from .content_engine import VOCAB

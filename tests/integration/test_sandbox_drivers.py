@@ -26,9 +26,9 @@ from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
-from rollmesh.shared.errors import SandboxFailed
-from rollmesh.shared.domain.ids import SeededIds
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.errors import SandboxFailed
 
 IS_ROOT = os.geteuid() == 0
 pytestmark = pytest.mark.skipif(

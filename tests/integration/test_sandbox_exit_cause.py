@@ -19,8 +19,8 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.zygote_process import SessionExit
 from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import SandboxFailed
 
 from .process_tree import descendants
 

@@ -21,9 +21,9 @@ from rollmesh.services.sandbox.config import PROFILES, ProfileConfig, SandboxCon
 from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.domain.ids import SeededIds
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.errors import InvalidInput
 
 UID_BASE = 60900
 WALL_S = 40.0

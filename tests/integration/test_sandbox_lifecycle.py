@@ -20,8 +20,8 @@ from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.cleanup import StateDir, start_ticks
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError, Overloaded, SandboxFailed, UnknownSession
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import ConfigError, Overloaded, SandboxFailed, UnknownSession
 
 WAIT_S = 10.0
 STRAYS = "import subprocess\nfor _ in range(2): subprocess.Popen(['setsid', 'sleep', '300'])"

@@ -15,8 +15,8 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import Overloaded
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import Overloaded
 
 from .pools_world import IDLE_S, World, processes, records, until, world_of
 

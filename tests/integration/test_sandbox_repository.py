@@ -23,8 +23,8 @@ from rollmesh.services.sandbox.oracle.manifest import ManifestError, RepositoryM
 from rollmesh.services.sandbox.oracle.verdict import JudgeVerdict
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import SandboxFailed, UnknownProfile
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import SandboxFailed, UnknownProfile
 
 BUGGY = "def add(a, b):\n    return a - b\n\ndef same(a):\n    return a\n"
 FIXED = BUGGY.replace("a - b", "a + b")

@@ -21,8 +21,8 @@ from rollmesh.services.sandbox.egress.ports import make_proxy
 from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
 from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import ConfigError
 
 from .outside import Outside, outside
 

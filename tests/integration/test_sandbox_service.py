@@ -15,9 +15,9 @@ from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.output_relay import OutputRelay
 from rollmesh.services.sandbox.sessions import SessionEnd
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import InvalidInput, UnknownProfile
-from rollmesh.shared.domain.ids import RandomIds
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import InvalidInput, UnknownProfile
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig

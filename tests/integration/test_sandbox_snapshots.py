@@ -22,8 +22,8 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.services.sandbox.snapshots import SessionSnapshot, Snapshots
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
 
 PRELUDE = "LIMIT = 3\nseen = []\ndef check(x):\n    return x < LIMIT\nclass Point:\n    x = 0\n"
 MANY = 300

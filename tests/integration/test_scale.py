@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import load_train_config
 from rollmesh.app.run_folder import RunFolder, origin_now
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh.config import CountsConfig
 from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.services.coordinator.audit import audit_run
@@ -23,7 +23,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2
 
-from ..chaos.world import World, as_train_config, mesh_config, save_model_folder
+from ..chaos.world import World, as_train_config, mesh_config, paced, save_model_folder
 
 LIMIT_S = 120.0
 HOSTS: Mapping[str, Sequence[str]] = {

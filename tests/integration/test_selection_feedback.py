@@ -9,15 +9,27 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.mesh import Mesh
+from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.fact_codec import encode_record
+from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, GroupResult
 from rollmesh.services.data.task import PoolTask
+from rollmesh.shared.codec.trajectory import encode_trained_group
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ledger_facts import facts_of
 from rollmesh.shared.domain.trajectory import Message, TrainedGroup
+from rollmesh.trainer.config import UpdateConfig
+from rollmesh.trainer.update import BatchTrainer
+from rollmesh.v1 import events_pb2, run_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
+from ..unit.data.builders import created, finalized, reserved
+from ..unit.data.test_draws import fold
+from ..unit.trainer.builders import group, member, random_batch
 from .test_mesh import Operator
 
 FOLDER = Path(__file__).parents[2] / "examples" / "extending"

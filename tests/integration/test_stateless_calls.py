@@ -19,10 +19,10 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.services.sandbox.sessions import SessionEnd
 from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig
 from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.domain.trajectory import EpisodeKey
 from rollmesh.shared.errors import InvalidInput, UnknownSession
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.domain.trajectory import EpisodeKey
 from rollmesh.v1 import sandbox_pb2 as pb
 
 from .process_tree import descendants

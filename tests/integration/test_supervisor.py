@@ -18,8 +18,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.certificates import make_certificates
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh import MeshConfig, Supervisor
 from rollmesh.mesh.process_events import FILE, ProcessEvent, read_process_events
 from rollmesh.mesh.run_lock import RunFolderBusy
@@ -30,7 +30,7 @@ from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import coordinator_pb2, run_pb2
 
 from ..chaos.joined import joined
-from ..chaos.world import World, mesh_config, save_model_folder
+from ..chaos.world import World, mesh_config, paced, save_model_folder
 from .process_tree import Process, descendants
 
 LIMIT_S = 120.0

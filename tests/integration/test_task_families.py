@@ -21,8 +21,8 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Outcome
+from rollmesh.shared.rpc.access import Access
 
 from ..chaos.world import mesh_config, save_model_folder
 from .test_cli_demo import ROOT, rollmesh

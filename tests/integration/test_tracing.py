@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.episode_trace import load_trace, to_json, to_text
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh import Mesh, MeshConfig
-from rollmesh.shared.errors import NotFound
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import NotFound
 from rollmesh.shared.telemetry import TelemetryConfig
 from rollmesh.shared.telemetry.span_file import FOLDER, SpanRecord, read_spans
 from rollmesh.shared.telemetry.tracing import EPISODE

@@ -17,11 +17,11 @@ from rollmesh.cli.weights_view import versions_of
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.errors import NotUploaded, ProbeMismatch, UnknownBlob, WeightsRejected
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import NotUploaded, ProbeMismatch, UnknownBlob, WeightsRejected
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest, version_owner
 from rollmesh.shared.weights.transfer import upload

@@ -9,8 +9,8 @@ import numpy as np
 
 from rollmesh.shared.clients.generated import Generated, Target
 from rollmesh.shared.clients.inference import InferenceRouter
-from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.shared.membership.fleet import KnownFleet
 
 from .coordinator_mesh import ACCESS, coordinator_mesh
 from .weight_fleet import announce, begin, joining

@@ -12,6 +12,7 @@ import pytest
 
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.shared.codec.trajectory import decode_version, encode_version
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     DiskFull,
     HashMismatch,
@@ -26,7 +27,6 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.fetcher import Fetcher, SourceChannels
 from rollmesh.shared.weights.manifest import parse_manifest

@@ -9,8 +9,8 @@ from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.weights.manifest import build_manifest, version_owner
 from rollmesh.shared.weights.probes import Probe
 from rollmesh.shared.weights.transfer import upload

@@ -18,13 +18,13 @@ from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.membership.membership import MembershipConfig
-from rollmesh.shared.domain.protocol import PROTOCOL
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.membership.membership import MembershipConfig
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import build_manifest, version_owner
 from rollmesh.shared.weights.probes import Probe
 from rollmesh.shared.weights.transfer import TransferConfig, UploadReport, upload

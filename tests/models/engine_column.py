@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.execution import open_runner
 from rollmesh.services.inference.engines.torch.self_check import SLOTS, SelfCheck
-from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.model_folder import positions_max
 from rollmesh.trainer.model_config import use_whole_attention

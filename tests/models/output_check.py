@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.execution import chooses_experts, open_runner
 from rollmesh.services.inference.engines.torch.runner import RowRules, Span
-from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
-from rollmesh.shared.weights.model_folder import positions_max
 from rollmesh.shared.domain.trajectory import Columns
+from rollmesh.shared.weights.model_folder import positions_max
 from rollmesh.trainer.model_config import use_whole_attention
 from rollmesh.trainer.model_files import published_state, write_model_folder
 from tests.models.architectures import CONTEXT, VOCAB_SIZE, build_model

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.torch.model_spec import model_spec
 from rollmesh.services.inference.engines.common.stop import StopRules
+from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
 from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.core import TorchCore
-from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
+from rollmesh.services.inference.engines.torch.model_spec import model_spec
 from rollmesh.shared.domain.trajectory import SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
 

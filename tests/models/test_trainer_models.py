@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from rollmesh.trainer import spread_model
 from rollmesh.trainer.forward import ForwardMode
-from tests.models.architectures import ARCHITECTURES
+from rollmesh.trainer.model_config import auto_class
+from rollmesh.trainer.self_test import spread_difference
+from tests.models.architectures import ARCHITECTURES, build_model, wide_config
 from tests.models.trainer_column import trainer_result
 
 FAST = {

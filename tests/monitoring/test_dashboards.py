@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli import alerts, dashboards
-from tools.dashboards import DASHBOARDS, Dashboard, to_json
-from tools.queries import Not, select
 from rollmesh.mesh.observe import catalog
 from rollmesh.services.coordinator.metrics import NODES, STALENESS, STEP
+from tools import alerts, dashboards
+from tools.dashboards import DASHBOARDS, Dashboard, to_json
+from tools.queries import Not, select
 
 from .promtool import ROOT
 

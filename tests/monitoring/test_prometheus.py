@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from tools.alerts import ALERTS
-from tools.dashboards import DASHBOARDS, Panel, Query
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.telemetry import TelemetryConfig
+from tools.alerts import ALERTS
+from tools.dashboards import DASHBOARDS, Panel, Query
 
 from ..chaos.world import mesh_config, save_model_folder
 from ..integration.test_mesh import Operator

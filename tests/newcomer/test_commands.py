@@ -10,11 +10,12 @@ import pytest
 import typer
 import yaml
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import TrainConfig
+from rollmesh.cli.__main__ import app
 from rollmesh.sft.config import SftConfig
 from rollmesh.shared.config.loader import config_from_dict
 
+from ..suites import SUITES
 from .commands import MARKS, PAGES, ROOT, Block, blocks, inline, split, unmarked_commands
 
 GENERATED = {"cli.md", "configuration.md"}

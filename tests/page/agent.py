@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.rollout.agent import Environment, Task
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 
 
 class MarkupTurns:

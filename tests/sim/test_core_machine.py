@@ -10,10 +10,10 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import Refusal
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.facts import GroupDecision
 from rollmesh.services.coordinator.core.records import BoundPolicy
+from rollmesh.shared.errors import MeshError
 from tests.sim.world import World, endless_spec
 
 OUTCOMES = st.sampled_from(

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollmesh.services.coordinator.audit import Audit
-from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.ledger import StoredRecord
 from tests.sim.world import World, endless_spec

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import Refusal
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.facts import GroupDecision
 from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.errors import MeshError
 from tests.sim.world import World, endless_spec
 
 ACTIONS = 600

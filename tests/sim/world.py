@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import (
     CancelEpisodes,
@@ -40,6 +41,7 @@ from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 
 from rollmesh.services.coordinator import snapshots
 from rollmesh.services.coordinator.audit import audit_run
-from rollmesh.services.coordinator.core.facts import EpisodeScored
+from rollmesh.services.coordinator.core.facts import EpisodeScored, PayloadRef
 from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
 from rollmesh.services.coordinator.ledger import CHECKSUM, StoredRecord, read_ledger
 from rollmesh.services.coordinator.recovery import recover
 from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot, encode_state
@@ -30,15 +32,17 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import EMPTY, record_hash
-from rollmesh.shared.store.payload_files import PayloadFiles
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.store.payload_files import PayloadFiles
 from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.trainer.checkpoint_files import NewerCheckpoint, list_checkpoints, newest_whole, verify
 from rollmesh.v1 import events_pb2, types_pb2
+
+from ..tamper.ledger_copy import read_raw, rechained, store
 
 RUN = "golden"
 RELEASES = sorted((Path(__file__).parent / "golden").iterdir())

@@ -21,8 +21,8 @@ from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import ManifestError, manifest_of
 from rollmesh.services.sandbox.oracle.verdict import HiddenTestResult, JudgeVerdict
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import BrokenOracle
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import BrokenOracle
 
 from .benchmarks import STYLES, Form, forms
 from .case import Case, require_different_names

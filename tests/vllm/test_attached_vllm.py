@@ -14,9 +14,9 @@ import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
 from rollmesh.services.inference.engines.attached.vllm_server import VllmServerConfig, VllmServerEngine
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError
 from tests.vllm_process import VllmProcess, needs_vllm_server
 
 pytestmark = [pytest.mark.slow, needs_vllm_server]

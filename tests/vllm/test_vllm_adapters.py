@@ -16,10 +16,10 @@ from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, KvPolicy
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.node import DepotNode
-from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     BuiltManifest,

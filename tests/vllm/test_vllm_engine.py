@@ -17,9 +17,9 @@ import pytest
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
 from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
 from rollmesh.services.inference.engines.vllm.engine import VllmEngine
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError
 
 from ..conformance.vllm_kit import needs_vllm
 from ..integration.process_tree import descendants

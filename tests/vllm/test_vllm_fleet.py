@@ -11,9 +11,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.errors import ProbeMismatch
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ProbeMismatch
 from rollmesh.shared.weights.probes import Probe
 
 from ..conformance.vllm_kit import needs_vllm

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from rollmesh.cli.__main__ import app
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.weights.manifest import ADAPTER_WEIGHTS, parse_manifest
 from rollmesh.trainer.model_files import WEIGHTS_NAME
 

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rollmesh.cli.app import set_up_compute
-from rollmesh.app.views.display import QuietView, View
+from rollmesh.app.compute import set_up_compute
 from rollmesh.app.open_run import open_run
 from rollmesh.app.session import TrainSession
+from rollmesh.app.views.display import QuietView, View
 from rollmesh.app.views.summary import Summary
 
 __all__ = ["Summary", "View", "train"]

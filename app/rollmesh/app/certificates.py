@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.shared.errors import AlreadyExists, ConfigError
 from rollmesh.shared.domain.ids import new_secret
+from rollmesh.shared.errors import AlreadyExists, ConfigError
 
 CA, CA_KEY, CERTIFICATE, KEY, TOKEN = "ca.pem", "ca.key", "rollmesh.pem", "rollmesh.key", "token"
 ALWAYS = ("localhost", "127.0.0.1", "::1")

@@ -20,8 +20,8 @@ from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.bus.run_streams import run_of_ledger
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import ConfigError, UnknownRun
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import ConfigError, UnknownRun
 
 
 def audit_folder(

@@ -31,8 +31,8 @@ from rollmesh.shared.bus.server_config import (
     server_config,
     user_of,
 )
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.ids import new_secret
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.addresses import is_loopback, join_host_port
 
 ALL = "all"

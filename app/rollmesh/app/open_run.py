@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.app.checks.config_checks import check, find_mistakes, load_checked
+from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.app.run_folder import RunFolder, new_folder, open_folder, origin_now, run_config
 from rollmesh.mesh.changes import check_changes, describe, diff, recorded, settings_of
 from rollmesh.mesh.run_lock import owned

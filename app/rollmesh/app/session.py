@@ -20,14 +20,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollmesh.app.config import TrainConfig
 from rollmesh.app.checks.disk_need import disk_need, disk_text
-from rollmesh.app.views.display import View
+from rollmesh.app.config import TrainConfig
 from rollmesh.app.interrupts import Interrupts, Stopped
-from rollmesh.app.page_link import has_page, page_link
-from rollmesh.app.views.results import note_warm_start, write_results
-from rollmesh.app.run_folder import RunFolder, run_config, shown
 from rollmesh.app.loggers.run_loggers import LoggedRun, RunLoggers, heldout_values, without_logins
+from rollmesh.app.page_link import has_page, page_link
+from rollmesh.app.run_folder import RunFolder, run_config, shown
+from rollmesh.app.views.display import View
+from rollmesh.app.views.results import note_warm_start, write_results
 from rollmesh.app.views.series import Eval, Series, read_series
 from rollmesh.app.views.summary import Outcome, Summary
 from rollmesh.app.views.watch import RunRecorder, Watcher

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,9 +72,9 @@ Tls = Annotated[
 @contextmanager
 def report_errors() -> Iterator[None]:
     """Print an error of the mesh as one message and exit. A bug keeps its traceback."""
-    from rollmesh.shared.store.disk import is_disk_full
-    from rollmesh.shared.errors import AlreadyExists, ChangeRefused, InvalidInput, MeshError
     from rollmesh.shared.config.extras import libraries_needed
+    from rollmesh.shared.errors import AlreadyExists, ChangeRefused, InvalidInput, MeshError
+    from rollmesh.shared.store.disk import is_disk_full
 
     try:
         with libraries_needed("this command"):

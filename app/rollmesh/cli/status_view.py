@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from rollmesh.app.views.causes import failed_attempts_text, no_update_text
 from rollmesh.app.mesh_client import MeshStatus
+from rollmesh.app.views.causes import failed_attempts_text, no_update_text
 from rollmesh.shared.clock import clock_warning
 from rollmesh.shared.domain.text import count_of
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from rollmesh.app.mesh_client import CALL_S_MAX, FleetClient, MeshAddress
 from rollmesh.shared.codec.trajectory import decode_version
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollmesh.shared.weights.precision import precision_text
 from rollmesh.v1 import coordinator_pb2, weights_pb2, weights_pb2_grpc

@@ -7,9 +7,9 @@ from typing import Any
 
 from rollmesh.services.data.generated import GeneratedSource
 from rollmesh.services.data.source import SOURCES
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import NonNegativeInt, Settings
+from rollmesh.shared.errors import ConfigError
 
 
 class MadeModelConfig(Settings):

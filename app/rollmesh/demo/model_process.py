@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.demo.config import MadeModelConfig
-from rollmesh.shared.errors import ConfigError, FailedPrecondition
+from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.shared.process.process_launch import bound_to_parent
 
 _ERROR_CHARS_MAX = 2000

@@ -20,8 +20,8 @@ import msgspec
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.coordinator.core.facts import ConfigChange
-from rollmesh.shared.errors import ChangeRefused
 from rollmesh.shared.config.settings import may_change
+from rollmesh.shared.errors import ChangeRefused
 
 RECORDED = "recorded.json"
 

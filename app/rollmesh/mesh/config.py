@@ -26,12 +26,12 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
 from rollmesh.shared.bus.payload_bus import PayloadsIn
-from rollmesh.shared.endpoints.config import EndpointTable
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import LIVE, NonNegativeInt, Settings
+from rollmesh.shared.endpoints.config import EndpointTable
 from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.config.settings import LIVE, NonNegativeInt, Settings
 from rollmesh.shared.telemetry import TelemetryConfig
 from rollmesh.trainer.recipe import DEFAULT_RECIPE, find_recipe, read_recipe
 

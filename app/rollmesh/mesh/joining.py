@@ -26,17 +26,17 @@ from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config.loader import UNKNOWN_KEY, all_in_one, config_from_dict, load_config, read_config, to_yaml
-from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded, MeshError, Unavailable
 from rollmesh.shared.domain.ids import RandomIds
-from rollmesh.shared.membership.membership import reported_protocol
-from rollmesh.shared.weights.model_files import fetch_model_files
-from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.domain.protocol import PROTOCOL, check_protocol
+from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded, MeshError, Unavailable
+from rollmesh.shared.membership.membership import reported_protocol
+from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import host_of, is_loopback, port_of, split_addresses
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.weights.model_files import fetch_model_files
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 

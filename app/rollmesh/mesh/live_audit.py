@@ -21,8 +21,8 @@ from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.errors import MeshError
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.access import Tls
 
 NICE = 15

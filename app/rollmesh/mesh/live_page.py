@@ -19,10 +19,10 @@ from rollmesh.services.gateway.page.parts import LedgerAuditor, LifeLine, PagePa
 from rollmesh.services.reward.config import shown_name
 from rollmesh.services.reward.engine import call_group_code
 from rollmesh.shared.bus.bus import StreamRecord
-from rollmesh.shared.errors import DeadlineExceeded, InvalidInput, UnknownRun
 from rollmesh.shared.domain.ledger_head import LedgerHead
-from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.shared.domain.trajectory import GroupContext
+from rollmesh.shared.errors import DeadlineExceeded, InvalidInput, UnknownRun
+from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.estimators import Estimator, make_estimator
 

@@ -11,8 +11,8 @@ from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.config.loader import to_yaml
-from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.weights.model_files import ModelFiles
 
 
 def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:

@@ -26,13 +26,13 @@ from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.services.rollout.tokenizer import ChatTokenizer
 from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.domain.outputs import array_names
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.fleet_endpoints import EndpointsOfRun
 from rollmesh.shared.endpoints.weights_backend import ChatEncoder
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.weights.model_folder import find_model
-from rollmesh.shared.domain.outputs import array_names
 from rollmesh.shared.rpc.addresses import host_of, is_loopback
+from rollmesh.shared.weights.model_folder import find_model
 from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
 MeshService = AbstractAsyncContextManager[Any]

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rollmesh.services.coordinator import metrics as coordinator
-from rollmesh.services.coordinator import readings as coordinator_readings
 from rollmesh.services.data import metrics as data
-from rollmesh.services.data import readings as data_readings
 from rollmesh.services.gateway import metrics as gateway
 from rollmesh.services.inference import metrics as inference
-from rollmesh.services.inference import readings as inference_readings
 from rollmesh.services.learner import metrics as learner
-from rollmesh.services.learner import readings as learner_readings
 from rollmesh.services.reward import metrics as reward
-from rollmesh.services.reward import readings as reward_readings
 from rollmesh.services.rollout import metrics as rollout
-from rollmesh.services.rollout import readings as rollout_readings
 from rollmesh.services.sandbox import metrics as sandbox
-from rollmesh.services.sandbox import readings as sandbox_readings
-from rollmesh.shared.store.disk import free_bytes
 from rollmesh.shared.endpoints import metrics as endpoints
 from rollmesh.shared.rpc.access import Tls
 from rollmesh.shared.rpc.metrics_interceptor import CALL_SECONDS, CALLS
+from rollmesh.shared.store.disk import free_bytes
 from rollmesh.shared.telemetry.metrics import Metric, Reading, Source, gauge
 
 VALUES_LISTED_MAX = 9

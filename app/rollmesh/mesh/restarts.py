@@ -11,8 +11,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.net.retry import pause_after
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, Settings
+from rollmesh.shared.net.retry import pause_after
 
 MIB = 1 << 20
 

@@ -25,12 +25,12 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.payload_bus import PayloadBus
 from rollmesh.shared.bus.permissions import OPERATOR
 from rollmesh.shared.domain.ids import new_secret
-from rollmesh.shared.weights.model_folder import find_model
 from rollmesh.shared.net.ports import lasting_ports
-from rollmesh.shared.store.private_files import private_folder
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, host_of, join_host_port, port_of
 from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.store.private_files import private_folder
+from rollmesh.shared.weights.model_folder import find_model
 
 PAYLOADS = "payloads"
 """Folder of the payload files in the run folder."""

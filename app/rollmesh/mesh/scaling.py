@@ -18,8 +18,8 @@ import msgspec
 from rollmesh.mesh.config import CountsConfig
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import ConfigError, FailedPrecondition, MeshError
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import ConfigError, FailedPrecondition, MeshError
 
 T = TypeVar("T")
 

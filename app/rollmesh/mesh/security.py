@@ -16,11 +16,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access, Tls
 from rollmesh.shared.rpc.addresses import host_of, is_loopback, is_wildcard, join_host_port
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.config.settings import Settings
 
 TOKEN_CHARS_MIN = 16
 _FREE_LOOPBACK_PORT = ServerConfig().address

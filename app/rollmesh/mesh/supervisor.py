@@ -45,9 +45,9 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.errors import AddressTaken, MeshError
 from rollmesh.shared.net.ports import is_taken, owner_of
-from rollmesh.shared.store.private_files import private_opener
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.store.private_files import private_opener
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 HOST = (sys.executable, "-m", "rollmesh.mesh")

@@ -19,7 +19,6 @@ from rollmesh.services.rollout.conversation import ChatMessage, appended_tokens,
 from rollmesh.services.rollout.openai.protocol import read_message, read_tool
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.domain.trajectory import (
     FinishReason,
     GroupContext,
@@ -31,6 +30,7 @@ from rollmesh.shared.domain.trajectory import (
     Source,
     TrainingSample,
 )
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.trainer.samples import sequence_of
 from rollmesh.trainer.sequences import Sequence1D
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt, Settings, Share
-from rollmesh.trainer.config import LossTerm, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, UpdateConfig
 
 
 class SftLearnerConfig(UpdateConfig):

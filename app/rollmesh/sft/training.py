@@ -29,8 +29,8 @@ from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.rollout.tokenizer import load_tokenizer as load_chat_tokenizer
 from rollmesh.sft.chats import EncodedChat, read_chats
 from rollmesh.sft.config import SftConfig
-from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.domain.trajectory import Source
+from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointPosition, folder_name
 from rollmesh.trainer.forward import logprobs_of

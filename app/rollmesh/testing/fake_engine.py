@@ -35,9 +35,9 @@ from rollmesh.services.inference.engine import (
 from rollmesh.services.inference.engines.common.requests import check_request, check_retain, check_score
 from rollmesh.services.inference.engines.common.stop import STOP_ID, StopRules
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
 from rollmesh.shared.domain.outputs import NO_TOKEN, NUM_TOP
-from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.domain.trajectory import Columns, FinishReason, IntArray
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.testing.fake_policy import OUTPUTS, SCORE_OUTPUTS, FakePolicy

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,10 +22,18 @@ import msgspec
 import numpy as np
 
 from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
-from rollmesh.shared.errors import ConfigError
+from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult, TrainerEngine
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings
-from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, Outcome, Source, TrainedGroup, TrainingSample
+from rollmesh.shared.domain.trajectory import (
+    FloatArray,
+    GroupContext,
+    IntArray,
+    Outcome,
+    Source,
+    TrainedGroup,
+    TrainingSample,
+)
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import (
     SNAPSHOT_NAME,
     TEMPORARY,

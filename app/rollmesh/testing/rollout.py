@@ -40,8 +40,6 @@ from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, RemoteSnapshot
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import decode_segment, episode_from_bytes
-from rollmesh.shared.endpoints.client import Endpoints
-from rollmesh.shared.errors import MeshError, StaleWeights
 from rollmesh.shared.domain.outputs import array_names
 from rollmesh.shared.domain.trajectory import (
     EndpointUse,
@@ -56,6 +54,8 @@ from rollmesh.shared.domain.trajectory import (
     sampled_segment,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.endpoints.client import Endpoints
+from rollmesh.shared.errors import MeshError, StaleWeights
 from rollmesh.v1 import coordinator_pb2, reward_pb2, types_pb2
 
 _TAG = re.compile(r"<\|\w+\|>|</?\w+>")

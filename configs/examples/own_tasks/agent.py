@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
+from rollmesh.services.rollout import agent
 from rollmesh.services.rollout.agent import Environment, Task
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import msgspec
 
+from rollmesh.services.reward import scorer
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.shared.domain.trajectory import Reward
 

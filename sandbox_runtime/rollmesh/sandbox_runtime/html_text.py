@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
+from collections.abc import Iterator
+from html import unescape
 
 _SKIPPED = ("script", "style", "noscript", "template", "svg")
 _BLOCKS = (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rollmesh.shared.codec.refusal import invalid
+from rollmesh.shared.errors import field_error
 from rollmesh.shared.weights import precision
 
 _BYTES = {"F32": 4, "F16": 2, "F64": 8, "BF16": 2, "I64": 8, "I32": 4}

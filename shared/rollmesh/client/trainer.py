@@ -23,11 +23,11 @@ from rollmesh.client.local_payloads import add_local
 from rollmesh.client.prefetch import Prefetch
 from rollmesh.client.renewal import Renewal
 from rollmesh.client.tensors import Array, write_safetensors
-from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded, WeightsRejected
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
-from rollmesh.shared.store.payload_files import PayloadFiles
-from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded, WeightsRejected
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.store.payload_files import PayloadFiles
 from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, version_owner
 from rollmesh.shared.weights.transfer import TransferConfig, upload

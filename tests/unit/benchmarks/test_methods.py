@@ -14,10 +14,12 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.methods import bench as methods
-from benchmarks.methods.bench import MethodsOptions, planned, read_outcome
 from benchmarks.methods.agents import FirstGiven
 from benchmarks.methods.arm import MODEL_SEED, ArmWork, Size, resolved, run_work, settings_digest
+from benchmarks.methods.bench import MethodsOptions, planned, read_outcome
+from benchmarks.methods.expectations import FOLDER, Expectation, Expected, MethodTask, expected_of
 from benchmarks.methods.records import (
     ArmRecord,
     EvalPoint,
@@ -30,18 +32,17 @@ from benchmarks.methods.records import (
 from benchmarks.methods.scorers import FlippedExact, FlippedExactOptions, IdealTurns, LevelPrior, LevelPriorOptions
 from benchmarks.methods.tasks import TASKS
 from benchmarks.methods.verdict import compare, finding
-from rollmesh.cli.__main__ import app
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.reward.item import AnswerKey, JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.reward.scorers.exact import ExactOptions
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Role, Source, text_view
+from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.recipe import About, Expectation, MethodTask, recipe_names
+from rollmesh.trainer.recipe import recipe_names
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 TINY = Size(updates=1, evals=1, eval_tasks=2)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollmesh.bench import handover, runner
+from benchmarks import runner
+from benchmarks.handover import bench as handover
 from benchmarks.mesh_turn import MODEL, owner_of
 from benchmarks.report import BenchTarget, Report
 

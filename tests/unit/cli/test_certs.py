@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.certificates import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.config.loader import config_from_dict, load_config
 

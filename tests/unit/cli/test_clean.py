@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from rollmesh.cli.commands.clean import CleanOptions, clean_folder
-from rollmesh.cli.commands.train import run_training
-from rollmesh.app.config import TrainConfig
 from rollmesh.app.checks.disk_need import disk_need, disk_text
+from rollmesh.app.config import TrainConfig
 from rollmesh.app.open_run import open_resumed
 from rollmesh.app.run_folder import RunFolder, new_folder, origin_now
-from rollmesh.app.views.series import Point, encode_line
 from rollmesh.app.samples.stored_samples import list_samples
+from rollmesh.app.views.series import Point, encode_line
+from rollmesh.cli.commands.clean import CleanOptions, clean_folder
+from rollmesh.cli.commands.train import run_training
 from rollmesh.mesh.config import RunConfig
 from rollmesh.mesh.run_lock import RunFolderBusy, owned
 from rollmesh.services.learner.config import LearnerConfig

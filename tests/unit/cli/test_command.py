@@ -12,9 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import DEMO_CONFIG
 from rollmesh.app.run_folder import RunFolder
+from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.trainer.model_files import write_model_folder

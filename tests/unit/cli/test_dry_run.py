@@ -10,10 +10,11 @@ import pytest
 
 from rollmesh.app.samples.dry_run import MEMBERS, call_estimator, refuse_no_action, refuse_not_awaited
 from rollmesh.app.samples.samples import ACTION, RewardLine, SampleLine, SegmentLine, sample_lines, summary_of_line
+from rollmesh.services.rollout.agent import Agent
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.codec.trajectory import encode_episode, summary_of
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import GroupContext
+from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.certificates import make_certificates
+from rollmesh.cli.__main__ import app
 from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.permissions import PUBLISH

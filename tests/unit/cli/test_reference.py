@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import TrainConfig
-from tools.proto_reference import proto_pages
-from tools.reference import commands, configuration, methods
+from rollmesh.cli.__main__ import app
 from rollmesh.shared.config.config_schema import field_docs, json_schema
 from rollmesh.trainer.recipe import recipe_names
+from tools import reference
+from tools.curve_figure import curves, draw
+from tools.proto_reference import proto_pages
+from tools.reference import commands
 
 ROOT = Path(__file__).parents[3]
 REMEDY = "run: python -m tools.reference docs"

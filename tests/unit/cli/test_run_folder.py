@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.config import TrainConfig
 from rollmesh.app.run_folder import RunExistsHere, new_folder, open_folder, origin_now
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh.config import RunConfig
 from rollmesh.shared.errors import ConfigError
 

@@ -10,12 +10,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rollmesh.app.loggers.run_loggers import LoggedRun, RunLoggers, flat, without_logins
+from rollmesh.app.loggers.run_loggers import LoggedRun, RunLogger, RunLoggers, flat, without_logins
 from rollmesh.app.views.series import Eval
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.errors import ConfigError
 
 
 class RecorderOptions(Settings):

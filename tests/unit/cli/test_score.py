@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.cli.__main__ import app
 from rollmesh.app.samples.scoring import ScoreReport, score_file
+from rollmesh.cli.__main__ import app
 from rollmesh.demo.families.calc import CalcOracle
 from rollmesh.services.data.config import DataConfig, build_pools
 from rollmesh.services.data.task import Split
-from rollmesh.shared.store.jsonl import RecordError
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.store.jsonl import RecordError
 
 CALC = "data: {source: {name: calc, options: {num_train: 4, num_test: 4, num_validation: 2}}}\n"
 FAILING = """

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.app.config import TrainConfig
 from rollmesh.app.checks.config_checks import notes
+from rollmesh.app.config import TrainConfig
 from rollmesh.shared.config.loader import config_from_dict
 
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
+from rollmesh.app.session import RunStalled, unless_fatal
 from rollmesh.app.views.causes import AllFailed
 from rollmesh.app.views.series import read_series
-from rollmesh.app.session import RunStalled, unless_hopeless
 from rollmesh.app.views.watch import RECORD_EVERY_S, SILENT_S, RunRecorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable

@@ -9,16 +9,21 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from rollmesh.app.checks import config_checks
+from rollmesh.app.config import load_train_config
 from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.trainer.model_files import write_model_folder
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)

@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import (

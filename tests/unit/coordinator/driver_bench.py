@@ -13,6 +13,7 @@ import msgspec
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
@@ -24,10 +25,10 @@ from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.shared.bus.bus import StreamLog, StreamSpec
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import MeshError, OutOfRange, Unavailable
 from rollmesh.shared.domain.ids import SeededIds
 from rollmesh.shared.domain.ledger_head import EMPTY
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError, OutOfRange, Unavailable
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
 from tests.sim.world import endless_spec

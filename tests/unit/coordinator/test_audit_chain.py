@@ -16,8 +16,8 @@ from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.coordinator.recovery import recover
 from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import DataLoss, InvalidInput
 from rollmesh.shared.domain.ledger_head import LedgerHead, record_hash
+from rollmesh.shared.errors import DataLoss, InvalidInput
 from rollmesh.testing.memory_bus import MemoryBus
 from tests.tamper.ledger_copy import RawRecord, made, rechained, sealed, store
 

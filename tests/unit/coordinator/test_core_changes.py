@@ -9,12 +9,12 @@ import pytest
 
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.errors import MeshError
 
 from .core_run import CoreRun
 

@@ -10,8 +10,9 @@ import pytest
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.decision_context import DeadLetter, Refusal
+from rollmesh.services.coordinator.core.decision_context import DeadLetter
 from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
     ExternalSpan,
@@ -24,10 +25,12 @@ from rollmesh.services.coordinator.core.facts import (
     SegmentSource,
     StepSpan,
 )
-from rollmesh.services.coordinator.core.records import ExternalSource, RunSpec
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
 from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.domain.sources import ExternalSource
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError
 
 from .core_run import NAMES, CoreRun
 

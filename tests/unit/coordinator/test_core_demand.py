@@ -9,6 +9,7 @@ import msgspec
 
 from rollmesh.services.coordinator.core import demand
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 

@@ -8,6 +8,7 @@ import pytest
 
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import DrawTasks
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, choose

@@ -9,8 +9,10 @@ import pytest
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DrawTasks, Refusal
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.decision_context import DrawTasks
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
+from rollmesh.shared.errors import MeshError
 from tests.sim.world import endless_spec
 
 from .core_run import NAMES, CoreRun

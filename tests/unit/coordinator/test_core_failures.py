@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import RECENT_MAX, DeadLetter, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import GroupDecision
 from rollmesh.services.coordinator.core.state import GroupPhase

@@ -8,12 +8,13 @@ import pytest
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Reward, SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.limits import COUNT_EVERY_S
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError
 
 from .core_run import NAMES, CoreRun
 

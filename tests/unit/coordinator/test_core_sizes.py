@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.core import Core, Decision
-from rollmesh.services.coordinator.core.decision_context import DrawTasks, Refusal, Reply
+from rollmesh.services.coordinator.core.decision_context import DrawTasks, Reply
 from rollmesh.services.coordinator.core.facts import (
     BatchLeased,
     EpisodeScored,
@@ -28,6 +29,7 @@ from rollmesh.services.coordinator.core.state import REASONS_MAX, SampleCounters
 from rollmesh.services.coordinator.fact_codec import encode_record
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.shared.domain.ledger_head import EMPTY
+from rollmesh.shared.errors import MeshError
 
 from .core_run import NAMES, CoreRun
 

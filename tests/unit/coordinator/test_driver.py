@@ -9,9 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.services.coordinator.callers import STATES_PER_S
 from rollmesh.services.coordinator.core import core as core_module
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.errors import (
     DataLoss,
     Fenced,

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.batches import group_members
 from rollmesh.services.coordinator.core.facts import PayloadRef, SampleMeta, SampleSummary, StepSpan, TurnSummary
 from rollmesh.services.coordinator.driver import without_purged

@@ -16,11 +16,11 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import records
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.state import State
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.config.settings import plain
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
-from rollmesh.shared.config.settings import plain
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 from .core_run import CoreRun

@@ -12,9 +12,9 @@ from rollmesh.services.coordinator.core.fleet import FleetConfig, WeightGoal
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import coordinator_pb2 as pb
 
 VERSION = PolicyVersion(policy="main", step=1, weights_digest="ab" * 32)

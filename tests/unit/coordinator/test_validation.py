@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollmesh.services.coordinator import translate, validation
-from rollmesh.services.coordinator.core.inputs import EpisodeOutcome
+from rollmesh.services.coordinator.core.messages import EpisodeOutcome
 from rollmesh.shared.errors import InvalidInput, InvalidSpec, ScorerFailed
 from rollmesh.v1 import coordinator_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 

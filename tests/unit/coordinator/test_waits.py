@@ -8,6 +8,7 @@ import pytest
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, WeightGoal
 from rollmesh.services.coordinator.core.waits import Wait, chain, to_text

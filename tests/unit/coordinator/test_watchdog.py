@@ -11,6 +11,7 @@ import pytest
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.facts import SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.ledger import read_ledger

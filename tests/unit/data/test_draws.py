@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollmesh.services.data.draws import DRAWS_OUTSTANDING_MAX, KEPT_GROUPS_MAX, RunDraws
-from rollmesh.shared.domain.ledger_facts import facts_of
-from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
-from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
+from rollmesh.shared.domain.ledger_facts import facts_of
 from rollmesh.shared.domain.trajectory import TrainedGroup
+from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
 from .builders import (

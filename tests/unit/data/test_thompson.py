@@ -11,8 +11,8 @@ from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.selectors.thompson import ThompsonOptions, ThompsonSelector
 from rollmesh.services.data.task import PoolTask
-from rollmesh.shared.errors import CorruptSnapshot
 from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.errors import CorruptSnapshot
 
 
 def pool(*levels: str) -> MemoryPool:

@@ -10,8 +10,8 @@ import msgspec
 
 from rollmesh.services.gateway.page.audits import Audits
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import DeadlineExceeded
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import DeadlineExceeded
 
 
 class Auditor:

@@ -13,8 +13,8 @@ from rollmesh.services.gateway.page.feed import Sections
 from rollmesh.services.gateway.page.plain import plain
 from rollmesh.services.gateway.page.server import listen_http
 from rollmesh.services.gateway.page.transcripts import token_texts
-from rollmesh.shared.net.asgi_server import AsgiServer
 from rollmesh.shared.domain.trajectory import IntArray
+from rollmesh.shared.net.asgi_server import AsgiServer
 from rollmesh.v1 import run_pb2
 
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
 from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.torch.model_spec import ModelSpec, model_spec, read_config
 from rollmesh.services.inference.engines.common.stop import StopRules
+from rollmesh.services.inference.engines.common.weights_buffer import read_state
+from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
 from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.core import TorchCore
 from rollmesh.services.inference.engines.torch.model import Weights
-from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
+from rollmesh.services.inference.engines.torch.model_spec import ModelSpec, model_spec, read_config
 from rollmesh.services.inference.engines.torch.weight_layout import lay_out
-from rollmesh.services.inference.engines.common.weights_buffer import read_state
 from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.domain.trajectory import FloatArray, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion

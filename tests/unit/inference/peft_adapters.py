@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.node import DepotNode
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BuiltManifest, version_owner
 from rollmesh.shared.weights.transfer import TransferConfig, upload
 

@@ -20,10 +20,10 @@ from rollmesh.services.inference.engines.common.adapters import merge_adapter
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
-from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import WeightsRejected
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

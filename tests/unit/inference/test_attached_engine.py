@@ -27,10 +27,10 @@ from rollmesh.services.inference.engine import (
 from rollmesh.services.inference.engines.attached import weight_folders
 from rollmesh.services.inference.engines.attached.sglang import VERSION, SglangConfig, SglangEngine
 from rollmesh.services.inference.engines.attached.weight_folders import version_label
-from rollmesh.shared.errors import ConfigError, Unavailable
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError, Unavailable
 from rollmesh.testing import fake_sglang_server
 from rollmesh.testing.fake_sglang_server import FakeSglangServer
 from tests.bigram import bigram_model

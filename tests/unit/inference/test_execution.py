@@ -4,14 +4,17 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rollmesh.services.inference.engine import WeightsMismatch
-from rollmesh.services.inference.engines.torch.execution import open_runner
-from rollmesh.services.inference.engines.torch.self_check import SLOTS, SelfCheck, reference_model
+from rollmesh.services.inference.engines.torch import execution
 from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.engine import TorchEngine
+from rollmesh.services.inference.engines.torch.execution import open_runner
+from rollmesh.services.inference.engines.torch.self_check import SLOTS, SelfCheck, reference_model
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer import spread_model
 from tests.models.architectures import build_model

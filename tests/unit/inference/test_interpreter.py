@@ -12,8 +12,8 @@ from rollmesh.mesh.supervisor import Supervisor, hosts_in_one_process, needs_pro
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is not None, reason="the cases are those of an environment without vLLM"

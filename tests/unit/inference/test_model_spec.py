@@ -1,6 +1,6 @@
 """The built-in decoder equals transformers, and rejects an unknown model by the field that differs."""
 
-import dataclasses
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
 from rollmesh.services.inference.engines.torch.model_spec import ModelSpec, UnknownToDecoder, model_spec, read_config
 from rollmesh.services.inference.engines.torch.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
-from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
 from rollmesh.trainer.model_config import use_whole_attention
 from tests.models.architectures import build_model
 

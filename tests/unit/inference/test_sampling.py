@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.inference.engines.common.sampling import Rules, half, measure, mix64, most_likely, sample, uniforms
+from rollmesh.services.inference.engines.common.sampling import (
+    Rules,
+    half,
+    measure,
+    mix64,
+    most_likely,
+    sample,
+    stream_starts,
+    uniforms,
+)
 
 
 def rules(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 11) -> Rules:

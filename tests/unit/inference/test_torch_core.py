@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollmesh.services.inference.engine import KvPolicy, ScoreResult
-from rollmesh.services.inference.engines.torch import built_in_runner as torch_runner
+from rollmesh.services.inference.engines.torch import built_in_runner
 from rollmesh.shared.domain.outputs import array_names
 from rollmesh.shared.domain.trajectory import FinishReason
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.torch.step_pace import StepPace
 from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.engine import TorchEngine
+from rollmesh.services.inference.engines.torch.step_pace import StepPace
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 
-from .builders import Build, TinyModel, version
+from .builders import TinyModel, version
 
 PROMPT = [20, 33, 47, 5, 90, 61]
 

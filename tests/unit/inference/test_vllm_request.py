@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.services.inference.engines.common.stop import StopRules
+from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.services.inference.engines.vllm.request import LiveRequest
 from rollmesh.shared.domain.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion

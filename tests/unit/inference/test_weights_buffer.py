@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollmesh.services.inference.engine import WeightsMismatch
-from rollmesh.services.inference.engines.torch.model import Weights
 from rollmesh.services.inference.engines.common.weights_buffer import WeightsBuffer
+from rollmesh.services.inference.engines.torch.model import Weights
 
 from .builders import TinyModel, load_weights, read_spec, version
 

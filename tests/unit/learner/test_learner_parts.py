@@ -18,8 +18,10 @@ from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
 from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.sources import EXTERNAL_SOURCES
+from rollmesh.shared.domain.trajectory import Source
+from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
 from rollmesh.shared.net.retry import retry
 
 CONFIG = LearnerRetryConfig(retry_s=10.0, backoff_s=1.0, backoff_s_max=4.0)

@@ -19,11 +19,11 @@ from rollmesh.services.learner.engine import ExportedWeights, Position, Restored
 from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
-from rollmesh.shared.errors import ConfigError, ProbeMismatch
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError, ProbeMismatch
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.weights.manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -15,8 +15,8 @@ from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import PublishConfig
 from rollmesh.services.learner.engine import ExportedWeights
 from rollmesh.services.learner.publisher import Publisher, WeightsCopy
-from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import WeightsRejected
 from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, build_manifest
 

@@ -9,7 +9,6 @@ from rollmesh.client.batch import Batch, BatchAssembler, BatchLease, BatchSample
 from rollmesh.services.learner.source import decode_batch
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, encode_sample
-from rollmesh.shared.errors import PayloadLost
 from rollmesh.shared.domain.trajectory import (
     Episode,
     EpisodeKey,
@@ -21,6 +20,7 @@ from rollmesh.shared.domain.trajectory import (
     Source,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import PayloadLost
 from rollmesh.v1 import run_pb2
 
 

@@ -18,9 +18,9 @@ from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
-from rollmesh.shared.errors import ChangeRefused
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import may_change
+from rollmesh.shared.errors import ChangeRefused
 
 WHOLE = TrainConfig(
     made_model=MadeModelConfig(shape={"hidden_size": 8}),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.extras import install_hint, libraries_needed
 from rollmesh.shared.config.objects import load_object
+from rollmesh.shared.errors import ConfigError
 
 
 @pytest.mark.parametrize(

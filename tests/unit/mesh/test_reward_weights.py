@@ -14,9 +14,9 @@ from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.codec.trajectory import encode_group_context
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.samples import build_table

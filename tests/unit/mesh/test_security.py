@@ -20,8 +20,8 @@ from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.config.loader import config_from_dict, to_yaml
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.ids import new_secret
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.server import ServerConfig
 
 TLS = {"ca": "ca.pem", "certificate": "rollmesh.pem", "key": "rollmesh.key"}

@@ -11,16 +11,16 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rollmesh.app.config import load_train_config
 from rollmesh.app.checks.config_checks import find_mistakes
+from rollmesh.app.config import load_train_config
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.endpoints.client import Endpoints
-from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import FinishReason, MemberOutcome, Outcome, Reward, Role, Source
+from rollmesh.shared.endpoints.client import Endpoints
+from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators.base import make_estimator
 from rollmesh.trainer.losses.base import LOSSES, LossInputs

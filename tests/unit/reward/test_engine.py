@@ -11,19 +11,20 @@ from msgspec import structs
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine, build_scorer
 from rollmesh.services.reward.engine import EVIDENCE_CHARS_MAX, ConfiguredScorer, RewardEngine, Uses, run_scorer
-from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
+from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
 from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError, GroupCodeFailed, Overloaded
 from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward
 from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator

@@ -8,9 +8,9 @@ import pytest
 
 from rollmesh.services.reward.finalizer import FINALIZERS, FinalizerDecision, Group, Verdict
 from rollmesh.services.reward.item import TaskView
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.v1 import reward_pb2
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -19,9 +21,9 @@ from rollmesh.services.reward.engine import run_scorer
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
-from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Outcome
+from rollmesh.shared.errors import ScorerFailed
 
 from .builders import item
 

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from rollmesh.services.reward.item import TEXT_CHARS_MAX, JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers import extract
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.jsonl import last_match
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Role, Source
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.store.jsonl import last_match
 
 from .builders import item
 

@@ -7,6 +7,7 @@ calls and reasoning are tokens that are not special.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 

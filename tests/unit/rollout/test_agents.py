@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rollmesh.app.samples.samples import encode_sample_line, sample_lines
 from rollmesh.app.samples.scoring import score_file
 from rollmesh.services.reward.item import judged_path, num_action_tokens
-from rollmesh.services.rollout.agent import LimitReached, Task, load_agent
+from rollmesh.services.rollout.agent import Agent, LimitReached, Task, load_agent
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, RolloutConfig, SamplingConfig
@@ -23,10 +23,20 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.codec.trajectory import decode_segment, encode_episode
-from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source, text_view
+from rollmesh.shared.domain.trajectory import (
+    Episode,
+    FinishReason,
+    Message,
+    Outcome,
+    Purpose,
+    Reward,
+    Role,
+    Source,
+    text_view,
+)
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
 from rollmesh.testing.rollout import DEMO_FORMAT, LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2, types_pb2
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollmesh.services.rollout.agent import Environment, Task
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.client import Endpoints

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import FormatConfig
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall, turn_tokens
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
 from rollmesh.services.rollout.tool_calls.parsing import ParsedCall, parse_turn
 from rollmesh.services.rollout.tool_calls.xml_calls import Qwen3CoderParser
+from rollmesh.shared.config.registry import Extension
 from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.unit.rollout.chat_tokenizers import save_all
 

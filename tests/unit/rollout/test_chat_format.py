@@ -13,8 +13,8 @@ from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import FormatConfig, ToolConfig
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.tools import tool_schema
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.newcomer.chat_models import STYLES, save_chat_tokenizer
 

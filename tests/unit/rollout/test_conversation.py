@@ -19,8 +19,8 @@ from rollmesh.services.rollout.conversation import (
     prompt_tokens,
 )
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.domain.trajectory import IntArray
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.testing.rollout import CharTokenizer
 from tests.newcomer.chat_models import save_chat_tokenizer
 from tests.unit.rollout.chat_tokenizers import ADD, MODELS, save_all, save_tokenizer

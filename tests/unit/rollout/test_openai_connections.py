@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollmesh.services.rollout.agent import Environment, Task
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 from rollmesh.services.rollout.config import LimitsConfig, OpenAiServerConfig, RolloutConfig
 from rollmesh.services.rollout.openai import app
 from rollmesh.services.rollout.openai.served import Served

@@ -41,6 +41,7 @@ from rollmesh.services.rollout.openai.replies import (
     models_reply,
     token_logprobs,
 )
+from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.shared.errors import (
     EngineFailed,
     InvalidInput,
@@ -50,7 +51,6 @@ from rollmesh.shared.errors import (
     SandboxFailed,
     Unauthenticated,
 )
-from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.testing.rollout import CharTokenizer
 
 QUESTION = {"role": "user", "content": "1+2"}

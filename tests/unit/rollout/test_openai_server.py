@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, InternalServerError, NotFoundError
 
-from rollmesh.services.rollout.agent import Environment, Task
+from rollmesh.services.rollout.agent import Agent, Environment, Task
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, OpenAiServerConfig, RolloutConfig
 from rollmesh.services.rollout.conversation import ChatMessage
 from rollmesh.services.rollout.environment import ServedEpisode
@@ -19,10 +19,10 @@ from rollmesh.services.rollout.openai.app import MODEL
 from rollmesh.services.rollout.openai.protocol import SamplingRequest
 from rollmesh.services.rollout.openai.served import Served
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import ClientChains, Episode, FinishReason, Role, Source
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import EngineFailed
-from rollmesh.shared.domain.trajectory import ClientChains, Episode, FinishReason, Role, Source
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2
 

@@ -26,8 +26,8 @@ from rollmesh.services.rollout.tools import result_text, shorten
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock, time_limit
 from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
-from rollmesh.shared.errors import InvalidInput, Unavailable
 from rollmesh.shared.domain.trajectory import ROOT, Role, Source
+from rollmesh.shared.errors import InvalidInput, Unavailable
 from rollmesh.testing.rollout import LocalSandbox
 from rollmesh.v1 import sandbox_pb2
 

@@ -18,11 +18,11 @@ from aiohttp import web
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.process.process_launch import kept_tree
-from rollmesh.shared.config.registry import Extension
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2
 

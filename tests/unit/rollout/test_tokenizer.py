@@ -13,8 +13,8 @@ import pytest
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.tools import tool_schema
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from rollmesh.services.rollout.tool_calls.parsing import (
     parse_turn,
 )
 from rollmesh.services.rollout.tool_calls.python_calls import DEPTH_MAX, read_python_calls
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.newcomer.chat_models import save_chat_tokenizer
 from tests.unit.rollout.chat_tokenizers import MODELS, save_tokenizer

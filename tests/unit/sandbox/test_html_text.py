@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any, SupportsIndex
+
+import pytest
+
+from rollmesh.sandbox_runtime import html_text
 from rollmesh.sandbox_runtime.html_text import to_text
 
 

@@ -12,8 +12,8 @@ from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.shared.config.loader import config_from_dict, to_yaml
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.errors import ConfigError
 
 
 @pytest.mark.parametrize("field", [field for field in Limits().as_dict() if field != "address_space_bytes"])

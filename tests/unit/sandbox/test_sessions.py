@@ -15,8 +15,8 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.sessions import Holder, SessionEnd, Sessions
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(engine=Extension("fake"), sessions_max=3, ttl_s=10.0, ttl_s_max=100.0, orphan_s=3.0)

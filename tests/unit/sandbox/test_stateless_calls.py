@@ -14,9 +14,9 @@ from rollmesh.services.sandbox.engine import CallsDone, FunctionCall, RunOutcome
 from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import Draining, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
-from rollmesh.shared.domain.ids import SeededIds
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ids import SeededIds
+from rollmesh.shared.errors import Draining, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(

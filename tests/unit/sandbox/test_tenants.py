@@ -13,8 +13,8 @@ from rollmesh.services.sandbox.config import SandboxConfig, TenantQuota, Tenants
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(

@@ -13,7 +13,7 @@ from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.sft.chats import EncodedChat, encode_chat, read_chats
 from rollmesh.shared.errors import InvalidInput
 from tests.newcomer.chat_models import STYLES
-from tests.unit.rollout.chat_tokenizers import ADD, MODELS, save_all
+from tests.unit.rollout.chat_tokenizers import ADD, MODELS, save_all, save_tokenizer
 
 ROOT = Path(__file__).parents[3]
 NAMES = (*STYLES, *MODELS)

@@ -16,7 +16,7 @@ from rollmesh.sft.config import SftConfig, SftLearnerConfig
 from rollmesh.sft.training import FineTuning, SftProgress
 from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.trainer import memory_plan
-from rollmesh.trainer.config import ComputeConfig, LoraSettings, LossTerm, OptimizerConfig, PackingConfig
+from rollmesh.trainer.config import ComputeConfig, LoraSettings, LossTermChoice, OptimizerConfig, PackingConfig
 from tests.newcomer.chat_models import save_chat_model
 
 WORDS = ("red", "green", "blue", "black", "white", "brown")

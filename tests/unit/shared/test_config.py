@@ -8,10 +8,10 @@ from typing import Literal
 import msgspec
 import pytest
 
-from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
 from rollmesh.shared.config.config_schema import json_schema
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
 from rollmesh.shared.config.settings import PositiveInt, Settings
+from rollmesh.shared.errors import ConfigError
 
 
 class Optimizer(Settings):

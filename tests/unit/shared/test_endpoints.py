@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import FinishReason, Message
 from rollmesh.shared.endpoints.answer import AskedMessage, EndpointCall
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.client import Endpoints
@@ -19,7 +20,6 @@ from rollmesh.shared.endpoints.config import EndpointConfig, check_endpoint
 from rollmesh.shared.endpoints.metering import EndpointMeter, metered
 from rollmesh.shared.errors import ConfigError, EndpointFailed, Internal, PriceLimit, UnknownEndpoint
 from rollmesh.shared.net.http_link import decoded
-from rollmesh.shared.domain.trajectory import FinishReason, Message
 
 from .chat_server import ChatServer, chat_server, completion, failure
 

@@ -8,8 +8,9 @@ import grpc
 import pytest
 from google.rpc import code_pb2
 
-from rollmesh.shared import errors, jsonl
+from rollmesh.shared import errors
 from rollmesh.shared.rpc.status import from_status, to_status
+from rollmesh.shared.store import jsonl
 
 
 def test_codes_agree_with_google_rpc_and_grpc() -> None:

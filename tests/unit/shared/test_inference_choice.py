@@ -17,10 +17,10 @@ from rollmesh.shared.clients.inference_scoring import ScoringRequest
 from rollmesh.shared.clients.inference_stream import StreamRequest
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.errors import StaleWeights, Unavailable
-from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.shared.domain.trajectory import SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import StaleWeights, Unavailable
+from rollmesh.shared.membership.fleet import KnownFleet
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 READY = coordinator_pb2.NODE_STATE_READY

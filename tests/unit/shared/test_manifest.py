@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import (
     BuiltManifest,

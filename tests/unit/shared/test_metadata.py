@@ -12,7 +12,6 @@ from rollmesh.services.coordinator.core.facts import SampleMeta
 from rollmesh.services.coordinator.fact_codec import decode, encode
 from rollmesh.shared.codec.metadata import check_leased, check_metadata, sample_meta
 from rollmesh.shared.codec.trajectory import decode_summary, encode_episode, summary_of
-from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     Episode,
@@ -27,6 +26,7 @@ from rollmesh.shared.domain.trajectory import (
     text_view,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.v1 import run_pb2, types_pb2
 
 from . import episodes

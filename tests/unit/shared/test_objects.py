@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.shared.config.loader import config_from_dict, load_config
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.config.moved import MOVED, moved_hint
 from rollmesh.shared.config.objects import load_object
+from rollmesh.shared.config.plugin import Plugin
 from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.errors import ConfigError
 
 
 def test_module_and_dotted_names_resolve() -> None:

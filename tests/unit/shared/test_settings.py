@@ -9,7 +9,6 @@ import pytest
 from msgspec import Meta
 
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.settings import (
     FIXED,
     LIVE,
@@ -21,6 +20,7 @@ from rollmesh.shared.config.settings import (
     Share,
     may_change,
 )
+from rollmesh.shared.errors import ConfigError
 
 
 class Inner(Settings):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 from numpy.typing import NDArray
 
-from rollmesh.shared.domain import trajectory as domain
 from rollmesh.shared.codec import trajectory as codec
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.domain import trajectory as domain
 from rollmesh.shared.domain.reward_range import REWARD_ABS_MAX
 from rollmesh.shared.domain.trajectory import oldest_kv_step
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import types_pb2
 
 from . import episodes

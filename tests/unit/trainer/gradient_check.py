@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from rollmesh.trainer.config import LossTerm, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, UpdateConfig
 from rollmesh.trainer.features import FeatureInputs
 from rollmesh.trainer.losses import LossInputs
 from rollmesh.trainer.plugins import Plugins

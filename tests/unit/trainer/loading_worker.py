@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollmesh.trainer.config import LossTerm, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, UpdateConfig
 from rollmesh.trainer.model_config import auto_class, has_tied_head, text_part
 from rollmesh.trainer.model_files import open_model, read_config
 from rollmesh.trainer.ranks import Ranks

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators import Estimate, GroupEstimator
-from rollmesh.trainer.features import FeatureInputs, FeatureRequest
-from rollmesh.trainer.losses import CoupledLoss, LossInputs, TokenStats
-from rollmesh.trainer.update_rules import OptimizerStep
+from rollmesh.trainer.features import Feature, FeatureInputs, FeatureRequest
+from rollmesh.trainer.losses import CoupledLoss, LossInputs, LossTerm, TokenStats
+from rollmesh.trainer.update_rules import OptimizerStep, UpdateRule
 from rollmesh.trainer.vocabulary_features import Entropy
 
 

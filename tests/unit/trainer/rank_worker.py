@@ -26,6 +26,7 @@ from rollmesh.trainer.config import (
     ReferenceConfig,
     UpdateConfig,
 )
+from rollmesh.trainer.losses import LossTerm
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.ranks import Ranks
 from rollmesh.trainer.sharding import whole

@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import FinishReason, TrainingSample
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.trainer.estimators.campo import CampoOptions, loop_of, loop_share, prefix_matches

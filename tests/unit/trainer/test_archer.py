@@ -10,7 +10,7 @@ import torch
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, TrainingSample
-from rollmesh.trainer.config import LossTerm, OptimizerConfig, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.estimators.archer import TurnCriticOptions
 from rollmesh.trainer.losses import LossInputs
 from rollmesh.trainer.losses.archer import CriticPair, td_loss, transitions

@@ -15,7 +15,7 @@ from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
 from rollmesh.trainer.checkpoint import Checkpoint, copy_checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
-from rollmesh.trainer.config import LossTerm, OptimizerConfig, ParameterGroup, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, OptimizerConfig, ParameterGroup, UpdateConfig
 from rollmesh.trainer.model_files import load_model, published_state
 from rollmesh.trainer.trained_log import TrainedLog, read_trained
 from rollmesh.trainer.update import BatchTrainer

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward, TrainingSample
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.estimators import Estimator, make_estimator
 
 from .builders import action, batch_of, group, member, prompt, training_sample

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, Segment, Source, TrainingSample
-from rollmesh.trainer.config import LossTerm, Normalization, OptimizerConfig, UpdateConfig
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.config import LossTermChoice, Normalization, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.losses import LOSSES, LossInputs, LossSum, token_weights
 from rollmesh.trainer.model_files import published_state

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausalLM, PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.config import ComputeConfig, LossTerm, ReferenceConfig, UpdateConfig
+from rollmesh.trainer.config import ComputeConfig, LossTermChoice, ReferenceConfig, UpdateConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.model_layers import decoder_layers
 from rollmesh.trainer.update import BatchTrainer

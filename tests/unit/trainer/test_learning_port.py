@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.domain.ledger_head import EMPTY
 from rollmesh.shared.config.objects import load_object
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ledger_head import EMPTY
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint import save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
 from rollmesh.trainer.config import (
@@ -27,7 +27,7 @@ from rollmesh.trainer.config import (
 )
 from rollmesh.trainer.feature_pass import computed_features
 from rollmesh.trainer.features import FeatureInputs, FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs
+from rollmesh.trainer.losses.base import LossInputs, LossTerm
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.plugins import Plugins
 from rollmesh.trainer.samples import DropReason, build_table

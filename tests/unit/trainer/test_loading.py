@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.model_config import has_tied_head
 from rollmesh.trainer.model_files import load_weights, write_weights
 from rollmesh.trainer.sharding import empty_model
+from tests.forked import ForkServer, run_all
 from tests.models.architectures import build_model
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Role, TrainingSample
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint import Checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
 from rollmesh.trainer.config import (

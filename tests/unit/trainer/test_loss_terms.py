@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.shared.errors import ConfigError
-from rollmesh.trainer.config import LossTerm, Normalization
+from rollmesh.trainer.config import LossTermChoice, Normalization
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights
 
 from .gradient_check import check_gradient, loss_of_logits, plugins_of, ragged

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError, LossFailed
-from rollmesh.trainer.config import LossTerm, Normalization, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, Normalization, UpdateConfig
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights
 
 

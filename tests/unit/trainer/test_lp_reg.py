@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.trainer.config import LossTerm
+from rollmesh.trainer.config import LossTermChoice
 from rollmesh.trainer.losses.lp_reg import lowest
 
 from .gradient_check import Ragged, check_gradient, loss_of_logits, plugins_of, ragged

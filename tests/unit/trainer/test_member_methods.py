@@ -11,7 +11,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import (
     GroupContext,
@@ -22,8 +21,9 @@ from rollmesh.shared.domain.trajectory import (
     TrainingSample,
     TurnSummary,
 )
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.batch import UpdateBatch
-from rollmesh.trainer.config import LossTerm, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, UpdateConfig
 from rollmesh.trainer.estimators import Estimate, Estimator, make_estimator
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.trainer.estimators.copo import entropy_factor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.config import LossTerm, OptimizerConfig, UpdateConfig
+from rollmesh.trainer.config import LossTermChoice, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.losses import LossInputs
 from rollmesh.trainer.losses.siren import Siren, peak_shares
 from rollmesh.trainer.update import BatchTrainer

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, TrainingSample
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators import Estimate, Estimator, make_estimator
 from rollmesh.trainer.estimators.base import ESTIMATORS, UNDECIDED

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Role, Source, TrainingSample
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer import feature_pass
 from rollmesh.trainer.config import (
     FeatureChoice,
@@ -23,9 +23,9 @@ from rollmesh.trainer.config import (
     UpdateConfig,
 )
 from rollmesh.trainer.feature_pass import computed_features
-from rollmesh.trainer.features import FEATURES, FeatureInputs, FeatureRequest
+from rollmesh.trainer.features import FEATURES, Feature, FeatureInputs, FeatureRequest
 from rollmesh.trainer.forward import ForwardPlan
-from rollmesh.trainer.losses import LossInputs
+from rollmesh.trainer.losses import LossInputs, LossTerm
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.other_prompt import OtherPromptLogprob, OtherPromptOptions
 from rollmesh.trainer.samples import DropReason, build_table

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.config import ComputeConfig, FeatureChoice, LossTerm, PackingConfig, UpdateConfig
+from rollmesh.trainer.config import ComputeConfig, FeatureChoice, LossTermChoice, PackingConfig, UpdateConfig
 from rollmesh.trainer.feature_pass import forward_features
-from rollmesh.trainer.features import FEATURES, FeatureInputs, FeatureRequest, TokenLogprob
+from rollmesh.trainer.features import FEATURES, Feature, FeatureInputs, FeatureRequest, TokenLogprob
 from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.sequences import Sequence1D

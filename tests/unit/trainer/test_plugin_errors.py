@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.errors import LearnerCodeFailed, LossFailed, MeshError
 from rollmesh.shared.config.registry import Extension
-from rollmesh.trainer.config import LossTerm, UpdateConfig
+from rollmesh.shared.errors import LearnerCodeFailed, LossFailed, MeshError
+from rollmesh.trainer.config import LossTermChoice, UpdateConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.update import BatchTrainer
 

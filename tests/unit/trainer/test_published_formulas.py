@@ -25,7 +25,7 @@ from torch import Tensor
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.trainer.config import LossTerm, Normalization
+from rollmesh.trainer.config import LossTermChoice, Normalization
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.losses import LossInputs, LossSum, token_weights
 

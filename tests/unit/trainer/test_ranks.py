@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.packing import pack
 from rollmesh.trainer.ranks import ONE_RANK, Ranks
 from rollmesh.trainer.samples import build_table
+from tests.forked import ForkServer, run_all
 
 from .builders import random_batch
 from .rank_worker import OWN, SHARED_PREFIX, config_of, results_of

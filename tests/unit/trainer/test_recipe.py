@@ -17,7 +17,7 @@ from rollmesh.cli.__main__ import app
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
 from rollmesh.shared.errors import ConfigError
-from rollmesh.trainer.config import LossTerm
+from rollmesh.trainer.config import LossTermChoice
 from rollmesh.trainer.estimators import ESTIMATORS
 from rollmesh.trainer.losses import LossSum
 from rollmesh.trainer.recipe import DEFAULT_RECIPE, find_recipe, read_recipe, recipe_names

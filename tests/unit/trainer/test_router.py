@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from rollmesh.trainer.config import ComputeConfig, LossTerm, OptimizerConfig, PackingConfig, UpdateConfig
+from rollmesh.trainer.config import ComputeConfig, LossTermChoice, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.feature_pass import computed_features, current_features
 from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.losses import LossInputs

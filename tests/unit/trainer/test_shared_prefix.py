@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import Extension
-from rollmesh.trainer.config import ComputeConfig, LossTerm, OptimizerConfig, PackingConfig, UpdateConfig
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.config import ComputeConfig, LossTermChoice, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
 from rollmesh.trainer.packing import MicroBatch, pack, saved_ratio
 from rollmesh.trainer.self_test import choose_forward

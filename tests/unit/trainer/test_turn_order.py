@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollmesh.shared.config.registry import Extension
-from rollmesh.trainer.config import LossTerm
+from rollmesh.trainer.config import LossTermChoice
 from rollmesh.trainer.losses import LossInputs, LossSum
 from rollmesh.trainer.update_rules import UPDATE_RULES, OptimizerStep
 

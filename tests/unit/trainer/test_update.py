@@ -1,6 +1,9 @@
 """The update: determinism, accumulation, the non-finite guard, verdicts."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,9 +17,18 @@ from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import FinishReason, Outcome, SamplingParams, Source, TrainingSample
+from rollmesh.shared.domain.trajectory import (
+    TRAINED_MEASURES,
+    FinishReason,
+    Outcome,
+    SamplingParams,
+    Source,
+    TrainingSample,
+)
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.trainer.config import LossTerm, Normalization, OptimizerConfig, PackingConfig, UpdateConfig
+from rollmesh.shared.errors import LearnerCodeFailed
+from rollmesh.trainer.batch import UpdateBatch
+from rollmesh.trainer.config import LossTermChoice, Normalization, OptimizerConfig, PackingConfig, UpdateConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.recipe import recipe_names
 from rollmesh.trainer.samples import DropReason, build_table, drop_reason

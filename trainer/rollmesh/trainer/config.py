@@ -8,7 +8,6 @@ from typing import Annotated, Literal, Self
 
 from msgspec import Meta, structs
 
-from rollmesh.shared.weights.model_folder import find_model
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import (
     LIVE,
@@ -20,6 +19,7 @@ from rollmesh.shared.config.settings import (
     Settings,
     Share,
 )
+from rollmesh.shared.weights.model_folder import find_model
 
 
 class Normalization(Enum):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from rollmesh.trainer import forward
-from rollmesh.trainer.features import FeatureInputs, FeatureRequest, OtherSequences
+from rollmesh.trainer.features import FeatureInputs, FeatureRequest
 from rollmesh.trainer.forward import ForwardPlan
 from rollmesh.trainer.model_config import compute_device
 from rollmesh.trainer.packing import MicroBatch

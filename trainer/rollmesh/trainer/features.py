@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import msgspec
 from torch import Tensor
 
+from rollmesh.shared.config.plugin import Plugin, overrides, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.domain.trajectory import TrainingSample
 from rollmesh.trainer.router import RouterLogits

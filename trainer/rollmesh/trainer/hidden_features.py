@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings
-from rollmesh.trainer.features import FeatureInputs
+from rollmesh.trainer.features import Feature, FeatureInputs
 
 
 class EffectiveRankOptions(Settings):

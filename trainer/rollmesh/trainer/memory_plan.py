@@ -30,13 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer import forward
 from rollmesh.trainer.config import LoraSettings, UpdateConfig
 from rollmesh.trainer.feature_pass import forward_features
-from rollmesh.trainer.features import FeatureRequest, OtherSequences
+from rollmesh.trainer.features import FeatureRequest
 from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.lora import inject
+from rollmesh.trainer.losses import LossTerm
 from rollmesh.trainer.model_config import auto_class, freeze_other_parts
 from rollmesh.trainer.model_layers import checkpoint_layers, decoder_layers
 from rollmesh.trainer.packing import MicroBatch

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from rollmesh.shared.domain.outputs import output_of
+from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.outputs import output_of
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators.base import GroupSize
+from rollmesh.trainer.losses import LossTerm
+from rollmesh.trainer.part import UpdatePart
 from rollmesh.trainer.plugins import Plugins
 
 _PASSES = {

@@ -29,10 +29,10 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.settings import NonNegativeInt, Settings
 from rollmesh.shared.domain.trajectory import IntArray, Role, Segment, Source, TrainingSample
-from rollmesh.trainer.features import FeatureInputs
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.features import Feature, FeatureInputs
 from rollmesh.trainer.samples import trained_mask, turn_numbers
 from rollmesh.trainer.sequences import Sequence1D
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollmesh.shared.errors import located_at
+from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.domain.outputs import output_of
+from rollmesh.shared.errors import located_at
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.estimators import Estimator, make_estimator
-from rollmesh.trainer.estimators.base import GroupSize
 from rollmesh.trainer.features import (
     BUILT_IN,
     FEATURES,
@@ -27,8 +27,9 @@ from rollmesh.trainer.features import (
     OtherSequences,
     merged_requests,
 )
-from rollmesh.trainer.losses import LossSum
+from rollmesh.trainer.losses import LossSum, LossTerm
 from rollmesh.trainer.losses.terms import needs_sampled
+from rollmesh.trainer.part import UpdatePart
 from rollmesh.trainer.samples import COLUMNS, Rewrite
 from rollmesh.trainer.update_rules import UPDATE_RULES, UpdateRule
 

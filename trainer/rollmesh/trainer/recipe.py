@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollmesh.shared.config.loader import config_from_dict, read_tree
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.registry import unknown_name
-from rollmesh.shared.config.settings import NonNegativeInt, Settings
+from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "recipes"
 """Built-in recipes, one YAML file each."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.trainer.model_config import text_config
-from rollmesh.trainer.spread_model import MODEL_ERRORS, spread_copy
+from rollmesh.trainer.spread_model import MODEL_ERRORS, SpreadCopy, model_error
 
 _TOLERANCE = 1e-4
 """Largest relative difference from the loss that the model computes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollmesh.trainer.features import FeatureInputs
+from rollmesh.trainer.features import Feature, FeatureInputs
 from rollmesh.trainer.router import RouterLogits
 
 

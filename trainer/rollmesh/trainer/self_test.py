@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import IntArray
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
 from rollmesh.trainer.model_config import (
@@ -48,7 +48,7 @@ from rollmesh.trainer.model_config import (
 from rollmesh.trainer.packing import MicroBatch, pack
 from rollmesh.trainer.sequences import Sequence1D, num_targets
 from rollmesh.trainer.sharding import class_name
-from rollmesh.trainer.spread_model import MODEL_ERRORS, spread_copy
+from rollmesh.trainer.spread_model import MODEL_ERRORS, SpreadCopy, model_error
 
 _log = logging.getLogger(__name__)
 

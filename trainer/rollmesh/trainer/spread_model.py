@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from rollmesh.shared.config.user_code import is_out_of_memory
 from rollmesh.trainer.model_config import compute_device
 
 MODEL_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)

@@ -30,9 +30,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rollmesh.shared.errors import ConfigError, LearnerCodeFailed
-from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, Source, TrainedGroup, TrainingSample
+from rollmesh.shared.codec.checks import MEASURE_FORM, MEASURES_MAX, is_measure
 from rollmesh.shared.config.user_code import reported
+from rollmesh.shared.domain.trajectory import (
+    TRAINED_MEASURES,
+    FloatArray,
+    GroupContext,
+    IntArray,
+    Source,
+    TrainedGroup,
+    TrainingSample,
+)
+from rollmesh.shared.errors import ConfigError, LearnerCodeFailed
 from rollmesh.trainer import forward
 from rollmesh.trainer.batch import UpdateBatch, check_membership
 from rollmesh.trainer.config import UpdateConfig
@@ -57,6 +66,7 @@ from rollmesh.trainer.samples import DropReason, TokenTable, build_table, drop_r
 from rollmesh.trainer.self_test import check_rounded, check_shared, choose_forward, known_logprobs, prepare
 from rollmesh.trainer.sharding import join_alone, leave_alone, release, shard
 from rollmesh.trainer.shared_prefix import square_tokens
+from rollmesh.trainer.spread_model import SpreadCopy
 from rollmesh.trainer.trace import StepTrace, UpdateTrace
 from rollmesh.trainer.update_rules import OptimizerStep, checked_step
 from rollmesh.trainer.vocabulary_features import Entropy

@@ -9,7 +9,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from rollmesh.shared.config.settings import Settings
-from rollmesh.trainer.features import FeatureInputs
+from rollmesh.trainer.features import Feature, FeatureInputs
 
 
 class Entropy:

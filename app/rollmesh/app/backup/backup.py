@@ -35,7 +35,7 @@ from rollmesh.app.run_folder import RunFolder, open_folder
 from rollmesh.mesh.changes import RECORDED
 from rollmesh.mesh.joining import ask_mesh
 from rollmesh.mesh.run_layout import PAYLOADS
-from rollmesh.shared.bus.bus import Bus, UnknownStream
+from rollmesh.shared.bus.bus import Bus, StreamRecord, UnknownStream
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams

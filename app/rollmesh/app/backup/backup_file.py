@@ -10,22 +10,23 @@ contains samples and no token, password or key.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-import struct
+import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Self
+from typing import IO, Literal, Self
 
 import msgspec
 
 from rollmesh.services.coordinator.ledger import check_record
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.store.disk import disk_told
-from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss
+from rollmesh.shared.store.disk import disk_full_errors
 
 Kind = Literal["samples", "ledger", "dead"]
 KINDS: tuple[Kind, ...] = ("samples", "ledger", "dead")

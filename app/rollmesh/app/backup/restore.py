@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -30,11 +30,11 @@ from rollmesh.app.run_folder import RESTORING, Origin, RunFolder, claim_folder, 
 from rollmesh.mesh.changes import note_recorded, settings_of
 from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.run_lock import owned
-from rollmesh.shared.bus.bus import StreamLog, StreamSpec
+from rollmesh.shared.bus.bus import StreamLog, StreamRecord, StreamSpec
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.store.disk import disk_told
-from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss
+from rollmesh.shared.errors import AlreadyExists, DataLoss
+from rollmesh.shared.store.disk import disk_full_errors
 
 _PENDING_MAX = 256
 

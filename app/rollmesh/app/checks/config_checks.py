@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollmesh.app.config import TrainConfig, read_train_config
 from rollmesh.app.checks.model_checks import check_made_model, check_model, check_reference
 from rollmesh.app.checks.profile_checks import check_profiles
+from rollmesh.app.checks.task_survey import TaskSurvey, survey_tasks
+from rollmesh.app.config import TrainConfig, read_train_config
 from rollmesh.app.loggers.run_loggers import LOGGERS, check_installed
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.mesh.security import open_tls, read_token
+from rollmesh.services.coordinator.core.rollouts import REWARDS_BYTES_MAX, reward_bytes
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
@@ -42,11 +44,10 @@ from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.services.sandbox.oracle.manifest import PROFILE, TIME_LIMITS_MAX
 from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.config.loader import all_in_one, underlay_places
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.outputs import array_names, output_of
 from rollmesh.shared.endpoints.config import check_endpoint
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key, located_at
-from rollmesh.shared.domain.outputs import array_names, output_of
-from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import Message
 from rollmesh.trainer.estimators import make_estimator
 
 if TYPE_CHECKING:  # it imports torch

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.app.config import TrainConfig
 from rollmesh.app.checks.config_checks import engine_options
 from rollmesh.app.checks.disk_need import weights_of
 from rollmesh.app.checks.model_checks import model_folder
+from rollmesh.app.config import TrainConfig
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.selector import SELECTORS

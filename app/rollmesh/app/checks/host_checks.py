@@ -19,8 +19,8 @@ from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.capability_probe import ProbeUser, driver_errors, probe_host
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
-from rollmesh.shared.store.disk import free_bytes
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed
+from rollmesh.shared.store.disk import free_bytes
 
 _VERSION_S = 10.0
 GIB = 1 << 30

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollmesh.app.checks.task_survey import TaskSurvey
 from rollmesh.app.config import TrainConfig
 from rollmesh.demo.config import demonstrated_source
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.source import SOURCES
-from rollmesh.services.data.task import Split, TaskPool
-from rollmesh.services.inference.engine import INFERENCE_ENGINES
+from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine
 from rollmesh.services.learner.engine import TRAINERS
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, eos_ids, load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
@@ -172,6 +171,7 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
     from rollmesh.trainer.memory_plan import NoMemoryPlan, check_memory, is_small
     from rollmesh.trainer.model_files import load_model
     from rollmesh.trainer.self_test import check_shared, choose_forward
+    from rollmesh.trainer.spread_model import SpreadCopy
 
     progress: Any = logging
     progress.disable_progress_bar()  # a bar would be mixed with the messages

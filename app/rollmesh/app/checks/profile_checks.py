@@ -18,8 +18,8 @@ from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.sandbox.config import PROFILES, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome, SandboxEngine
 from rollmesh.services.sandbox.node import make_engine
-from rollmesh.shared.errors import ConfigError, MeshError, SandboxFailed
 from rollmesh.shared.domain.ids import RandomIds
+from rollmesh.shared.errors import ConfigError, MeshError, SandboxFailed
 
 _SIGNATURE_S = 5.0
 """Time limit to read a signature, seconds."""

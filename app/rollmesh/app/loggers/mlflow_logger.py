@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from rollmesh.app.loggers.run_loggers import LoggedRun, flat
-from rollmesh.shared.errors import ConfigError
+from rollmesh.app.loggers.run_loggers import LoggedRun, RunLogger, flat
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
+from rollmesh.shared.errors import ConfigError
 
 _PARAMS_MAX = 100
 """Maximum parameters per request, by the limits of the REST API of MLflow."""

@@ -22,16 +22,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from rollmesh.app.views.series import Eval
 from rollmesh.services.learner.metrics_log import MetricsLine
-from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.config.user_code import explain
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 QUEUE_MAX = 10_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from rollmesh.app.loggers.run_loggers import LoggedRun, check_installed
-from rollmesh.shared.errors import ConfigError
+from rollmesh.app.loggers.run_loggers import LoggedRun, RunLogger, check_installed
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveFloat, Settings
+from rollmesh.shared.errors import ConfigError
 
 
 class WandbOptions(Settings):

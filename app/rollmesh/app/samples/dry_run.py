@@ -22,8 +22,8 @@ from rollmesh.app.samples.samples import ACTION, SampleLine, rewards_of, summary
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.services.reward.config import shown_name
 from rollmesh.services.reward.engine import call_group_code
-from rollmesh.shared.errors import ConfigError, GroupCodeFailed
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.errors import ConfigError, GroupCodeFailed
 from rollmesh.trainer.estimators import Estimator, make_estimator
 
 EPISODE_S_MARGIN = 60.0

@@ -18,20 +18,20 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from rollmesh.app.views.causes import failed_attempts_text, failure_text, refuse_if_all_failed
-from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.app.checks.config_checks import check
+from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.app.interrupts import Interrupts, Stopped
 from rollmesh.app.run_folder import RunFolder, logging_to, new_folder, origin_now, run_config
 from rollmesh.app.samples.samples import RewardLine, SampleLine, encode_sample_line, mean_rewards, sample_lines
 from rollmesh.app.session import make_model
+from rollmesh.app.views.causes import failed_attempts_text, failure_text, refuse_if_all_failed
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.mesh_services import blocking_endpoints
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.weights.manifest import ADAPTER_CONFIG

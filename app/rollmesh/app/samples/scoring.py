@@ -35,12 +35,13 @@ from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem, TaskView, num_action_tokens
 from rollmesh.services.reward.oracles import Oracles
-from rollmesh.services.reward.scorer import UsesPolicy
+from rollmesh.services.reward.scorer import Scorer
+from rollmesh.shared.config.plugin import overrides
+from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, Message, Outcome, Role, Source
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.errors import ConfigError, UnknownOracle
 from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
-from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, Message, Outcome, Role, Source
-from rollmesh.shared.domain.versions import PolicyVersion
 
 NUM_LINES_MAX = 1_000_000
 CHUNK_LINES = 256

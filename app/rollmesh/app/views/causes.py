@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollmesh.app.run_folder import shown
-from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.v1 import run_pb2
 
 _HINTS = {

@@ -19,8 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.app.views.causes import failed_attempts_text, no_update_text
 from rollmesh.app.config import TrainConfig
+from rollmesh.app.views.causes import failed_attempts_text, no_update_text
 from rollmesh.app.views.series import Eval, Point, Series, heldout_name, staleness_shares
 from rollmesh.app.views.watch import RunRecorder
 from rollmesh.demo.model_process import WarmStep

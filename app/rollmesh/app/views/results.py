@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.app.config import TrainConfig
-from rollmesh.app.views.report import write_report
 from rollmesh.app.run_folder import RunFolder
+from rollmesh.app.views.report import write_report
 from rollmesh.app.views.series import read_series
 from rollmesh.app.views.summary import Outcome, Summary, summarize, write_summary
 from rollmesh.demo.model_process import WarmStep

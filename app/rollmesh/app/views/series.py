@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.errors import ConfigError
 
 RATE_WINDOW_S = 30.0
 """Tokens per second are averaged over this time. In a window shorter than an update, the rate of trained tokens would jump."""

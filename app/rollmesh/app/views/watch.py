@@ -17,8 +17,8 @@ import msgspec
 from rollmesh.app.views.causes import AllFailed, refuse_if_all_failed
 from rollmesh.app.views.series import Eval, Point, Series, encode_line, read_series
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors

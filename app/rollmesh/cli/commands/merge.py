@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rollmesh.cli.app import app, report_errors, set_up_compute
+from rollmesh.app.compute import set_up_compute
+from rollmesh.cli.app import app, report_errors
 
 
 @app.command()

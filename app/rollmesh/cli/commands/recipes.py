@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmesh.cli.app import AsJson, app, report_errors, set_up_compute
+from rollmesh.app.compute import set_up_compute
+from rollmesh.cli.app import AsJson, app, report_errors
 
 if TYPE_CHECKING:
     from rollmesh.app.recipe_catalog import Method

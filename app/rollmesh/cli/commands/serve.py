@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmesh.cli.app import TERMINATED, app, report_errors, set_up_compute
+from rollmesh.app.compute import set_up_compute
+from rollmesh.cli.app import TERMINATED, app, report_errors
 
 if TYPE_CHECKING:
     from rollmesh.mesh.run_layout import RunLayout

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollmesh.app.compute import set_up_compute
 from rollmesh.cli.app import (
     INTERRUPTED,
     AsJson,

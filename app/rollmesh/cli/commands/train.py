@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmesh.cli.app import INTERRUPTED, AsJson, InProcess, Out, Overrides, app, console, report_errors, set_up_compute
+from rollmesh.app.compute import set_up_compute
+from rollmesh.cli.app import INTERRUPTED, AsJson, InProcess, Out, Overrides, app, console, report_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,11 +78,11 @@ def run_training(
     import asyncio
 
     from rollmesh.app.checks.config_checks import notes
-    from rollmesh.app.views.display import open_view
     from rollmesh.app.checks.effective_config import headline
     from rollmesh.app.open_run import open_run
     from rollmesh.app.run_folder import logging_to, shown
     from rollmesh.app.session import TrainSession
+    from rollmesh.app.views.display import open_view
 
     with open_run(path, overrides, command=sys.argv, out=out) as run:
         lines = (*run.notes, headline(run.config, run.base_dir), *notes(run.config, run.base_dir))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmesh.cli.app import Out, Overrides, app, report_errors, set_up_compute
+from rollmesh.app.compute import set_up_compute
+from rollmesh.cli.app import Out, Overrides, app, report_errors
 
 if TYPE_CHECKING:
     from rollmesh.app.config import TrainConfig

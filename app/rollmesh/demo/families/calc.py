@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from rollmesh.services.data.generated import Demonstration, GeneratedOptions, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
+from rollmesh.services.reward.oracles import Oracle
 from rollmesh.shared.errors import UnknownOracle
 
 OPERAND_MAX = 99

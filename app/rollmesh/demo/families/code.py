@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from rollmesh.demo.families.judging import JUDGING
 from rollmesh.services.data.generated import Demonstration, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
+from rollmesh.services.reward.oracles import Oracle
 from rollmesh.shared.errors import UnknownOracle
 
 NUM_TESTS = 8

@@ -25,6 +25,7 @@ from typing import Any
 from rollmesh.demo.families.judging import JUDGING
 from rollmesh.services.data.generated import Demonstration, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
+from rollmesh.services.reward.oracles import Oracle
 from rollmesh.shared.errors import UnknownOracle
 
 NUM_DATABASES = 3

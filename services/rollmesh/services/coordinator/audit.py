@@ -39,8 +39,8 @@ from rollmesh.services.coordinator.core.state import SampleCounters, State
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import InvalidInput, UnknownRun
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.errors import InvalidInput, UnknownRun
 
 FINDINGS_MAX = 1000
 """Number of findings that are kept. Further ones are only counted."""

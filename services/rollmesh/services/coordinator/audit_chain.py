@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from rollmesh.services.coordinator.audit_report import Complain, HeadLine
 from rollmesh.services.coordinator.ledger import StoredRecord, check_record, missing
 from rollmesh.shared.bus.bus import StreamRecord
-from rollmesh.shared.errors import DataLoss
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
+from rollmesh.shared.errors import DataLoss
 
 CLOCK_S = 5.0
 """Tolerated decrease of the time between two records, in seconds, because wall clocks are corrected."""

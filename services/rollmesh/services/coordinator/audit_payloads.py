@@ -17,9 +17,10 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.payload_bus import SampleStream, WrongHost
-from rollmesh.shared.codec.metadata import check_key, check_leased
-from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.shared.codec.metadata import check_key, check_leased, sample_meta
 from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.shared.store.payload_files import UnreadableRecord, file_of, in_file
 from rollmesh.v1 import run_pb2, types_pb2
 

@@ -9,7 +9,6 @@ This module repeats the arithmetic of the bound on purpose, so that an error in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmesh.services.coordinator.audit_leases import Leases

@@ -11,14 +11,16 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError, Overloaded
+from rollmesh.services.coordinator.core.records import R, Request
+from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError, Overloaded
 
 T = TypeVar("T")
 

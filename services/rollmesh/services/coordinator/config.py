@@ -6,9 +6,9 @@ import msgspec
 
 from rollmesh.services.coordinator.core.fleet import FleetConfig
 from rollmesh.shared.bus.run_streams import StreamLimits
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.rpc.addresses import host_of, is_ip_address, port_of
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 
 
 class RunLimits(Settings):

@@ -14,10 +14,10 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.facts import Purpose, Task
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import decode
-from rollmesh.services.coordinator.translate import invalid, pieces
+from rollmesh.services.coordinator.translate import pieces
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import FailedPrecondition
+from rollmesh.shared.errors import FailedPrecondition, field_error
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 LIST_MAX = 1000

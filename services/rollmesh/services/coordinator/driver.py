@@ -21,22 +21,23 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from rollmesh.services.coordinator.callers import Callers, QueuedInput, QueuedRead
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
-from rollmesh.services.coordinator.core.decision_context import Effect, EphemeralState, Refusal, Reply
+from rollmesh.services.coordinator.core.decision_context import Effect, EphemeralState, Reply
 from rollmesh.services.coordinator.core.ending import LEDGER_FULL
 from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.recovery import Recovered
-from rollmesh.services.coordinator.translate import to_error
 from rollmesh.shared.bus.bus import StreamFull
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, Internal, LedgerFull, MeshError, NotReady, PayloadTooLarge
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import DataLoss, Internal, LedgerFull, MeshError, NotReady, PayloadTooLarge
 from rollmesh.shared.store.payload_files import file_of, in_file
 from rollmesh.shared.telemetry import metrics
 

@@ -36,8 +36,8 @@ from rollmesh.services.coordinator.translate import (
 )
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import GroupCodeFailed, InfraFailure, MeshError, OutOfRange
 from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.errors import GroupCodeFailed, InfraFailure, MeshError, OutOfRange
 from rollmesh.shared.net.retry import pause_after
 from rollmesh.v1 import data_pb2, reward_pb2
 

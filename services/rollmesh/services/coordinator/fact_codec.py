@@ -7,7 +7,6 @@ A mapper is built once per record class from its type hints. A record and its me
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -17,9 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.services.coordinator.core.records import Request
 from rollmesh.shared.domain.formats import check_format, newer_format
+from rollmesh.shared.domain.ledger_facts import fact_of
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
+from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.v1 import events_pb2
 
 T = TypeVar("T")

@@ -30,6 +30,8 @@ from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_
 from rollmesh.services.coordinator.metrics import NODE_CHANGES
 from rollmesh.shared.clock import Clock, clock_warning, time_limit
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     FailedPrecondition,
     FieldViolation,
@@ -42,10 +44,8 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.membership.membership import reported_protocol
 from rollmesh.shared.process.process_info import ProcessInfo, installed_version
-from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
 from rollmesh.shared.rpc.addresses import is_address
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05

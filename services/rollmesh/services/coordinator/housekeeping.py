@@ -21,8 +21,8 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapsh
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.payload_bus import SampleStream
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError
 from rollmesh.shared.store.payload_files import PayloadFiles, file_of, in_file
 
 REPORT_TERMS = 2.0

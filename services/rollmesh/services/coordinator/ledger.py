@@ -28,10 +28,11 @@ from rollmesh.shared.bus.bus import (
     WrongLastSequence,
 )
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, LedgerFull, MeshError, PayloadTooLarge
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
+from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, LedgerFull, MeshError, PayloadTooLarge
 
 CHECKSUM = "Sha256"
 """Header with the hash of a record's bytes. It also detects an altered byte in the newest record, which has no

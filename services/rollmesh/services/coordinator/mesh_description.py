@@ -14,11 +14,11 @@ from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
-from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshBusy, Unimplemented
 from rollmesh.shared.domain.ledger_head import LedgerHead
-from rollmesh.shared.weights.model_files import ModelFiles
-from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.errors import MeshBusy, Unimplemented, field_error
+from rollmesh.shared.process.process_info import installed_version
+from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
 
 

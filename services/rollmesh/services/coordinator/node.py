@@ -30,8 +30,8 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.domain.ids import IdSource, RandomIds
+from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.limits import RECORDED, RECORDED_TEXTS
 from rollmesh.shared.rpc.server import RpcServer

@@ -13,7 +13,7 @@ from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.translate import to_wire
 from rollmesh.shared.errors import HashMismatch, MeshError, NotReady, UnknownBlob
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.channel import MeshChannel, open_channel
+from rollmesh.shared.rpc.channel import MeshChannel, connected_address, open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import (

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Callable
 
 from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.driver import RunDriver
-from rollmesh.services.coordinator.fact_codec import decode, encode_into
+from rollmesh.services.coordinator.fact_codec import decode, encode, encode_into
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.mesh_description import MeshDescriber
 from rollmesh.services.coordinator.peers import Outgoing
@@ -20,11 +21,11 @@ from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.watchdog import read_chain
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
-from rollmesh.shared.domain.text import count_of
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
 

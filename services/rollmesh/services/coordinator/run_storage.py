@@ -20,8 +20,8 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamSpec, UnknownStream
 from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_streams
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.store.disk import disk_told
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
+from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.store.private_files import private_folder, private_opener
 
 LEDGER_ROOM_BYTES = 16 * MIB

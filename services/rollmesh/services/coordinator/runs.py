@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rollmesh.services.coordinator.config import CoordinatorConfig
-from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -35,6 +35,9 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.services.coordinator.watchdog import Watchdog
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.errors import (
     Cancelled,
     DataLoss,
@@ -47,9 +50,6 @@ from rollmesh.shared.errors import (
     RunLive,
     UnknownRun,
 )
-from rollmesh.shared.domain.formats import NewerFormat
-from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.shared_tasks import SharedTasks
 from rollmesh.shared.telemetry import log_context
 

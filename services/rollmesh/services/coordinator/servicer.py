@@ -9,20 +9,21 @@ from typing import Any
 
 from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.driver import RunDriver
-from rollmesh.services.coordinator.fact_codec import known_member
+from rollmesh.services.coordinator.fact_codec import decode_request, encode, known_member
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
 from rollmesh.services.coordinator.mesh_description import MeshDescriber
 from rollmesh.services.coordinator.metrics import ACQUIRE_SECONDS
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.translate import from_wire, to_wire
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError, UnknownRun, field_error
 from rollmesh.shared.rpc.handlers import Context
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import coordinator_pb2 as pb

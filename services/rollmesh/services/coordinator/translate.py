@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from msgspec import structs
 
 from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.batches import group_members
-from rollmesh.services.coordinator.core.decision_context import DeadLetter, DrawTasks, FinalizeGroup, Refusal
+from rollmesh.services.coordinator.core.decision_context import DeadLetter, DrawTasks, FinalizeGroup
 from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
     GroupDecision,
@@ -21,14 +22,13 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
     TrainedGroup,
 )
-from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.records import RunSpec, TrainerRequest
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, State
-from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
-from rollmesh.shared import errors
+from rollmesh.services.coordinator.fact_codec import decode, decode_request, encode, encode_into, known_member
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
-from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed, field_error
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)

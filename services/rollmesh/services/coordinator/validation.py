@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from rollmesh.services.coordinator.core.records import (
     EPISODES_LIVE_MAX,
@@ -18,9 +18,19 @@ from rollmesh.services.coordinator.core.records import (
     SAMPLES_PER_EPISODE_MAX,
 )
 from rollmesh.shared.codec import summaries
-from rollmesh.shared.codec.checks import EXTEND_MAX, NAME_CHARS_MAX, REASON_FORM, REWARDS_MAX, is_reason
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.codec.checks import (
+    EXTEND_MAX,
+    MEASURE_FORM,
+    MEASURES_MAX,
+    NAME_CHARS_MAX,
+    REASON_FORM,
+    REWARDS_MAX,
+    is_measure,
+    is_reason,
+)
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
+from rollmesh.shared.domain.trajectory import TRAINED_MEASURES
+from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2, types_pb2
 
 ID_CHARS_MAX = 256

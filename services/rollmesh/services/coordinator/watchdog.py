@@ -17,8 +17,8 @@ from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.core.waits import Wait, chain, to_text
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.errors import MeshError
 
 T = TypeVar("T")
 LOOK_S = 1.0

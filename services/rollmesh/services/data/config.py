@@ -11,15 +11,15 @@ from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.source import SOURCES, SourceUsesEndpoints, TaskSource
+from rollmesh.services.data.source import SOURCES, TaskSource
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.endpoints.blocking import BlockingEndpoints
-from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import LIVE, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.endpoints.blocking import BlockingEndpoints
+from rollmesh.shared.errors import ConfigError, MeshError
 
 
 class DataConfig(Settings):

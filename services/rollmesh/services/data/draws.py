@@ -14,21 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field
 
 import msgpack
+from google.protobuf.message import Message
 
-from rollmesh.shared.domain.ledger_facts import (
-    DataFact,
-    EpisodeLost,
-    GroupDrawn,
-    GroupGrew,
-    GroupOutcome,
-    GroupsTrained,
-    RunBegan,
-    RunClosed,
-    UpdatesSaved,
-    UpdatesUndone,
-)
-from rollmesh.services.data.selector import GroupResult, Selector, TrainedObserver
+from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
+from rollmesh.shared.codec.trajectory import decode_trained_group
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
 from rollmesh.shared.domain.trajectory import TrainedGroup
 

@@ -18,13 +18,13 @@ import msgpack
 from google.protobuf.message import DecodeError
 
 from rollmesh.services.data.draws import RunDraws
-from rollmesh.shared.domain.ledger_facts import RunClosed, RunReopened, facts_of
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog, StreamRecord, UnknownRecord
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
 from rollmesh.shared.domain.formats import check_format
+from rollmesh.shared.domain.ledger_facts import facts_of
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
+from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
 from rollmesh.v1 import events_pb2
 
 _log = logging.getLogger(__name__)

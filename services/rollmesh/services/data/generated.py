@@ -19,10 +19,11 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveInt, Settings
 from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.errors import ConfigError
 
 NUM_TASKS_MAX = 1_000_000
 _ATTEMPTS_MAX = 10_000

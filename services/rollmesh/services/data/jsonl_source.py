@@ -13,10 +13,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 
 NUM_LINES_MAX = 2_000_000
 

@@ -6,11 +6,11 @@ Sources are found by name, or loaded from user code as `file.py:Name`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from rollmesh.services.data.task import PoolTask
-from rollmesh.shared.endpoints.answer import AsksBlocking
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.endpoints.answer import AsksBlocking
 
 
 class TaskSource(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from rollmesh.services.gateway.page.config import PageConfig
-from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.rpc.server import ServerConfig
 
 
 class GatewayConfig(Settings):

@@ -11,14 +11,15 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from rollmesh.services.gateway.payloads import EpisodeRef, read_episode, scored_ref
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
-from rollmesh.shared.errors import DataLoss, FieldViolation, HasLearner, InvalidInput, PayloadLost, UnknownRun
+from rollmesh.shared.domain.ledger_facts import fact_of
 from rollmesh.shared.domain.ledger_head import record_hash
+from rollmesh.shared.errors import DataLoss, HasLearner, InvalidInput, PayloadLost, UnknownRun, field_error
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 Place = tuple[int, int]

@@ -17,8 +17,8 @@ from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.forwarded_calls import ForwardedCalls
 from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.payloads import PayloadReader, episodes_of, shard
-from rollmesh.shared.errors import FieldViolation, InvalidInput, PayloadLost, Unimplemented
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.errors import PayloadLost, Unimplemented, field_error
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 from rollmesh.v1 import run_pb2 as pb

@@ -16,8 +16,8 @@ from rollmesh.services.inference.state import ServingState
 from rollmesh.services.inference.weights import WeightKeeper
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.trajectory import decode_version
-from rollmesh.shared.errors import MeshError, ProbeMismatch
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError, ProbeMismatch
 from rollmesh.v1 import coordinator_pb2
 
 WeightCommand = coordinator_pb2.WeightCommand

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollmesh.shared.membership.membership import MembershipConfig
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import (
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+)
+from rollmesh.shared.membership.membership import MembershipConfig
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
 
 

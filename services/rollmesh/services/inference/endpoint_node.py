@@ -15,8 +15,8 @@ from typing import Any
 
 from rollmesh.services.inference.engine import EngineBroken, KvPolicy, WeightsMismatch
 from rollmesh.services.inference.node import InferenceNode
-from rollmesh.shared.errors import ConfigError, EngineFailed
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError, EngineFailed
 from rollmesh.v1 import coordinator_pb2
 
 

@@ -11,16 +11,18 @@ raises EngineBroken if the engine does not run.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
+from rollmesh.shared.config.plugin import Plugin, required, required_attribute
+from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
 from rollmesh.shared.domain.outputs import NUM_TOP
-from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.domain.trajectory import (
     Columns,
     FinishReason,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rollmesh.shared.errors import MeshError
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError
 
 
 class VersionGate:

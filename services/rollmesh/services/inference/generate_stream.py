@@ -27,12 +27,12 @@ from rollmesh.services.inference.state import ServingState
 from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_segment
-from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
 from rollmesh.shared.domain.outputs import NUM_TOP
-from rollmesh.shared.telemetry import tracing
-from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.shared.domain.trajectory import FinishReason, oldest_kv_step
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
+from rollmesh.shared.telemetry import tracing
+from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import inference_pb2, types_pb2
 
 HOLD_S_MAX = 1.0

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
+from rollmesh.shared.errors import ConfigError
 
 KEY = "inference.python"
 VLLM = "vllm"

@@ -13,10 +13,10 @@ from rollmesh.shared.clients.generated import merged
 from rollmesh.shared.codec.arrays import decode_ints, encode_array, encode_floats
 from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.codec.trajectory import decode_segment, encode_segment, encode_version
-from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
 from rollmesh.shared.domain.outputs import NUM_TOP
-from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.domain.trajectory import FinishReason
+from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
+from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 

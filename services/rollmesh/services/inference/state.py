@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 from rollmesh.services.inference.engine import Engine
 from rollmesh.services.inference.gate import VersionGate
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     Draining,
     InvalidInput,
@@ -16,7 +17,6 @@ from rollmesh.shared.errors import (
     UnknownEndpoint,
     UnknownPolicy,
 )
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2
 
 Target = inference_pb2.Target

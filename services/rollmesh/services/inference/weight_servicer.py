@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.weights import WeightKeeper
-from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.codec.trajectory import decode_version
+from rollmesh.shared.errors import field_error
 from rollmesh.shared.rpc.addresses import is_address
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.engine import EngineBroken, KvPolicy, ScoreResult
+from rollmesh.services.inference.engine import EngineBroken, KvPolicy
 from rollmesh.services.inference.engine import WeightsMismatch as EngineRejects
 from rollmesh.services.inference.state import ServingState
-from rollmesh.shared.store.disk import disk_told
+from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     DeadlineExceeded,
     DiskFull,
@@ -33,8 +34,7 @@ from rollmesh.shared.errors import (
     WeightsRejected,
 )
 from rollmesh.shared.shared_tasks import SharedTasks
-from rollmesh.shared.domain.text import count_of
-from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.weights.blobs import LINKED_BYTES, BlobStore, run_sized
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.digests import check_digest

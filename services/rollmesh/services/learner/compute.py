@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from rollmesh.shared.store.disk import disk_told
+from rollmesh.shared.store.disk import disk_full_errors
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -8,8 +8,17 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.config.settings import (
+    LIVE,
+    NonEmptyStr,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+)
+from rollmesh.shared.domain.sources import EXTERNAL_SOURCES, ExternalSource
+from rollmesh.shared.domain.trajectory import Source
 from rollmesh.shared.net.retry import RetryConfig
-from rollmesh.shared.config.settings import LIVE, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.trainer.config import UpdateConfig
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.config.plugin import Plugin, required, required_attribute
 from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, TrainedGroup, TrainingSample
 from rollmesh.shared.weights.manifest import PROBE_TOLERANCE
 from rollmesh.trainer.trained_log import TrainedLog

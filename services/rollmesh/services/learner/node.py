@@ -24,8 +24,8 @@ from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.trainer_session import DataSnapshot, Parts
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.membership.joined_node import JoinedNode
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.store.private_files import private_folder
 from rollmesh.v1 import coordinator_pb2
 

@@ -28,9 +28,9 @@ from rollmesh.client import Trainer
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import PublishConfig
 from rollmesh.services.learner.engine import ExportedWeights, TrainerEngine
-from rollmesh.shared.errors import InvalidInput, WeightsRejected
 from rollmesh.shared.domain.trajectory import IntArray, TrainingSample
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import InvalidInput, WeightsRejected
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest

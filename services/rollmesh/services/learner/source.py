@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from rollmesh.client import Batch
 from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context, decode_rewards
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.domain.trajectory import Episode, GroupContext, Segment, Source, TrainingSample
+from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import run_pb2, types_pb2
 
 UNREADABLE = "UNREADABLE"

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
-from msgspec.structs import asdict
 
 from rollmesh.client import Batch, BatchLease, Run, Trainer
 from rollmesh.client.trainer import Attachment, CommitResult
@@ -44,15 +43,16 @@ from rollmesh.services.learner.publisher import Publisher, WeightsCopy
 from rollmesh.services.learner.source import DecodedBatch, decode_batch
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateSpans
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.codec.trajectory import encode_trained_group
+from rollmesh.shared.domain.sources import EXTERNAL_SOURCES
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
-from rollmesh.shared.process.fault_points import Hook
 from rollmesh.shared.net.retry import Backoff
+from rollmesh.shared.process.fault_points import Hook
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.telemetry.tracing import now_ns
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.trainer.checkpoint_files import TRAINED_NAME
-from rollmesh.v1 import events_pb2
 
 _log = logging.getLogger(__name__)
 

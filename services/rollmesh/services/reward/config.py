@@ -13,23 +13,15 @@ from msgspec import Meta
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
-from rollmesh.services.reward.scorer import (
-    SCORERS,
-    LimitsItself,
-    Policy,
-    Sandbox,
-    Scorer,
-    UsesEndpoints,
-    UsesPolicy,
-    UsesSandbox,
-)
+from rollmesh.services.reward.scorer import SCORERS, Policy, Sandbox, Scorer
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
-from rollmesh.shared.endpoints.answer import Asks
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import LIVE, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.config.user_code import takes_arguments
+from rollmesh.shared.endpoints.answer import Asks
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.estimators import make_estimator
 
 

@@ -21,12 +21,12 @@ from rollmesh.services.reward.metrics import SCORES
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import Scorer, ScorerResult
 from rollmesh.shared.codec.checks import check_reward_names
+from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
+from rollmesh.shared.domain.trajectory import EndpointUse, GroupContext, Outcome, Reward
 from rollmesh.shared.endpoints.metering import EndpointMeter, metered
 from rollmesh.shared.errors import GroupCodeFailed, Overloaded
-from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.domain.trajectory import EndpointUse, GroupContext, Outcome, Reward
-from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.trainer.estimators import Estimator
 
 CAUSE_CHARS_MAX = 500

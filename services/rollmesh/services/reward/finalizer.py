@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Protocol
 
 import msgspec
 
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.codec.checks import EXTEND_MAX, REASON_FORM, check_reward_names, check_rewards, is_reason
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.domain.trajectory import MemberOutcome, Reward
 

@@ -11,6 +11,10 @@ import json
 import resource
 import signal
 import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from rollmesh.services.reward import math_text

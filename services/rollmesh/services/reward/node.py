@@ -9,15 +9,16 @@ from pathlib import Path
 
 from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.reward.policy import PolicyClient, PromptEncoder
-from rollmesh.services.reward.scorer import UsesPolicy
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.config.plugin import overrides
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.endpoints.fleet_endpoints import EndpointsOfRun
 from rollmesh.shared.membership.joined_node import JoinedNode
-from rollmesh.shared.domain.outputs import NUM_TOP
-from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig

@@ -14,15 +14,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from msgspec import Meta
 
 from rollmesh.services.reward.item import AnswerKey
-from rollmesh.shared.errors import UnknownOracle
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.errors import UnknownOracle
+from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 
 NUM_LINES_MAX = 2_000_000
 

@@ -8,9 +8,9 @@ from typing import Protocol
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.given_tokens import Prompt, exactly, prompt_ids, sequence
 from rollmesh.shared.clients.inference import InferenceRouter
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.trajectory import IntArray, Message
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError
 
 
 class PromptEncoder(Protocol):

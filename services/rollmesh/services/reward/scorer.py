@@ -7,16 +7,17 @@ an INFRA_FAILURE (see `engine`), so a scorer raises instead of returning a guess
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.clients.given_tokens import Prompt
 from rollmesh.shared.clients.hidden_tests import TestReport
-from rollmesh.shared.endpoints.answer import Asks
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.domain.trajectory import IntArray, Reward
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.endpoints.answer import Asks
 
 ScorerResult = float | Reward | Sequence[Reward]
 """A number is one reward without evidence and segment."""

@@ -20,10 +20,11 @@ from rollmesh.shared.codec.trajectory import (
     encode_rewards,
     encode_use,
 )
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.domain.trajectory import ROOT, FinishReason, Message
+from rollmesh.shared.errors import field_error
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.domain.trajectory import ROOT, FinishReason, Message
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
 ITEMS_MAX = 256

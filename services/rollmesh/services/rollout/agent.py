@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Protocol
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.clients.generated import ScoredTokens
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.config.user_code import takes_arguments
+from rollmesh.shared.errors import ConfigError
 
 __all__ = ["AGENTS", "Agent", "Environment", "LimitReached", "ScoredTokens", "Task", "ToolResult", "Turn", "load_agent"]
 

@@ -12,9 +12,7 @@ from msgspec import Meta
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
-from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 from rollmesh.shared.config.settings import (
     LIVE,
     NonEmptyStr,
@@ -24,6 +22,8 @@ from rollmesh.shared.config.settings import (
     PositiveInt,
     Settings,
 )
+from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
+from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 
 ToolCallBody = Literal["bare", "json", "pythonic", "xml"]
 _JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")

@@ -22,8 +22,8 @@ from msgspec.structs import replace
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.tokenizer import Tokenizer
-from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.domain.trajectory import IntArray
+from rollmesh.shared.errors import FieldViolation, InvalidInput
 
 _GUARDS = range(0xE000, 0xF900)
 """The private use area of Unicode. Contents rarely use it, and no tag does."""

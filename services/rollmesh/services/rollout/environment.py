@@ -34,14 +34,6 @@ from rollmesh.services.rollout.tools import ToolBox, shorten
 from rollmesh.shared.clients.generated import ScoredTokens, Target, merged
 from rollmesh.shared.clients.given_tokens import Prompt, exactly, prompt_ids, sequence
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.endpoints.answer import EndpointAnswer, Messages
-from rollmesh.shared.endpoints.client import Endpoints
-from rollmesh.shared.endpoints.config import EndpointKind
-from rollmesh.shared.endpoints.metering import EndpointMeter
-from rollmesh.shared.errors import EngineFailed, FailedPrecondition, StaleWeights
-from rollmesh.shared.process.fault_points import Hook, noop
-from rollmesh.shared.telemetry import tracing
-from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
@@ -58,6 +50,14 @@ from rollmesh.shared.domain.trajectory import (
     Source,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.endpoints.answer import EndpointAnswer, Messages
+from rollmesh.shared.endpoints.client import Endpoints
+from rollmesh.shared.endpoints.config import EndpointKind
+from rollmesh.shared.endpoints.metering import EndpointMeter
+from rollmesh.shared.errors import EngineFailed, FailedPrecondition, StaleWeights
+from rollmesh.shared.process.fault_points import Hook, noop
+from rollmesh.shared.telemetry import tracing
+from rollmesh.shared.telemetry.metrics import count
 
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 

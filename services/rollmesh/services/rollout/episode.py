@@ -35,12 +35,12 @@ from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_segment
+from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Sample
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.metering import summed
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, EndpointFailed, InvalidInput
 from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
-from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Sample
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 Report = coordinator_pb2.EpisodeReport

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.errors import Code, DeadlineExceeded, MeshError, UnknownNode
 from rollmesh.shared.net.retry import retry
-from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.v1 import types_pb2
 
 T = TypeVar("T")

@@ -33,8 +33,8 @@ from rollmesh.shared.clients.reward import RewardClient
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.endpoints.fleet_endpoints import EndpointsOfRun
-from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.membership.joined_node import JoinedNode
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.lease import Lease
 from rollmesh.shared.codec.trajectory import encode_key, encode_sample
-from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Sample, Segment
+from rollmesh.shared.errors import ScorerFailed
 from rollmesh.v1 import reward_pb2, types_pb2
 
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema, derive_format, tools_text
 from rollmesh.services.rollout.config import FormatConfig
-from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.domain.trajectory import IntArray, Message
+from rollmesh.shared.errors import ConfigError, InvalidInput
 
 MARKUP_CACHE_MAX = 256
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)

@@ -21,8 +21,8 @@ from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.ports import SandboxPort, SandboxSession
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
-from rollmesh.shared.errors import NotFound, SandboxFailed, SessionNotSaved
 from rollmesh.shared.domain.trajectory import EpisodeKey
+from rollmesh.shared.errors import NotFound, SandboxFailed, SessionNotSaved
 
 
 class ToolBox:

@@ -24,8 +24,8 @@ from rollmesh.sandbox_runtime import cgroups, landlock, launcher, mechanisms, pr
 from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, Mechanism
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import SandboxFailed
 
 _log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.config.plugin import Plugin, required, required_attribute
 from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.errors import InvalidInput
 
 SavePiece = Callable[[bytes], Awaitable[None]]
 """Callback that stores one piece of a snapshot."""

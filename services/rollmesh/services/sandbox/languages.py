@@ -7,16 +7,17 @@ of the extension runs only in the service.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from rollmesh.sandbox_runtime.languages.programs import Command
 from rollmesh.sandbox_runtime.languages.registry import BUILT_IN
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.errors import ConfigError
 
 
 class SandboxLanguage(Protocol):

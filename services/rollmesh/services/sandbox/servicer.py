@@ -28,8 +28,8 @@ from rollmesh.services.sandbox.result_relay import ResultRelay
 from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Internal, InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.errors import Internal, InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.status import MESSAGE_CHARS_MAX, METADATA_CHARS_MAX
 from rollmesh.shared.telemetry import log_context, tracing

@@ -22,8 +22,8 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SnapshotsConfig
 from rollmesh.services.sandbox.engine import SandboxEngine, SnapshotTooLarge
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
 from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
 
 _PIECE_BYTES = 1 << 20
 _RETRY_AFTER_S = 5.0

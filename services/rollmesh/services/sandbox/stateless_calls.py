@@ -26,6 +26,7 @@ from rollmesh.services.sandbox.engine import CallsDone, FunctionCall, RunOutcome
 from rollmesh.services.sandbox.metrics import SHARED_CALLS, SHARED_ENDED, START_SECONDS
 from rollmesh.services.sandbox.sessions import Sessions, checked_wall_s
 from rollmesh.shared.clock import Clock, time_limit
+from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.errors import (
     Draining,
     Internal,
@@ -35,7 +36,6 @@ from rollmesh.shared.errors import (
     SandboxFailed,
     UnknownSession,
 )
-from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.metrics import count, observe
 

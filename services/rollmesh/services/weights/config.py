@@ -6,9 +6,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.membership.membership import MembershipConfig
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 
 
 class DepotConfig(Settings):

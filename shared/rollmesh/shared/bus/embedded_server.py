@@ -23,11 +23,11 @@ from typing import Self
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.server_config import ServerSettings, server_config, tls_paths
-from rollmesh.shared.store.disk import free_bytes
+from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.errors import ConfigError, DiskFull
 from rollmesh.shared.net.ports import lasting_ports, owner_of
 from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
-from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.store.disk import free_bytes
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.01

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import ssl
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -45,6 +46,7 @@ from rollmesh.shared.bus.link import (
 )
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.stream_reader import StreamReader, make_record
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.errors import (
     AlreadyExists,
     ConfigError,
@@ -54,7 +56,6 @@ from rollmesh.shared.errors import (
     MeshError,
     NotReady,
 )
-from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 _log = logging.getLogger(__name__)

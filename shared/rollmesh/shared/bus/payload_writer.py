@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from rollmesh.shared.bus.bus import StreamFull, UnknownStream
-from rollmesh.shared.store.disk import disk_told
 from rollmesh.shared.errors import PayloadTooLarge
+from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.store.payload_files import HEADER, OFFSET_BITS, RECORD_BYTES_MAX, PayloadFiles, record_header
 
 FILE_BYTES_MAX = 16 * 1024 * 1024

@@ -7,8 +7,8 @@ import re
 import msgspec
 
 from rollmesh.shared.bus.bus import Discard, StreamSpec
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.config.settings import PositiveInt, Settings
+from rollmesh.shared.errors import InvalidInput
 
 MIB = 1024 * 1024
 

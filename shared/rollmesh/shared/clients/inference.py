@@ -36,6 +36,8 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec import checks
 from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.codec.trajectory import decode_segment
+from rollmesh.shared.domain.outputs import NUM_TOP, array_names
+from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
 from rollmesh.shared.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -44,10 +46,8 @@ from rollmesh.shared.errors import (
     Unavailable,
 )
 from rollmesh.shared.membership.fleet import KnownFleet
-from rollmesh.shared.domain.outputs import NUM_TOP, array_names
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
 from rollmesh.v1 import coordinator_pb2, inference_pb2, types_pb2
 
 

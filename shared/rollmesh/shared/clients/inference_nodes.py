@@ -19,6 +19,11 @@ from rollmesh.shared.clients.prefix_index import BLOCK_TOKENS, PrefixIndex, pref
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.arrays import encode_ints
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
+from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.domain.outputs import NUM_TOP
+from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.domain.trajectory import FinishReason, IntArray, SamplingParams
+from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     InfraFailure,
     InvalidInput,
@@ -32,12 +37,7 @@ from rollmesh.shared.errors import (
     Unimplemented,
 )
 from rollmesh.shared.membership.fleet import KnownFleet
-from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.net.retry import pause_after
-from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.domain.text import count_of
-from rollmesh.shared.domain.trajectory import FinishReason, IntArray, SamplingParams
-from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthenticated, Unimplemented)

@@ -18,6 +18,8 @@ from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.inference_nodes import NodePool, RoutedRequest
 from rollmesh.shared.codec.arrays import decode_array, decode_floats, encode_ints
 from rollmesh.shared.codec.trajectory import decode_version
+from rollmesh.shared.domain.outputs import array_names
+from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.shared.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -26,8 +28,6 @@ from rollmesh.shared.errors import (
     PayloadTooLarge,
     StaleWeights,
 )
-from rollmesh.shared.domain.outputs import array_names
-from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 _RESTARTS_MAX = 4

@@ -11,20 +11,29 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import grpc
 from msgspec import Meta
 
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import decode_rewards, decode_use
-from rollmesh.shared.errors import InvalidInput, MeshError, NoNode, NotFound, PayloadTooLarge, ScorerFailed
-from rollmesh.shared.net.retry import is_away, pause_after
-from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.domain.trajectory import EndpointUse, Reward
+from rollmesh.shared.errors import (
+    ConnectionLost,
+    InvalidInput,
+    MeshError,
+    NoNode,
+    NotFound,
+    PayloadTooLarge,
+    ScorerFailed,
+)
+from rollmesh.shared.net.retry import is_away, pause_after
+from rollmesh.shared.rpc.channel import connected_address
+from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.tracing import traceparent
-from rollmesh.shared.domain.trajectory import EndpointUse, Reward
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc
 
 ITEMS_MAX = 256

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_request
 from rollmesh.shared.clients.sandbox_link import Connect, OnOutput, WorkLink
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError, NoNode, Overloaded
-from rollmesh.shared.net.retry import is_away, pause_after
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
-from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import ConnectionLost, MeshError, NoNode, Overloaded
+from rollmesh.shared.net.retry import is_away, pause_after
+from rollmesh.shared.telemetry.logs import apart
 from rollmesh.v1 import sandbox_pb2
 
 _T = TypeVar("_T")

@@ -18,6 +18,7 @@ import grpc
 
 from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.errors import DeadlineExceeded, MeshError, SandboxFailed
+from rollmesh.shared.rpc.channel import connected_address
 from rollmesh.shared.rpc.status import from_rpc_error, typed_errors
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.tracing import traceparent

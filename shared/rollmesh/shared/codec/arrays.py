@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.domain.trajectory import FloatArray, IntArray, MaskArray
+from rollmesh.shared.errors import field_error
 from rollmesh.v1 import types_pb2
 
 DTYPES: Mapping[str, np.dtype[Any]] = {

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.codec.arrays import DTYPES
-from rollmesh.shared.codec.refusal import invalid
-from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
+from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
+from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
@@ -31,6 +31,7 @@ from rollmesh.shared.domain.trajectory import (
     Source,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import field_error
 
 TEMPERATURE_MAX = 10.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 

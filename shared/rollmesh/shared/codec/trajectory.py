@@ -27,7 +27,6 @@ from rollmesh.shared.codec.arrays import (
     encode_ints,
     encode_mask,
 )
-from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.codec.summaries import sample_summary, why_invalid_summary
 from rollmesh.shared.domain.trajectory import (
     SAMPLED_SOURCES,
@@ -51,7 +50,8 @@ from rollmesh.shared.domain.trajectory import (
     TurnSummary,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.v1 import types_pb2
+from rollmesh.shared.errors import field_error
+from rollmesh.v1 import events_pb2, types_pb2
 
 DEFAULT_POLICY = "main"
 

@@ -13,6 +13,7 @@ YAML is read as YAML 1.1 with two changes: `1e-4` is a number, and a duplicate k
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
 from rollmesh.shared.config.settings import expectation, plain, shown
+from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
 
 T = TypeVar("T")
 UNKNOWN_KEY = "unknown key"

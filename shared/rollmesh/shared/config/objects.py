@@ -10,9 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.extras import install_hint
+from rollmesh.shared.config.moved import moved_hint
 from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.errors import ConfigError
 
 
 def load_object(name: str, base_dir: str | Path | None = None) -> Any:

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import msgspec
 
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.config.objects import load_object
+from rollmesh.shared.config.plugin import Adoption, Plugin
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.errors import ConfigError, MeshError
 
 
 class Extension(Settings, kw_only=False):

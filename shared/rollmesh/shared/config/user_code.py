@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from rollmesh.shared.config.moved import moved_hint
 from rollmesh.shared.errors import MeshError
 
 TRACEBACK_CHARS_MAX = 4000

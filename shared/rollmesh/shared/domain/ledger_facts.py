@@ -7,10 +7,8 @@ selector.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from rollmesh.shared.domain.trajectory import TrainedGroup
-from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
+from google.protobuf.message import Message
 
 DEFAULT_POLICY = "main"
 

@@ -20,6 +20,7 @@ import msgspec
 
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.trajectory import Message
 from rollmesh.shared.endpoints.answer import (
     AskedMessage,
     AskedPrompt,
@@ -45,7 +46,6 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.net.retry import retry
 from rollmesh.shared.telemetry.metrics import count, observe
-from rollmesh.shared.domain.trajectory import Message
 
 OpenBackend = Callable[[str, EndpointConfig], Awaitable[ModelBackend]]
 """Opens the endpoint of a name. Raises ConfigError."""

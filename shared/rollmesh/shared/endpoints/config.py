@@ -9,10 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.extras import libraries_needed
-from rollmesh.shared.net.http_link import read_key
-from rollmesh.shared.weights.model_folder import find_model
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import (
     LIVE,
@@ -22,6 +19,9 @@ from rollmesh.shared.config.settings import (
     PositiveInt,
     Settings,
 )
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.net.http_link import read_key
+from rollmesh.shared.weights.model_folder import find_model
 
 EndpointKind = Literal["openai", "frozen", "policy_step"]
 EndpointName = Annotated[str, Meta(pattern="^[A-Za-z0-9_]{1,64}$")]

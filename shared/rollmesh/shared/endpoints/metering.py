@@ -11,8 +11,8 @@ from contextvars import ContextVar
 
 from msgspec.structs import replace
 
-from rollmesh.shared.endpoints.answer import EndpointAnswer
 from rollmesh.shared.domain.trajectory import EndpointUse
+from rollmesh.shared.endpoints.answer import EndpointAnswer
 
 
 class EndpointMeter:

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.shared.endpoints.answer import AskedMessage, AskedPrompt, EndpointCall, ModelReply
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import Internal
 from rollmesh.shared.net.http_link import HttpLink, decoded
-from rollmesh.shared.domain.trajectory import FinishReason
 
 _PATH = "/chat/completions"
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

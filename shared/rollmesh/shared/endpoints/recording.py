@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.ids import RandomIds
 from rollmesh.shared.endpoints.answer import AskedPrompt, ModelReply
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.domain.ids import RandomIds
 
 
 class RecordedAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.inference import InferenceRouter
+from rollmesh.shared.domain.trajectory import IntArray, Message, SamplingParams
 from rollmesh.shared.endpoints.answer import AskedPrompt, ModelReply
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.shared.domain.trajectory import IntArray, Message, SamplingParams
 
 
 class TurnMarkers(Protocol):

@@ -21,6 +21,8 @@ from typing import Any, NoReturn, Protocol, Self
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollmesh.shared.clock import Clock, SystemClock, clock_warning
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.domain.protocol import PROTOCOL, UNREPORTED, ProtocolVersion, check_protocol
 from rollmesh.shared.errors import (
     InvalidInput,
     MeshError,
@@ -30,13 +32,11 @@ from rollmesh.shared.errors import (
     Unimplemented,
 )
 from rollmesh.shared.membership.fleet import KnownFleet
-from rollmesh.shared.process.process_info import this_process
-from rollmesh.shared.domain.protocol import PROTOCOL, UNREPORTED, ProtocolVersion, check_protocol
 from rollmesh.shared.net.retry import Backoff
+from rollmesh.shared.process.process_info import this_process
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import (
     ConfigError,
@@ -33,7 +34,6 @@ from rollmesh.shared.errors import (
     Unavailable,
     Unimplemented,
 )
-from rollmesh.shared.config.extras import libraries_needed
 
 if TYPE_CHECKING:
     import aiohttp  # an extra; `check` reads the capabilities of engines without it

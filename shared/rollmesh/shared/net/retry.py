@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Cancelled, DeadlineExceeded, InfraFailure, MeshError, Unavailable
 from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.errors import Cancelled, DeadlineExceeded, InfraFailure, MeshError, Unavailable
 
 T = TypeVar("T")
 

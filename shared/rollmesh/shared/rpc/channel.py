@@ -11,21 +11,20 @@ queue around every call, and this class changes only its timeout and metadata.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Annotated, Any, Self
 
 import grpc
 from msgspec import Meta
 
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import host_of, split_addresses
 from rollmesh.shared.rpc.auth_interceptor import bearer
-from rollmesh.shared.rpc.direct.channel import DirectChannel
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
-from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 

@@ -15,7 +15,12 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, PayloadTooLarge, UndecodableRequest
+from rollmesh.shared.errors import (
+    MeshError,
+    PayloadTooLarge,
+    UndecodableRequest,
+    field_error,
+)
 from rollmesh.shared.rpc.handlers import Context, Handler, behavior_of, rebuilt
 from rollmesh.shared.rpc.limits import RequestLimits
 

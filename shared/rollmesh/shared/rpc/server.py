@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.errors import AddressTaken, ConfigError, MeshError
 from rollmesh.shared.net.ports import is_taken, owner_of
 from rollmesh.shared.rpc.access import Access
@@ -27,7 +28,6 @@ from rollmesh.shared.rpc.addresses import advertised, require_local
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.decode_interceptor import DecodeInterceptor
-from rollmesh.shared.rpc.direct.server import DirectServer
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
 from rollmesh.shared.rpc.heap import HeapTrimmer, reuse_freed_memory
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX, RequestLimits
@@ -35,7 +35,6 @@ from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
 from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
-from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry import metrics
 
 _COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")

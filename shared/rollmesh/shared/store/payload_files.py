@@ -19,8 +19,8 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from rollmesh.shared.errors import DataLoss, NotFound
 from rollmesh.shared.domain.formats import check_format
+from rollmesh.shared.errors import DataLoss, NotFound
 
 FIRST_SEQUENCE = 1 << 40
 """Lowest position of a record in a file. A stream would need 10^12 records to reach it."""

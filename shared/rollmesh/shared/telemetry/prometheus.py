@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.telemetry.metrics import Metric, Reading, Source
 
 FOLDER = "metrics"

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import BinaryIO, Self, TypeVar
 
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.store.disk import disk_told
 from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
+from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.weights.digests import check_digest, sha256_of_file
 from rollmesh.shared.weights.owners import OwnerJournal
 

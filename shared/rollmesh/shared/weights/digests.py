@@ -6,7 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.errors import field_error
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _READ_BYTES = 1 << 20

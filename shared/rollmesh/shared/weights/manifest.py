@@ -16,8 +16,9 @@ from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.shared.codec.refusal import invalid, refuse_unknown
+from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import field_error
 from rollmesh.shared.weights.digests import check_digest, sha256_hex
 from rollmesh.shared.weights.precision import check_precision, state_precision
 from rollmesh.v1 import weights_pb2

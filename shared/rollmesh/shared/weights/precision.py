@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollmesh.shared.codec.refusal import invalid
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.v1 import weights_pb2
 
 HEADER_BYTES_MAX = 100 << 20

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 
-from rollmesh.shared.codec.refusal import invalid
-from rollmesh.shared.errors import FieldViolation, HashMismatch, InvalidInput, UnknownBlob
+from rollmesh.shared.errors import HashMismatch, InvalidInput, UnknownBlob, field_error
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.byte_rate import ByteRate

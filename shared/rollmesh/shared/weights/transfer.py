@@ -17,9 +17,9 @@ from typing import Annotated
 import grpc
 from msgspec import Meta
 
+from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.errors import HashMismatch
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX, UPLOAD_MARK
 from rollmesh.shared.weights.host import host_id
 from rollmesh.shared.weights.manifest import BuiltManifest, ChunkSource

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.shared.config.plugin import optional_attribute, required
 from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.domain.trajectory import (
     WHOLE_SAMPLE,
@@ -28,6 +29,7 @@ from rollmesh.shared.domain.trajectory import (
     Outcome,
     TrainingSample,
 )
+from rollmesh.trainer.part import UpdatePart
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollmesh.shared.domain.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import UNDECIDED, Estimate
+from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, Estimator
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch

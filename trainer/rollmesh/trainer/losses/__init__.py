@@ -1,6 +1,6 @@
 """Loss terms, and the loss of an update as their weighted sum."""
 
-from rollmesh.trainer.losses.base import LOSSES, CoupledLoss, LossInputs, PolicyLoss, TokenStats, token_weights
+from rollmesh.trainer.losses.base import LOSSES, CoupledLoss, LossInputs, LossTerm, TokenStats, token_weights
 from rollmesh.trainer.losses.terms import LossSum
 
 __all__ = [

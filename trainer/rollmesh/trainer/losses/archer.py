@@ -28,8 +28,8 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from rollmesh.shared.config.settings import PositiveInt, Settings, Share
-from rollmesh.trainer.features import FeatureInputs, FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.features import Feature, FeatureInputs, FeatureRequest
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 
 Transitions = dict[str, Tensor]
 """n turns: `state`, `action` and `next` [n, d], `reward` and `done` [n]."""

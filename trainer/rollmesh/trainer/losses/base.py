@@ -8,13 +8,14 @@ micro-batches equal those of one big batch, whatever the split. A term whose val
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from rollmesh.shared.config.plugin import optional_attribute, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.trainer.config import Normalization
 

@@ -24,7 +24,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.gspo import geometric_ratio
 from rollmesh.trainer.losses.importance import ImportanceOptions, importance_weights
 from rollmesh.trainer.losses.ppo_clip import check_dual_clip, clipped_objective

@@ -11,12 +11,11 @@ Deviation: the entropy is that of the distribution at the sampling temperature, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
 from rollmesh.trainer.features import FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.vocabulary_features import Entropy
 
 FACTOR = "dsdr_entropy_factor"

@@ -8,12 +8,10 @@ entropy has its gradient, so a micro-batch keeps its logits for the backward. Th
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from rollmesh.trainer.features import FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.vocabulary_features import Entropy
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.shared.config.settings import PositiveFloat, Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 
 

@@ -22,7 +22,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from rollmesh.shared.config.settings import PositiveFloat, Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.ppo_clip import clipped_objective
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 

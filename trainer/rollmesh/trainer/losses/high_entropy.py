@@ -21,7 +21,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from rollmesh.shared.config.settings import Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.ppo_clip import PpoClipOptions, clipped_objective
 from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
 

@@ -9,11 +9,9 @@ weigh solutions (`red`). The weight of the term is its coefficient. Averages are
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 
 
 class Imitation:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.shared.config.settings import Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX, safe_ratio
 
 Kind = Literal["k1", "k2", "k3"]

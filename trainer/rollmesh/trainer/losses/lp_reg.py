@@ -28,7 +28,7 @@ from torch import Tensor
 
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings
 from rollmesh.trainer.features import FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.kl import kl_estimate
 from rollmesh.trainer.losses.ppo_clip import clipped_objective
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX, out_of_range, safe_ratio

@@ -21,7 +21,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from rollmesh.shared.config.settings import Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.importance import ImportanceOptions, importance_weights
 
 

@@ -27,7 +27,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX, out_of_range, safe_ratio
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmesh.shared.config.settings import Settings
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 
 
 class ProgressOptions(Settings):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rollmesh.shared.config.settings import NonNegativeFloat, Settings
 from rollmesh.shared.domain.trajectory import Source
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.ratio import safe_ratio
 
 

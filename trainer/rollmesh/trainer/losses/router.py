@@ -13,12 +13,11 @@ optimizer step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from torch import Tensor
 
 from rollmesh.trainer.features import FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.router_features import RouterLoads, RouterProbabilities
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.trainer.features import FeatureRequest
-from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.vocabulary_features import MeanLogprob
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollmesh.shared.errors import ConfigError, LossFailed, located_at
-from rollmesh.shared.domain.trajectory import Source
 from rollmesh.shared.config.user_code import reported
-from rollmesh.trainer.config import LossTerm, Normalization
-from rollmesh.trainer.losses.base import LOSSES, LossInputs, PolicyLoss, PreparedLoss, TokenStats
+from rollmesh.shared.domain.trajectory import Source
+from rollmesh.shared.errors import ConfigError, LossFailed, located_at
+from rollmesh.trainer.config import LossTermChoice, Normalization
+from rollmesh.trainer.losses.base import LOSSES, LossInputs, LossTerm, TokenStats
+from rollmesh.trainer.part import UpdatePart
 
 _log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.shared.config.plugin import optional_attribute, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.domain.trajectory import FloatArray
 from rollmesh.trainer.batch import UpdateBatch

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollmesh.shared.config.settings import PositiveInt, Settings
 from rollmesh.trainer.batch import UpdateBatch
-from rollmesh.trainer.update_rules.base import OptimizerStep
+from rollmesh.trainer.update_rules.base import OptimizerStep, UpdateRule
 
 
 class MinibatchesOptions(Settings):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.batch import UpdateBatch
-from rollmesh.trainer.update_rules.base import OptimizerStep
+from rollmesh.trainer.update_rules.base import OptimizerStep, UpdateRule
 
 
 class TurnByTurnOptions(Settings):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.apply import RELEASED
-from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext, Refusal, refuse
+from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext
 from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
 from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import (
+    Fenced,
+    FieldViolation,
+    InvalidInput,
+    NotPublished,
+    PayloadTooLarge,
+    RunEnded,
+    WrongUpdate,
+)
 
 
 def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.shared.config.settings import may_change
+from rollmesh.shared.errors import ChangeRefused
 
 
 def change(ctx: DecisionContext, request: i.ChangeRun) -> None:

@@ -7,12 +7,25 @@ from collections.abc import Sequence
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe, refuse
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe
 from rollmesh.services.coordinator.core.facts import DroppedSample
 from rollmesh.services.coordinator.core.guards import check_epoch, check_none_out, check_trains, held_batch
 from rollmesh.services.coordinator.core.state import BatchState, names_digest
 from rollmesh.shared.domain.digest import INITIAL_DIGEST, next_digest
 from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import (
+    BeyondBound,
+    CommitConflict,
+    DigestMismatch,
+    FieldViolation,
+    InvalidInput,
+    RunEnded,
+    UnknownUpdate,
+    VersionConflict,
+    WrongUpdate,
+    WrongVersion,
+)
 
 SKIPPED = "SKIPPED_UPDATE"
 NAMED_MAX = 100

@@ -30,11 +30,13 @@ from rollmesh.services.coordinator.core import (
 )
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.apply import PROGRESS, apply
-from rollmesh.services.coordinator.core.decision_context import DecisionContext, Effect, EphemeralState, Refusal, refuse
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, Effect, EphemeralState
 from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 from rollmesh.shared.domain.versions import oldest_admissible
+from rollmesh.shared.errors import RunEnded, RunExists, UnknownRun
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.demand import LearnerDemand
 from rollmesh.services.coordinator.core.facts import Fact, Purpose, Task
-from rollmesh.services.coordinator.core.inputs import LeaseBatch
-from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.inputs import AcquireRollouts, LeaseBatch
+from rollmesh.services.coordinator.core.records import R, Request, RunSpec
 from rollmesh.services.coordinator.core.state import PolicyClock, State
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import MeshError
 
 FAILING_MAX = 32
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import limits, rollouts
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.apply import RUN_ENDED
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import Purpose

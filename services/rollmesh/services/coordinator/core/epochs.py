@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.commits import dispositions, note_checkpoint
-from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_names
 from rollmesh.services.coordinator.core.state import BatchState
 from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.errors import DigestMismatch, UnknownUpdate
 
 
 def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
-from rollmesh.shared.process.process_info import ProcessInfo
-from rollmesh.shared.domain.protocol import UNREPORTED, ProtocolVersion
-from rollmesh.shared.net.retry import pause_after
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, Settings
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.protocol import UNREPORTED, ProtocolVersion
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.net.retry import pause_after
+from rollmesh.shared.process.process_info import ProcessInfo
 
 PREPARE_TRIES_MAX = 3
 COMMANDED_MAX = 64

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
+from rollmesh.services.coordinator.core.records import TrainerRequest
 from rollmesh.services.coordinator.core.state import BatchState
+from rollmesh.shared.errors import (
+    Fenced,
+    LeaseExpired,
+    LeaseOut,
+    NoLearner,
+    UnknownLearner,
+    UnknownLease,
+)
 
 
 def check_names(ctx: DecisionContext, policy: str, learner: str) -> None:

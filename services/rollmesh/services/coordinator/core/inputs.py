@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from rollmesh.services.coordinator.core.facts import (
     ConfigChange,
@@ -20,7 +21,16 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
     TrainedGroup,
 )
-from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.messages import (
+    AttachResolution,
+    EpisodeOutcome,
+    LeaseBatchResponse,
+    LeasedSample,
+    PublishVersionResponse,
+    ReplayDeadResponse,
+    ReportEpisodesResponse,
+)
+from rollmesh.services.coordinator.core.records import Request, TrainerRequest
 from rollmesh.shared.domain.versions import PolicyVersion
 
 NO_PAYLOAD = PayloadRef()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, EphemeralState
 from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.services.coordinator.core.state import EvalState, GroupPhase, State

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Literal
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from rollmesh.shared.config.settings import LIVE, NonNegativeInt, Settings, Share
+from rollmesh.shared.domain.sources import ExternalSource
 
 SAMPLES_PER_EPISODE_MAX = 4096
 SAMPLE_TOKENS_MAX = 2**31 - 1

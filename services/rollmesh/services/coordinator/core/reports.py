@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, SampleMeta
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState

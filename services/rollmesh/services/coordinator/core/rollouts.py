@@ -11,6 +11,7 @@ import msgspec
 from rollmesh.services.coordinator.core import bound, demand
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import (
     CancelEpisodes,
     DeadLetter,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
+from rollmesh.shared.errors import RunEnded
 
 
 def is_stalled(ctx: DecisionContext) -> bool:

@@ -30,10 +30,10 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
-from rollmesh.shared.errors import CorruptSnapshot
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
+from rollmesh.shared.errors import CorruptSnapshot
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot
 

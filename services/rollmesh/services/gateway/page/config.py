@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 
 ANY_LOOPBACK_PORT = "127.0.0.1:0"
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollmesh.services.gateway.page.plain import word
+from rollmesh.shared.codec.trajectory import decode_trained_group
+from rollmesh.shared.domain.ledger_facts import facts_of
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
 RECENT_MAX = 500

@@ -19,11 +19,11 @@ from rollmesh.services.gateway.page.feed import Feed
 from rollmesh.services.gateway.page.login import PageLogin
 from rollmesh.services.gateway.page.parts import PageParts
 from rollmesh.services.gateway.page.transcripts import Transcripts
-from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.config.extras import libraries_needed
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, host_of, is_loopback, require_local
 from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc

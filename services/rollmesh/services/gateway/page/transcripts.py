@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.parts import LifeLine, PageParts, TokenDecoder
@@ -21,9 +21,10 @@ from rollmesh.services.gateway.payloads import Read, episode_ref, read_episode
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context
-from rollmesh.shared.errors import ConfigError, DataLoss, DeadlineExceeded, MeshError, PayloadLost, UnknownSample
 from rollmesh.shared.config.extras import install_hint
+from rollmesh.shared.domain.ledger_facts import facts_of
 from rollmesh.shared.domain.trajectory import IntArray, Sample, Segment
+from rollmesh.shared.errors import ConfigError, DataLoss, DeadlineExceeded, MeshError, PayloadLost, UnknownSample
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 

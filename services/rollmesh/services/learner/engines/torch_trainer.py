@@ -21,10 +21,10 @@ from msgspec import structs
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
+from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult, TrainerEngine
 from rollmesh.services.learner.engines.rank_group import RankGroup, device_of, size_of_torchrun
+from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.shared.errors import ConfigError, FailedPrecondition
-from rollmesh.shared.domain.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
 from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, ROUNDED_PROBE_TOLERANCE
 from rollmesh.trainer.checkpoint import Checkpoint, copy_checkpoint, latest_checkpoint, save_checkpoint, save_part
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
+from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
 
 
 class KeepAllFinalizer:

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
-from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
+from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
 from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 
 ZERO_VARIANCE = "ZERO_VARIANCE"

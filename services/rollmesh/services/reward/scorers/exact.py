@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, verdict
 from rollmesh.shared.domain.trajectory import Reward
 

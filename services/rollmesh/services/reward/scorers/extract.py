@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from rollmesh.services.reward.item import ScoreItem, Where
-from rollmesh.shared.store.jsonl import last_match
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import Outcome, Reward
+from rollmesh.shared.store.jsonl import last_match
 
 ANSWER_END = "</answer>"
 ANSWER_TAG = f"<answer>(.*?){ANSWER_END}"

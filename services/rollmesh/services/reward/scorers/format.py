@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem, Where
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.extract import compile_pattern
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import Reward

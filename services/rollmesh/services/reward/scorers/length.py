@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.domain.trajectory import Reward
 

@@ -16,12 +16,12 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Sandbox
+from rollmesh.services.reward.scorer import Sandbox, Scorer
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
 from rollmesh.shared.clients.hidden_tests import TestOutcome, TestReport
-from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat
 from rollmesh.shared.domain.trajectory import Reward
+from rollmesh.shared.errors import ScorerFailed
 
 CODE_BLOCK = r"```[\w+-]*[ \t]*\n(.*?)```"
 SHARE = "tests_share"

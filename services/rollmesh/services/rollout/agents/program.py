@@ -23,12 +23,12 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
-from rollmesh.shared.errors import ConfigError, InfraFailure
 from rollmesh.shared.config.extras import libraries_needed
-from rollmesh.shared.process.process_launch import kept_tree, kill_with_variable
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveFloat, Settings
+from rollmesh.shared.errors import ConfigError, InfraFailure
+from rollmesh.shared.process.process_launch import kept_tree, kill_with_variable
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "USER", "LOGNAME", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables of the worker that programs get."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.environment import Environment
 
 

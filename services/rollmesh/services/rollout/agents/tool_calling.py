@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rollmesh.services.rollout.agent import LimitReached, Task
+from rollmesh.services.rollout.agent import Agent, LimitReached, Task
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser

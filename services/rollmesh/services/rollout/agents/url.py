@@ -13,12 +13,12 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.agents.program import task_fields
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
-from rollmesh.shared.errors import InfraFailure
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.errors import InfraFailure
 
 _BODY_BYTES_MAX = 1000
 

@@ -26,7 +26,6 @@ from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.metrics import OPENAI_REQUESTS
 from rollmesh.services.rollout.openai.chains import ChainPrompt
 from rollmesh.services.rollout.openai.choices import ChoiceText, Part
-from rollmesh.services.rollout.openai.fields import reject
 from rollmesh.services.rollout.openai.openai_errors import MethodNotAllowed, UnknownModel
 from rollmesh.services.rollout.openai.protocol import (
     ChatRequest,
@@ -57,6 +56,7 @@ from rollmesh.services.rollout.openai.served import Served
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tool_calls.parsing import ToolCallParser
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.domain.trajectory import Segment
 from rollmesh.shared.endpoints.answer import AskedMessage, EndpointCall
 from rollmesh.shared.endpoints.config import EndpointKind
 from rollmesh.shared.errors import (
@@ -69,7 +69,6 @@ from rollmesh.shared.errors import (
     PayloadTooLarge,
 )
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.domain.trajectory import Segment
 
 MODEL = "policy"
 """The name of the trained model."""

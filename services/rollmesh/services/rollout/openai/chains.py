@@ -26,9 +26,9 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.metrics import OPENAI_CHAINS, OPENAI_REENCODED
 from rollmesh.services.rollout.openai.protocol import SamplingRequest
 from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.shared.domain.trajectory import IntArray, Message, Role, Segment, Source
 from rollmesh.shared.errors import ContextLengthExceeded, FieldViolation
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.domain.trajectory import IntArray, Message, Role, Segment, Source
 
 
 @dataclass(slots=True, eq=False)

@@ -6,12 +6,12 @@ A field that is null counts as absent. A field that the server does not support 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.errors import FieldViolation, InvalidInput, field_error
 
 S = TypeVar("S", bound=msgspec.Struct)
 

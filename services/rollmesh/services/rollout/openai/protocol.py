@@ -14,7 +14,8 @@ from msgspec import Meta
 
 from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall
-from rollmesh.services.rollout.openai.fields import read_fields, read_object, reject
+from rollmesh.services.rollout.openai.fields import read_fields, read_object
+from rollmesh.shared.errors import field_error
 
 CHOICES_MAX = 128
 MESSAGES_MAX = 4096

@@ -17,9 +17,9 @@ from rollmesh.services.rollout.agent_types import LimitReached, Turn
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall
 from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded, MethodNotAllowed, UnknownModel
 from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.shared.domain.trajectory import FinishReason, FloatArray, IntArray
 from rollmesh.shared.error_base import Code, MeshError
 from rollmesh.shared.errors import PayloadTooLarge, Unauthenticated
-from rollmesh.shared.domain.trajectory import FinishReason, FloatArray, IntArray
 
 Finish = Literal["stop", "length", "tool_calls"]
 

@@ -15,9 +15,9 @@ from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.metrics import OPENAI_ABANDONED
 from rollmesh.services.rollout.openai.chains import Chains
 from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded
+from rollmesh.shared.domain.trajectory import ClientChains
 from rollmesh.shared.errors import ContextLengthExceeded, Unauthenticated
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.domain.trajectory import ClientChains
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ from rollmesh.services.rollout.openai.chains import Chains
 from rollmesh.services.rollout.openai.served import Served, expired_key
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
-from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError, FailedPrecondition
 from rollmesh.shared.config.extras import libraries_needed
+from rollmesh.shared.errors import ConfigError, FailedPrecondition
+from rollmesh.shared.net.asgi_server import AsgiServer, bind_http
 from rollmesh.shared.rpc.addresses import advertised
 
 KEY_PREFIX = "rm-"

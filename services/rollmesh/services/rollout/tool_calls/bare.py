@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.tool_calls.json_calls import made_call
 from rollmesh.services.rollout.tool_calls.marked import HERMES_MARKERS, MarkedStream
-from rollmesh.services.rollout.tool_calls.parsing import MalformedCall, ParsedCall, TurnStream, text_argument
+from rollmesh.services.rollout.tool_calls.parsing import (
+    MalformedCall,
+    ParsedCall,
+    ToolCallParser,
+    TurnStream,
+    text_argument,
+)
 from rollmesh.services.rollout.tool_calls.whole_turn import WholeTurnStream
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
+from rollmesh.services.rollout.config import ToolCallBody
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall, turn_tokens
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tool_calls.parsing import ToolCallParser, parse_turn
-from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.config.registry import Extension, Registry
+from rollmesh.shared.errors import InvalidInput
 
 TOOL_CALL_PARSERS = Registry(
     "tool call parser",

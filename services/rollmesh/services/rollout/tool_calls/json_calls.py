@@ -7,11 +7,17 @@ make a call malformed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from rollmesh.services.rollout.chat_format import ToolSchema
-from rollmesh.services.rollout.tool_calls.parsing import MalformedCall, ParsedCall, find_tool, text_argument
+from rollmesh.services.rollout.tool_calls.parsing import (
+    MalformedCall,
+    ParsedCall,
+    after_space,
+    find_tool,
+    text_argument,
+)
 
 _EXPECTED = "a tool call must be a JSON object with name and arguments"
 

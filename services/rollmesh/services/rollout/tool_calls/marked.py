@@ -10,7 +10,13 @@ import re
 from collections.abc import Callable, Sequence
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
-from rollmesh.services.rollout.tool_calls.json_calls import UnterminatedCall, calls_of, read_json
+from rollmesh.services.rollout.tool_calls.json_calls import (
+    UnterminatedCall,
+    calls_of,
+    made_call,
+    read_json,
+    read_object,
+)
 from rollmesh.services.rollout.tool_calls.parsing import (
     MalformedCall,
     ParsedCall,

@@ -7,12 +7,14 @@ it is complete. A malformed call stays in the content, so that no text is lost; 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from rollmesh.services.rollout.chat_format import ToolSchema
+from rollmesh.shared.config.plugin import Plugin, required
 
 
 class ParsedCall(msgspec.Struct, frozen=True):

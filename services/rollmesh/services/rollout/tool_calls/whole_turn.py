@@ -11,7 +11,13 @@ from collections.abc import Callable, Sequence
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.tool_calls.json_calls import calls_of, read_json
-from rollmesh.services.rollout.tool_calls.parsing import MalformedCall, ParsedCall, TurnStream, find_tool
+from rollmesh.services.rollout.tool_calls.parsing import (
+    MalformedCall,
+    ParsedCall,
+    ToolCallParser,
+    TurnStream,
+    find_tool,
+)
 from rollmesh.services.rollout.tool_calls.python_calls import read_python_calls
 
 Markers = tuple[str, str]

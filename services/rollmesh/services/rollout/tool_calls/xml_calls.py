@@ -14,12 +14,22 @@ A value is text. It is read as JSON if the schema of the tool gives the argument
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
+from rollmesh.services.rollout.config import ToolCallBody
 from rollmesh.services.rollout.tool_calls.json_calls import UnterminatedCall, made_call, read_json
 from rollmesh.services.rollout.tool_calls.marked import HERMES_MARKERS, MarkedStream
-from rollmesh.services.rollout.tool_calls.parsing import MalformedCall, ParsedCall, TurnStream, find_tool
+from rollmesh.services.rollout.tool_calls.parsing import (
+    MalformedCall,
+    ParsedCall,
+    ToolCallParser,
+    TurnStream,
+    after_space,
+    find_tool,
+    is_name,
+)
 
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"

@@ -52,6 +52,8 @@ from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.repository_images import RepositoryImages
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.errors import (
     AlreadyExists,
     InvalidInput,
@@ -61,8 +63,6 @@ from rollmesh.shared.errors import (
     UnknownProfile,
     UnknownSession,
 )
-from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.config.registry import Extension
 
 _log = logging.getLogger(__name__)
 

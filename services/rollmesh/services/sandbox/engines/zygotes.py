@@ -15,6 +15,8 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.zygote_process import ZygoteProcess
 from rollmesh.services.sandbox.languages import declared_commands
+from rollmesh.shared.errors import SandboxFailed
+from rollmesh.shared.shared_tasks import SharedTasks
 
 _SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository", "stateless")
 """Fields of a profile that its zygote does not need."""

@@ -14,8 +14,8 @@ from rollmesh.services.sandbox.oracle.store import MANIFEST_BYTES_MAX, ManifestS
 from rollmesh.services.sandbox.oracle.verdict import JudgeReport
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError, FieldViolation, InvalidInput, UnknownOracle
 from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.errors import ConfigError, FieldViolation, InvalidInput, UnknownOracle, field_error
 from rollmesh.v1 import sandbox_pb2
 
 _SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64")

@@ -43,8 +43,8 @@ from rollmesh.services.sandbox.oracle.unit import try_unit
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, HiddenTestResult, JudgeReport, JudgeVerdict
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import FieldViolation, InvalidInput, Overloaded, UnknownProfile
 from rollmesh.shared.domain.ids import IdSource
+from rollmesh.shared.errors import InvalidInput, Overloaded, UnknownProfile, field_error
 
 Trial = Callable[[int], Awaitable[None]]
 """Runs the test with an index; raises `CandidateFailed`."""

@@ -52,17 +52,17 @@ from rollmesh.services.inference.engines.attached.server import (
     ServerPart,
     ServerStatus,
 )
+from rollmesh.services.inference.engines.attached.weight_folders import WeightFolders, version_label
 from rollmesh.services.inference.engines.common.requests import check_request, check_retain, check_score
 from rollmesh.services.inference.engines.common.stop import StopRules, load_decode
-from rollmesh.services.inference.engines.attached.weight_folders import WeightFolders, version_label
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
-from rollmesh.shared.errors import ConfigError, DeadlineExceeded, Internal, MeshError, Unauthenticated, Unavailable
-from rollmesh.shared.weights.model_folder import check_positions
 from rollmesh.shared.domain.outputs import NUM_TOP
-from rollmesh.shared.net.retry import retry
 from rollmesh.shared.domain.trajectory import FinishReason, IntArray
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError, DeadlineExceeded, Internal, MeshError, Unauthenticated, Unavailable
+from rollmesh.shared.net.retry import retry
+from rollmesh.shared.weights.model_folder import check_positions
 
 T = TypeVar("T")
 

@@ -40,11 +40,11 @@ from rollmesh.services.inference.engines.attached.tables import (
     top_table,
 )
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.trajectory import Columns, IntArray, SamplingParams
 from rollmesh.shared.errors import ConfigError, Internal, InvalidInput
 from rollmesh.shared.net.http_link import HttpLink, decoded
-from rollmesh.shared.config.settings import Settings
-from rollmesh.shared.domain.trajectory import Columns, IntArray, SamplingParams
 
 VERSION = "0.5.23"
 """The release of SGLang whose source this was written from."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from rollmesh.services.inference.engines.attached.server import ServerChunk
-from rollmesh.shared.errors import ConfigError, Internal
 from rollmesh.shared.domain.outputs import NO_LOGPROB, NO_TOKEN
 from rollmesh.shared.domain.trajectory import Columns, FloatArray, IntArray
+from rollmesh.shared.errors import ConfigError, Internal
 
 _COMPARED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -43,11 +43,11 @@ from rollmesh.services.inference.engines.attached.tables import (
     top_table,
 )
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.trajectory import Columns, IntArray
 from rollmesh.shared.errors import ConfigError, Internal, InvalidInput, Unimplemented
 from rollmesh.shared.net.http_link import HttpLink, decoded
-from rollmesh.shared.config.settings import Settings
-from rollmesh.shared.domain.trajectory import Columns, IntArray
 
 _GENERATE = "/inference/v1/generate"
 _ID_PREFIX = "generate-tokens-"

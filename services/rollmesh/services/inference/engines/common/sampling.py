@@ -9,10 +9,16 @@ vocabulary item i. The draw is the exponential race: argmax p_i / E_i with E_i ~
 logarithm less. Scriptable tensor code, like `torch_model`.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
+import functools
+from collections.abc import Collection
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollmesh.shared.domain.outputs import NO_LOGPROB, NO_TOKEN

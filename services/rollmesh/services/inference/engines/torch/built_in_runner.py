@@ -6,21 +6,19 @@ alone.
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollmesh.services.inference.engines.common.sampling import half, measure, sample
+from rollmesh.services.inference.engines.torch.model import PackedStep, Weights, empty_cache, forward, rotary_table
 from rollmesh.services.inference.engines.torch.model_spec import ModelSpec
 from rollmesh.services.inference.engines.torch.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules, shifted
 from rollmesh.services.inference.engines.torch.slots import PrefixReuse
-from rollmesh.services.inference.engines.torch.model import PackedStep, Rotary, Shape, Weights, rotary_table
-from rollmesh.services.inference.engines.torch_steps import sample_step, score_step
 from rollmesh.services.inference.engines.torch.weight_layout import lay_out
 from rollmesh.shared.domain.trajectory import Columns
 

@@ -31,12 +31,12 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     ScoreResult,
 )
+from rollmesh.services.inference.engines.common.stop import STOP_ID, StopRules
+from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.row_rules import SlotRules
 from rollmesh.services.inference.engines.torch.runner import Drawn, LoadedWeights, Runner, Span
 from rollmesh.services.inference.engines.torch.scheduler import Copy, Scheduler, Sequence
 from rollmesh.services.inference.engines.torch.slots import PrefixReuse, Slots
-from rollmesh.services.inference.engines.common.stop import STOP_ID, StopRules
-from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.shared.domain.outputs import NUM_TOP, array_names
 from rollmesh.shared.domain.trajectory import FinishReason, IntArray
 from rollmesh.shared.domain.versions import PolicyVersion

@@ -34,18 +34,23 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     ScoreResult,
 )
-from rollmesh.services.inference.engines.torch.command_queue import CommandQueue
-from rollmesh.services.inference.engines.torch.execution import chooses_experts, find_execution, open_runner
-from rollmesh.services.inference.engines.common.requests import check_request, check_retain, check_score, check_sequences
-from rollmesh.services.inference.engines.torch.runner import LoadedWeights
-from rollmesh.services.inference.engines.torch.step_pace import StepPace
+from rollmesh.services.inference.engines.common.requests import (
+    check_request,
+    check_retain,
+    check_score,
+    check_sequences,
+)
 from rollmesh.services.inference.engines.common.stop import StopRules, load_decode
+from rollmesh.services.inference.engines.common.weights_buffer import WeightsBuffer, read_state
+from rollmesh.services.inference.engines.torch.command_queue import CommandQueue
 from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.core import TorchCore
-from rollmesh.services.inference.engines.common.weights_buffer import WeightsBuffer, read_state
+from rollmesh.services.inference.engines.torch.execution import chooses_experts, find_execution, open_runner
+from rollmesh.services.inference.engines.torch.runner import LoadedWeights
+from rollmesh.services.inference.engines.torch.step_pace import StepPace
+from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
 from rollmesh.shared.domain.outputs import NUM_TOP
-from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import FinishReason, IntArray
 from rollmesh.shared.domain.versions import PolicyVersion
 

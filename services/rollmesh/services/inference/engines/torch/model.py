@@ -9,13 +9,15 @@ The module has no state and does not depend on requests. Annotations are evaluat
 TorchScript resolves them.
 """
 
-import math
-from typing import NamedTuple
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rollmesh.services.inference.engines.torch.model_spec import ModelSpec
 
 class Weights(NamedTuple):
     """One whole set of weights, fused and laid out for `x @ w`. Lists are per layer; an empty list means absent."""

@@ -7,7 +7,6 @@ still change the result of transformers, so the engine compares both before it s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from rollmesh.services.inference.engine import WeightsMismatch
+from rollmesh.services.inference.engines.common.sampling import measure, sample
 from rollmesh.services.inference.engines.torch.plain_outputs import observed
 from rollmesh.services.inference.engines.torch.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules, shifted
-from rollmesh.services.inference.engines.common.sampling import measure, sample
 from rollmesh.services.inference.engines.torch.slots import PrefixReuse
 from rollmesh.shared.domain.trajectory import Columns
 from rollmesh.trainer.model_config import use_whole_attention

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollmesh.services.inference.engines.common.sampling import Rules
+from rollmesh.services.inference.engines.common.sampling import Rules, stream_starts
 from rollmesh.services.inference.engines.torch.slots import PrefixReuse
 from rollmesh.shared.domain.outputs import NO_TOKEN
 from rollmesh.shared.domain.trajectory import Columns

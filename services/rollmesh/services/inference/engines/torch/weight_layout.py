@@ -5,15 +5,14 @@ Collaborators: `model_spec` names the tensors, `torch_model.Weights` is the resu
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from rollmesh.services.inference.engine import WeightsMismatch
+from rollmesh.services.inference.engines.torch.model import LayerWeights, Weights
 from rollmesh.services.inference.engines.torch.model_spec import ModelSpec
-from rollmesh.services.inference.engines.torch.model import Weights
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")

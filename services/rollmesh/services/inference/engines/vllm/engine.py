@@ -36,22 +36,22 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     ScoreResult,
 )
-from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.services.inference.engines.common.requests import check_request, check_retain, check_score
 from rollmesh.services.inference.engines.common.stop import StopRules
-from rollmesh.services.inference.engines.vllm.swap_gate import SwapGate
+from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
 from rollmesh.services.inference.engines.vllm.host import VllmHost
 from rollmesh.services.inference.engines.vllm.load import LoadCounts
 from rollmesh.services.inference.engines.vllm.request import OUTPUTS, LiveRequest
 from rollmesh.services.inference.engines.vllm.scores import SCORE_OUTPUTS, num_score_pairs, score_result
-from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.weights.model_folder import check_positions
-from rollmesh.shared.domain.outputs import NUM_TOP
+from rollmesh.services.inference.engines.vllm.swap_gate import SwapGate
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.domain.trajectory import FinishReason, IntArray, SamplingParams
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.weights.model_folder import check_positions
 
 _WATCH_S = 1.0
 

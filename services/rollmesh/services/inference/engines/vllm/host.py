@@ -19,8 +19,8 @@ from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
 from rollmesh.services.inference.engines.vllm.plugin import NODE
 from rollmesh.services.inference.interpreter import no_vllm
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.domain.outputs import NUM_TOP_MAX
+from rollmesh.shared.errors import ConfigError
 
 BACKEND = "rollmesh_files"
 """Name of the transfer engine that `vllm_worker` registers."""

@@ -17,16 +17,16 @@ import torch
 
 from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.common.adapters import merge_adapter
+from rollmesh.services.inference.engines.common.stop import Decode, load_decode
 from rollmesh.services.inference.engines.torch.execution import chooses_experts
 from rollmesh.services.inference.engines.torch.model_spec import read_config
-from rollmesh.services.inference.engines.vllm.prepared_files import PreparedFiles, files_in, keep_files
-from rollmesh.services.inference.engines.common.stop import Decode, load_decode
 from rollmesh.services.inference.engines.vllm.config import VllmEngineConfig
+from rollmesh.services.inference.engines.vllm.prepared_files import PreparedFiles, files_in, keep_files
 from rollmesh.services.inference.engines.vllm.weights_fit import ExpectedTensors
-from rollmesh.shared.store.disk import is_disk_full
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.weights.model_folder import check_positions, positions_max
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.store.disk import is_disk_full
+from rollmesh.shared.weights.model_folder import check_positions, positions_max
 from rollmesh.trainer.model_config import auto_class
 
 

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollmesh.services.inference.engine import NO_VERSION, Emit, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.services.inference.engines.common.stop import STOP_ID, StopRules
+from rollmesh.services.inference.engines.vllm import columns
 from rollmesh.shared.domain.trajectory import FinishReason
 from rollmesh.shared.domain.versions import PolicyVersion
 

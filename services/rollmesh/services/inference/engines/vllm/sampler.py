@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from rollmesh.services.inference.engines.common.sampling import Rules, mean_logprob, most_likely, sample, stream_starts
 from rollmesh.services.inference.engines.vllm import columns
-from rollmesh.services.inference.engines.common.sampling import Rules, mean_logprob, most_likely, sample
 
 RequestRules = tuple[int, float, float, int]
 """Seed as int64, temperature, top_p and top_k of a request."""

@@ -6,10 +6,10 @@ Backends are found by name, or loaded from user code as `file.py:Name`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
+from rollmesh.shared.config.plugin import Plugin, required, required_attribute
 from rollmesh.shared.config.registry import Registry
 
 

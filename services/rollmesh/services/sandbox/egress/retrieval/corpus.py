@@ -23,12 +23,12 @@ from typing import TypeVar
 import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import EgressRefused
-from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
+from rollmesh.services.sandbox.egress.retrieval.backend import Backend, Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
+from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.config.settings import Settings
 
 _T = TypeVar("_T")
 

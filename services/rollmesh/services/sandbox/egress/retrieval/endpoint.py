@@ -11,11 +11,11 @@ from urllib.parse import quote
 import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
-from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
+from rollmesh.services.sandbox.egress.retrieval.backend import Backend, Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
-from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.decoding import UNDECODABLE
 
 _CHARSET = re.compile(r"charset=\"?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
 _TEXTS = ("text/", "application/json", "application/xhtml+xml", "application/xml")
