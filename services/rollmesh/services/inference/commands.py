@@ -1,8 +1,9 @@
 """The coordinator's weight commands to an inference node, and the reports of their results.
 
-Each command runs in a separate task, because a node that prepares step 6 must still activate step 5. `WeightKeeper` keeps activations
-in order and joins repeated commands. A preparation that ends after a later command has activated its version is not activated. The order
-of the commands decides that, not the steps, because a node may move to another run whose steps are lower.
+Each command runs in a separate task, because a node that prepares step 6 must still activate step 5. `WeightKeeper`
+keeps activations in order and joins repeated commands. A preparation that ends after a later command has activated its
+version is not activated. The order of the commands decides that, not the steps, because a node may move to another run
+whose steps are lower.
 """
 
 from __future__ import annotations

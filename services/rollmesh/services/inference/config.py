@@ -22,23 +22,25 @@ class InferenceConfig(Settings):
     """Settings of one inference node: engine, folder of the weights, limits."""
 
     directory: NonEmptyStr = "inference"
-    """Folder for fetched chunks, used by this node alone. On the depot's file system, chunks are linked and not copied."""
+    """Folder for fetched chunks, used by this node alone. On the depot's file system, chunks are linked and not
+    copied."""
     engine: Extension = Extension("torch")
-    """The engine that runs the model: `torch`, `vllm`, `sglang` and `vllm_server` (a running server, see docs/engines.md), `fake` (no
-    model, for tests), or your own as `file.py:Name`."""
+    """The engine that runs the model: `torch`, `vllm`, `sglang` and `vllm_server` (a running server, see
+    docs/engines.md), `fake` (no model, for tests), or your own as `file.py:Name`."""
     python: str = ""
-    """Python interpreter of the node's process, relative to the configuration's folder, for an engine that needs another environment. Empty:
-    this interpreter; for the engine `vllm`, if this one has no vLLM, `.venv-vllm/bin/python` in the working directory. A node that joins from
-    another host runs with the interpreter of its command."""
+    """Python interpreter of the node's process, relative to the configuration's folder, for an engine that needs
+    another environment. Empty: this interpreter; for the engine `vllm`, if this one has no vLLM,
+    `.venv-vllm/bin/python` in the working directory. A node that joins from another host runs with the interpreter of
+    its command."""
     policy: str = "main"
     """The policy whose weights this node serves."""
     kv: Literal["recompute", "keep"] = "recompute"
-    """What happens to the key-value cache of running sequences when weights change. `recompute` rebuilds it, so that log-probs equal
-    a forward; `keep` keeps it, without a pause."""
+    """What happens to the key-value cache of running sequences when weights change. `recompute` rebuilds it, so that
+    log-probs equal a forward; `keep` keeps it, without a pause."""
     cast_weights: bool = False
-    """Whether weights may be rounded to the engine's `dtype`, such as float32 weights for an engine in bfloat16. If false, a version that
-    would be rounded is rejected. Conversions that keep every value, such as bfloat16 to float32, are always allowed. The probes of a rounded
-    version have a tolerance of 1 nat."""
+    """Whether weights may be rounded to the engine's `dtype`, such as float32 weights for an engine in bfloat16. If
+    false, a version that would be rounded is rejected. Conversions that keep every value, such as bfloat16 to float32,
+    are always allowed. The probes of a rounded version have a tolerance of 1 nat."""
     quota_bytes: PositiveInt = 64 << 30
     """Limit of `directory`, in bytes. Two versions, and the files assembled from their chunks, must fit."""
     capacity: PositiveInt = 64
@@ -48,7 +50,8 @@ class InferenceConfig(Settings):
     requests_per_stream_max: PositiveInt = 4096
     """Most live requests of one stream; one more is rejected with OVERLOADED."""
     outbox_tokens_max: PositiveInt = 1 << 20
-    """Most tokens that wait for a client that does not read; beyond it, its stream ends. A token takes about 12 bytes."""
+    """Most tokens that wait for a client that does not read; beyond it, its stream ends. A token takes about 12
+    bytes."""
     frame_tokens_max: PositiveInt = 1 << 16
     """Most tokens in one frame, which keeps a backlog below the message limit."""
     prepare_s: PositiveFloat = 600.0

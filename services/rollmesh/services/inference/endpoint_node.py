@@ -1,7 +1,7 @@
 """`EndpointNode`: an inference node whose weights are those of an endpoint and never change.
 
-It loads them from a folder when it starts, joins with its own kind, and gets no weight commands. Clients address it by the name of the
-endpoint, which is also the policy of its only version.
+It loads them from a folder when it starts, joins with its own kind, and gets no weight commands. Clients address it by
+the name of the endpoint, which is also the policy of its only version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class EndpointNode(InferenceNode):
     kind = coordinator_pb2.NODE_KIND_ENDPOINT
 
     def __init__(self, *args: Any, endpoint: str, weights: Path, **options: Any) -> None:
-        """`weights` is a folder with files *.safetensors. Other arguments as for `InferenceNode`. Raises ConfigError."""
+        """`weights` is a folder with files *.safetensors. Other arguments as for `InferenceNode`. Raises
+        ConfigError."""
         super().__init__(*args, endpoint=endpoint, **options)
         self._endpoint = endpoint
         self._weights = weights
@@ -37,7 +38,8 @@ class EndpointNode(InferenceNode):
         files = {path.name: path for path in sorted(self._weights.glob("*.safetensors"))}
         if not files:
             raise ConfigError(
-                f"`endpoints.{self._endpoint}.model`: {self._weights} has no file *.safetensors; name a folder with weights",
+                f"`endpoints.{self._endpoint}.model`: {self._weights} has no file *.safetensors; name a folder with "
+                "weights",
                 key=f"endpoints.{self._endpoint}.model",
             )
         digest = await asyncio.to_thread(_digest, files)

@@ -1,12 +1,13 @@
 """The port between an inference node and the engine that runs the model.
 
-It fits an embedded torch engine, vLLM's AsyncLLM (`generate`, `abort`, `pause_generation`, weight-transfer API) and SGLang's
-server (`/generate`, `/abort_request`, `/update_weights_from_disk`). One conformance suite (`tests/conformance`) tests every engine.
-The servicer handles targets, versions and streams; the engine handles tokens and weights.
+It fits an embedded torch engine, vLLM's AsyncLLM (`generate`, `abort`, `pause_generation`, weight-transfer API) and
+SGLang's server (`/generate`, `/abort_request`, `/update_weights_from_disk`). One conformance suite
+(`tests/conformance`) tests every engine. The servicer handles targets, versions and streams; the engine handles tokens
+and weights.
 
-Threads: every method is called on the event loop and must not block it. The model runs in the engine's own thread or process, so
-that a busy engine never expires a lease. `emit` is called on the event loop. Every method except `load`, `cancel` and `discard`
-raises EngineBroken if the engine does not run.
+Threads: every method is called on the event loop and must not block it. The model runs in the engine's own thread or
+process, so that a busy engine never expires a lease. `emit` is called on the event loop. Every method except `load`,
+`cancel` and `discard` raises EngineBroken if the engine does not run.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class KvPolicy(Enum):
     RECOMPUTE = "recompute"
     """Rebuild cached keys and values under the new weights, so that log-probs equal a teacher-forced forward."""
     KEEP = "keep"
-    """Keep the cache, without a pause. Later tokens attend to old keys and values; log-probs are the true behavior log-probs."""
+    """Keep the cache, without a pause. Later tokens attend to old keys and values; log-probs are the true behavior
+    log-probs."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,26 +67,29 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: IntArray
     params: SamplingParams
     session: str = ""
-    """Requests of one session share a prefix. The engine may use it to retain the cache; results do not depend on it."""
+    """Requests of one session share a prefix. The engine may use it to retain the cache; results do not depend on
+    it."""
     priority: int = 0
     """Requests with a higher priority run first when the batch is full."""
     outputs: tuple[str, ...] = ()
-    """Names of further per-token outputs, each one of the capabilities; `rollmesh.shared.domain.outputs` defines them."""
+    """Names of further per-token outputs, each one of the capabilities; `rollmesh.shared.domain.outputs` defines
+    them."""
     num_top: int = NUM_TOP
     """k of the output `top_k`."""
     version: PolicyVersion | None = None
     """The only version that may sample the request, one of `Engine.held`. None: the active one at each step."""
     num_resumed: int = 0
-    """Number of tokens at the end of `token_ids` that another node sampled for this request. A stop string may begin in them."""
+    """Number of tokens at the end of `token_ids` that another node sampled for this request. A stop string may begin in
+    them."""
 
 
 class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """New tokens of one request, all sampled by one version. Only the last delta has a `finish`, and only it may have no tokens;
-    its version is then the active one and has no meaning.
+    """New tokens of one request, all sampled by one version. Only the last delta has a `finish`, and only it may have
+    no tokens; its version is then the active one and has no meaning.
 
     `logprobs` are under the sampling distribution, `logprobs_model` under the plain softmax; both are [n] float32.
-    `kv_step_oldest` is the step of the oldest weights whose keys and values the tokens attended to, above `version.step` if a roll-back has
-    made them void. Under RECOMPUTE it equals `version.step`.
+    `kv_step_oldest` is the step of the oldest weights whose keys and values the tokens attended to, above
+    `version.step` if a roll-back has made them void. Under RECOMPUTE it equals `version.step`.
     """
 
     request_id: str
@@ -94,15 +99,16 @@ class GenerateDelta(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     kv_step_oldest: int
     arrays: Columns = msgspec.field(default_factory=dict)
-    """Exactly the arrays of the requested outputs by name, each [n] or [n, k], float32, float16, int32 or uint8, floats finite."""
+    """Exactly the arrays of the requested outputs by name, each [n] or [n, k], float32, float16, int32 or uint8, floats
+    finite."""
     finish: FinishReason | None = None
     error: str = ""
     """Cause of the failure; set with FinishReason.ERROR. The node reports it as an infra failure."""
     num_prompt_cached: int = 0
     """Prefix tokens found in the cache; set in the first delta only."""
     num_prompt_prefilled: int = 0
-    """Prefix tokens computed for this request; set in the first delta only. In the next turn of a session these are its new
-    tokens and the last sampled one, which was never fed to the model."""
+    """Prefix tokens computed for this request; set in the first delta only. In the next turn of a session these are its
+    new tokens and the last sampled one, which was never fed to the model."""
     queued_s: float = 0.0
     """Time that the request waited for a slot, in seconds; set in the first delta only."""
 
@@ -214,11 +220,12 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
-        """Queue a request. The engine calls `emit` with its deltas in order, at most once per step; `emit` must not block or raise.
-        A request whose prefix and `max_tokens` exceed the context ends with LENGTH when the context is full.
+        """Queue a request. The engine calls `emit` with its deltas in order, at most once per step; `emit` must not
+        block or raise. A request whose prefix and `max_tokens` exceed the context ends with LENGTH when the context is
+        full.
 
-        Raises ValueError for a request that can never run (empty or too long prefix, unknown token or output, duplicate id, a version
-        that is not held), and EngineBusy if the queue is full.
+        Raises ValueError for a request that can never run (empty or too long prefix, unknown token or output, duplicate
+        id, a version that is not held), and EngineBusy if the queue is full.
         """
         ...
 
@@ -234,27 +241,28 @@ class Engine(Protocol):
         outputs: tuple[str, ...] = (),
         num_top: int = NUM_TOP,
     ) -> list[ScoreResult]:
-        """Return teacher-forced log-probs and `outputs` under the active weights, or under a held `version`, never under a mix of two.
+        """Return teacher-forced log-probs and `outputs` under the active weights, or under a held `version`, never
+        under a mix of two.
 
-        Raises ValueError for an empty or too long sequence, for an unknown token or output, and if no version is active or `version`
-        is not held.
+        Raises ValueError for an empty or too long sequence, for an unknown token or output, and if no version is active
+        or `version` is not held.
         """
         ...
 
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
-        """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsMismatch. The buffer
-        is bounded, and an engine may drop the oldest prepared version for a newer one.
+        """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsMismatch. The
+        buffer is bounded, and an engine may drop the oldest prepared version for a newer one.
 
         `tensors` maps the name of a file to its verified local path. Together the files contain one whole state dict.
         """
         ...
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy, retain: Collection[PolicyVersion] = ()) -> None:
-        """Swap the prepared weights in between two steps. Returns at once if they are active already. The tokens that the old
-        weights sampled are emitted before this returns. Raises KeyError if the version is not prepared.
+        """Swap the prepared weights in between two steps. Returns at once if they are active already. The tokens that
+        the old weights sampled are emitted before this returns. Raises KeyError if the version is not prepared.
 
-        The held versions of `retain`, at most `versions_max` - 1, stay held. All others are dropped, and their requests end with
-        CANCELLED.
+        The held versions of `retain`, at most `versions_max` - 1, stay held. All others are dropped, and their requests
+        end with CANCELLED.
         """
         ...
 

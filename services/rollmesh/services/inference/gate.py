@@ -1,7 +1,7 @@
 """Hold back the tokens of a version until the engine has scored its probes correctly.
 
-Activation and probes are two steps, and sequences continue between them. The gate holds tokens of the new version until the verdict,
-so that a node that serves wrong weights is detected before any of their tokens is trained on.
+Activation and probes are two steps, and sequences continue between them. The gate holds tokens of the new version until
+the verdict, so that a node that serves wrong weights is detected before any of their tokens is trained on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The live requests of one client stream, and the deltas that wait to be sent.
 
-Tokens of an unfinished request are collected for `hold_s` of its submission, and enter the outbox as one delta with the next ones, after
-that time, or with the last one. All deltas in the outbox leave in one frame. The outbox has a limit in tokens. If the client does not
-read, its stream fails, so that the node's memory stays bounded. Tokens of unverified weights stay in the outbox (see `gate`).
+Tokens of an unfinished request are collected for `hold_s` of its submission, and enter the outbox as one delta with the
+next ones, after that time, or with the last one. All deltas in the outbox leave in one frame. The outbox has a limit in
+tokens. If the client does not read, its stream fails, so that the node's memory stays bounded. Tokens of unverified
+weights stay in the outbox (see `gate`).
 
 A request ends exactly once, with the engine's last delta or with an error that replaces it.
 """
@@ -109,7 +110,8 @@ class GenerateStream:
     # Output to the client ---------------------------------------------------------------------------------------------
 
     async def frame(self) -> list[inference_pb2.GenerateDelta]:
-        """Wait for new deltas and return them; return an empty list at the end. Raises the error that ended the stream."""
+        """Wait for new deltas and return them; return an empty list at the end. Raises the error that ended the
+        stream."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -197,7 +199,8 @@ class GenerateStream:
         token_ids = decode_ints(submission.token_ids, "token_ids")
         if not 0 <= submission.num_resumed < max(1, token_ids.size):
             raise InvalidInput(
-                f"`num_resumed` must be in [0, {max(0, token_ids.size - 1)}], got {submission.num_resumed}: the prompt needs a token"
+                f"`num_resumed` must be in [0, {max(0, token_ids.size - 1)}], got {submission.num_resumed}: the prompt "
+                "needs a token"
             )
         return GenerateRequest(
             request_id=self._prefix + submission.request_id,
@@ -347,7 +350,8 @@ def _dropped(version: PolicyVersion) -> StaleWeights:
 
 
 def _joined(deltas: list[GenerateDelta]) -> GenerateDelta:
-    """Join deltas of one version, of which only the last may have no tokens. Raises InvalidInput if their arrays differ."""
+    """Join deltas of one version, of which only the last may have no tokens. Raises InvalidInput if their arrays
+    differ."""
     first, last = deltas[0], deltas[-1]
     parts = deltas if last.token_ids.size else deltas[:-1]
     if any(part.arrays.keys() != first.arrays.keys() for part in parts):

@@ -1,7 +1,8 @@
-"""The Python interpreter of an inference node's process. vLLM and a trainer pin different versions of torch, so they cannot share one.
+"""The Python interpreter of an inference node's process. vLLM and a trainer pin different versions of torch, so they
+cannot share one.
 
-`inference.python` names it. If it is empty, the node runs with this interpreter, except that the engine `vllm` falls back to the environment of
-`make setup-vllm` in the working directory if this interpreter has no vLLM.
+`inference.python` names it. If it is empty, the node runs with this interpreter, except that the engine `vllm` falls
+back to the environment of `make setup-vllm` in the working directory if this interpreter has no vLLM.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ except ImportError:  # no rollmesh, or a release that reports none
 
 
 def interpreter_of(config: InferenceConfig, base_dir: Path) -> str:
-    """Return the absolute path of the interpreter. Raises ConfigError if it is not an executable file, or if no interpreter with vLLM
-    is known."""
+    """Return the absolute path of the interpreter. Raises ConfigError if it is not an executable file, or if no
+    interpreter with vLLM is known."""
     if config.python:
         path = Path(os.path.abspath(base_dir / Path(config.python).expanduser()))  # a link into an environment stays
         if not os.access(path, os.X_OK) or path.is_dir():
             raise ConfigError(
-                f"`{KEY}`: {path} is not an executable file; name the interpreter of an environment with rollmesh and the engine, "
-                "for example .venv-vllm/bin/python",
+                f"`{KEY}`: {path} is not an executable file; name the interpreter of an environment with rollmesh and "
+                "the engine, for example .venv-vllm/bin/python",
                 key=KEY,
             )
         if is_this(str(path)) and config.engine.name == VLLM and importlib.util.find_spec(VLLM) is None:
@@ -58,7 +59,8 @@ def interpreter_of(config: InferenceConfig, base_dir: Path) -> str:
 def no_vllm(python: str) -> ConfigError:
     """Return the error for an interpreter without vLLM."""
     return ConfigError(
-        f"`{KEY}`: the engine vllm needs an interpreter with vLLM, and {python} has none; run `make setup-vllm` (on a host with a GPU: "
+        f"`{KEY}`: the engine vllm needs an interpreter with vLLM, and {python} has none; run `make setup-vllm` (on a "
+        "host with a GPU: "
         f"install vllm and rollmesh into an environment), then set {KEY} to its interpreter, for example {VLLM_PYTHON}",
         key=KEY,
     )
@@ -75,8 +77,8 @@ def is_this(python: str) -> bool:
 
 
 def check_interpreter(python: str, config: InferenceConfig) -> None:
-    """Raise ConfigError if an interpreter does not run, lacks rollmesh or the library of the engine, or has a release of rollmesh that does
-    not work with this one. Blocks for a moment."""
+    """Raise ConfigError if an interpreter does not run, lacks rollmesh or the library of the engine, or has a release
+    of rollmesh that does not work with this one. Blocks for a moment."""
     modules = ["rollmesh", *([VLLM] if config.engine.name == VLLM else [])]
     try:
         done = subprocess.run(

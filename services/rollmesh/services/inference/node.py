@@ -91,7 +91,8 @@ class InferenceNode(JoinedNode):
         self.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, blobs)
 
     async def run(self) -> None:
-        """Work until the command to drain. Raises EngineFailed if the engine reports that it cannot run again in this process."""
+        """Work until the command to drain. Raises EngineFailed if the engine reports that it cannot run again in this
+        process."""
         working = asyncio.create_task(super().run())
         failing = asyncio.create_task(_failed(self.engine))
         try:

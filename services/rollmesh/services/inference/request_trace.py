@@ -1,6 +1,7 @@
 """Trace one request at this node: a span `engine` with the children `queue`, `prefill` and `decode`.
 
-Only requests with a sampled trace context are traced. `prefill` ends at the first delta, because it also draws the first token.
+Only requests with a sampled trace context are traced. `prefill` ends at the first delta, because it also draws the
+first token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""InferenceService: translate between protobuf and the engine. `state` decides what is served, `gate` which tokens may leave."""
+"""InferenceService: translate between protobuf and the engine. `state` decides what is served, `gate` which tokens may
+leave."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         if len(self._streams) >= self._config.streams_max:
             raise Overloaded(
-                f"{len(self._streams)} streams are open, which is the limit; use one stream for all requests of a client"
+                f"{len(self._streams)} streams are open, which is the limit; use one stream for all requests of a "
+                "client"
             )
         stream = self._open()
         reader = asyncio.create_task(_read(request_iterator, stream))

@@ -1,4 +1,5 @@
-"""State that the parts of an inference node share: the engine, the check of targets, and the gate before unverified weights."""
+"""State that the parts of an inference node share: the engine, the check of targets, and the gate before unverified
+weights."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class ServingState:
         return self.engine.held[1:] if self.gate.failure is None else ()
 
     def listen_swap(self, listener: Callable[[Collection[PolicyVersion]], None]) -> None:
-        """Register a function that is called just before the engine swaps, with the versions that it holds afterwards."""
+        """Register a function that is called just before the engine swaps, with the versions that it holds
+        afterwards."""
         self._on_swap.add(listener)
 
     def unlisten_swap(self, listener: Callable[[Collection[PolicyVersion]], None]) -> None:
@@ -67,8 +69,8 @@ class ServingState:
     ) -> tuple[PolicyVersion, ...]:
         """Hold back the new version, and end the requests that are pinned to a version which the swap drops.
 
-        Return the older versions to keep: those of `retain`, then those of running pinned requests, newest first, as many as the
-        engine can hold.
+        Return the older versions to keep: those of `retain`, then those of running pinned requests, newest first, as
+        many as the engine can hold.
         """
         self.gate.hold(version)
         older = [held for held in self.engine.held if held != version]
@@ -122,8 +124,8 @@ class ServingState:
             if mismatch(target, version) is None:
                 return version
         raise StaleWeights(
-            f"this node serves [{', '.join(map(str, self.engine.held))}], requested was exactly step {target.step} of incarnation "
-            f"{target.incarnation}; use another node",
+            f"this node serves [{', '.join(map(str, self.engine.held))}], requested was exactly step {target.step} of "
+            f"incarnation {target.incarnation}; use another node",
             active=self.engine.active,
             step=target.step,
             incarnation=target.incarnation,
@@ -133,16 +135,17 @@ class ServingState:
         """Return the version of a request that is pinned to the version that begins it."""
         if self.engine.capabilities.versions_max < 2:
             raise Unimplemented(
-                f"the engine of node {self.node_id}, {type(self.engine).__name__}, has one set of weights, so an update would end a "
-                "pinned response; set `versions_max` of inference.engine.options to 2 or more (the engine torch has this option), or "
-                "use AT_LEAST"
+                f"the engine of node {self.node_id}, {type(self.engine).__name__}, has one set of weights, so an "
+                "update would end a pinned response; set `versions_max` of inference.engine.options to 2 or more (the "
+                "engine torch has this option), or use AT_LEAST"
             )
         if target.selector == Target.SELECTOR_RESPONSE_PINNED:
             return active
         version = self._sessions.get(session, active)
         if version not in self.engine.held:
             raise StaleWeights(
-                f"session {session!r} began under {version}, which this node does not hold any more; begin a new session",
+                f"session {session!r} began under {version}, which this node does not hold any more; begin a new "
+                "session",
                 active=active,
                 step=version.step,
                 incarnation=version.incarnation,

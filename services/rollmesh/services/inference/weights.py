@@ -1,10 +1,11 @@
 """Prepare versions of the weights while serving, activate them by a swap, and verify them before their tokens leave.
 
 prepare:  fetch the manifest and hashed chunks -> assemble the files -> the engine loads them into its second buffer
-activate: hold the new version's tokens -> the engine swaps -> score the probes -> release the tokens, or quarantine the node
+activate: hold the new version's tokens -> the engine swaps -> score the probes -> release the tokens, or quarantine the
+node
 
-A node whose active weights score the probes wrong serves no request until its process restarts. A real engine was observed to
-report success and serve other weights, so a second activation proves nothing.
+A node whose active weights score the probes wrong serves no request until its process restarts. A real engine was
+observed to report success and serve other weights, so a second activation proves nothing.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ from rollmesh.shared.weights.probes import probes_of
 from rollmesh.v1 import weights_pb2
 
 ASSEMBLED_PREFIX = "files-"
-"""Begins the name of a folder beside the blobs, in which the files of a version are assembled from their chunks while it is prepared."""
+"""Begins the name of a folder beside the blobs, in which the files of a version are assembled from their chunks while
+it is prepared."""
 
 
 class WeightKeeper:
-    """The versions of one node. A call continues if its caller is cancelled, and a second call for the same version joins it."""
+    """The versions of one node. A call continues if its caller is cancelled, and a second call for the same version
+    joins it."""
 
     def __init__(
         self,
@@ -97,7 +100,8 @@ class WeightKeeper:
     async def activate(self, version: PolicyVersion, kv: KvPolicy, retain: Collection[PolicyVersion] = ()) -> float:
         """Swap and score the probes. Return the largest error in nats. Idempotent. Waits for a prepare in progress.
 
-        The older versions of `retain` keep serving, then those of running pinned requests, as many as the engine can hold.
+        The older versions of `retain` keep serving, then those of running pinned requests, as many as the engine can
+        hold.
 
         Raises `NotPrepared`; `ProbeMismatch` or `EngineFailed`, after which the node is quarantined.
         """
@@ -161,7 +165,8 @@ class WeightKeeper:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _check_precision(self, manifest: weights_pb2.WeightManifest, files: Mapping[str, Path]) -> None:
-        """Raise `EngineRejects` if the files have another precision than the manifest states, or if the engine would round them."""
+        """Raise `EngineRejects` if the files have another precision than the manifest states, or if the engine would
+        round them."""
         base = [path for name, path in files.items() if name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
         try:
             dtypes = dtypes_of(base)
@@ -172,13 +177,14 @@ class WeightKeeper:
         own = self._state.engine.capabilities.dtype
         if not self._config.cast_weights and (names := rounded(dtypes, own)):
             raise EngineRejects(
-                f"{count_of(len(names), 'tensor')}, first {names[0]} of {dtypes[names[0]]}, would be rounded to {own}, in which the engine "
-                f"computes; publish {own}, set `inference.engine.options.dtype` or the --dtype of the attached server, or allow it with "
-                "`inference.cast_weights: true`"
+                f"{count_of(len(names), 'tensor')}, first {names[0]} of {dtypes[names[0]]}, would be rounded to {own}, "
+                f"in which the engine computes; publish {own}, set `inference.engine.options.dtype` or the --dtype of "
+                "the attached server, or allow it with `inference.cast_weights: true`"
             )
 
     async def _files(self, manifest: weights_pb2.WeightManifest, folder: Path) -> Mapping[str, Path]:
-        """Return the local path per file name: the blob itself if the file is one chunk, else a file assembled in `folder`."""
+        """Return the local path per file name: the blob itself if the file is one chunk, else a file assembled in
+        `folder`."""
         files: dict[str, Path] = {}
         for file in manifest.files:
             parts = [await self._store.open(chunk.digest) for chunk in file.chunks]
@@ -232,7 +238,8 @@ class WeightKeeper:
         return error
 
     def _tolerance(self, manifest: weights_pb2.WeightManifest) -> float:
-        """Return the tolerance of the probes, which is larger if the engine rounds the published weights (`cast_weights`)."""
+        """Return the tolerance of the probes, which is larger if the engine rounds the published weights
+        (`cast_weights`)."""
         tolerance = manifest.probe_tolerance or PROBE_TOLERANCE
         casts = rounded({"weights": manifest.dtype}, self._state.engine.capabilities.dtype)
         return max(tolerance, ROUNDED_PROBE_TOLERANCE) if casts else tolerance
@@ -277,7 +284,8 @@ class WeightKeeper:
         self._release_unused()
 
     def _release_unused(self) -> int:
-        """Delete the blobs of versions that are neither active nor prepared nor being prepared. Return the freed bytes."""
+        """Delete the blobs of versions that are neither active nor prepared nor being prepared. Return the freed
+        bytes."""
         active = self._state.engine.active
         used = (*self._prepared, *self._preparing, *([active] if active is not None else []))
         unused = self._store.owners - {version_owner(version) for version in used}
@@ -295,8 +303,8 @@ def _judge(version: PolicyVersion, error: float, tolerance: float) -> MeshError 
     if error <= tolerance:  # false for NaN
         return None
     return ProbeMismatch(
-        f"the probes of {version} differ by {error:.4g} nats, at most {tolerance:g} is allowed: the engine serves other weights than "
-        "were uploaded; this node is quarantined, restart it",
+        f"the probes of {version} differ by {error:.4g} nats, at most {tolerance:g} is allowed: the engine serves "
+        "other weights than were uploaded; this node is quarantined, restart it",
         version=version,
         probe_error=error,
         probe_tolerance=tolerance,

@@ -10,14 +10,14 @@
                 result = await env.tool("calculator", call)
                 env.observe(result.text)
 
-The conversation of the task is already in the context when `run` begins. The environment records every token with its log-prob,
-version and loss mask; an agent does not need to handle ids. The episode ends when `run` returns or reaches a limit. `generate` raises
-a limit as `LimitReached`, which no agent needs to catch. Any other exception is a bug in the agent: the episode is an infra failure
-with the traceback. It is retried and never scored 0.
+The conversation of the task is already in the context when `run` begins. The environment records every token with its
+log-prob, version and loss mask; an agent does not need to handle ids. The episode ends when `run` returns or reaches a
+limit. `generate` raises a limit as `LimitReached`, which no agent needs to catch. Any other exception is a bug in the
+agent: the episode is an infra failure with the traceback. It is retried and never scored 0.
 
-An instance serves many episodes at once, so keep the state of an episode in local variables. Settings come from the config's
-`options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without one, `Agent()`. A constructor
-with a parameter `base_dir` also gets the folder of the configuration.
+An instance serves many episodes at once, so keep the state of an episode in local variables. Settings come from the
+config's `options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without
+one, `Agent()`. A constructor with a parameter `base_dir` also gets the folder of the configuration.
 """
 
 from __future__ import annotations

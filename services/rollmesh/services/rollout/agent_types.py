@@ -30,7 +30,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: FloatArray
     """Natural log-prob of each token under the distribution that it was sampled from, [n] float32."""
     arrays: Columns = msgspec.field(default_factory=dict)
-    """Arrays of `rollout.outputs` by name, [n] or [n, k], such as `entropy`. Row i is the distribution that token i was sampled from."""
+    """Arrays of `rollout.outputs` by name, [n] or [n, k], such as `entropy`. Row i is the distribution that token i was
+    sampled from."""
 
 
 class ToolResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """Derive the markers of a conversation from the model's chat template: the end of a turn, tool calls and tool results.
 
-A template is a program. This module renders example conversations with marked texts and takes the strings around the marks as the
-format. `rollout.format` overrides single markers. Pure; collaborator: `tokenizer` (renders, stores the special tokens).
+A template is a program. This module renders example conversations with marked texts and takes the strings around the
+marks as the format. `rollout.format` overrides single markers. Pure; collaborator: `tokenizer` (renders, stores the
+special tokens).
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from rollmesh.shared.errors import ConfigError, InvalidInput
 ToolSchema = Mapping[str, Any]
 """A tool as chat templates expect it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Render = Callable[..., str]
-"""render(messages, tools, add_generation_prompt): text. Raises InvalidInput for a conversation that the template rejects."""
+"""render(messages, tools, add_generation_prompt): text. Raises InvalidInput for a conversation that the template
+rejects."""
 
 _QUESTION, _ANSWER, _RESULT, _TOOL = "rollmesh question", "rollmesh answer", "rollmesh result", "rollmesh_tool"
 _PROBES = (_TOOL, "text", _ANSWER), ("other_tool", "words", "other answer")
-"""Name, argument and value of the calls whose common parts are the markers: what only one of them has is not a marker."""
+"""Name, argument and value of the calls whose common parts are the markers: what only one of them has is not a
+marker."""
 _CALL_ID = "rollmesh0"
 """Some templates require an id of nine letters or digits."""
 _KEY = "rollout.format.turn_end"
@@ -39,8 +42,8 @@ class ChatFormat:
     """The markers of the conversation for one model."""
 
     turn_ends: tuple[str, ...]
-    """Generation stops at these strings. The chat template writes the first after an assistant turn; the others are the model's
-    end-of-sequence tokens."""
+    """Generation stops at these strings. The chat template writes the first after an assistant turn; the others are the
+    model's end-of-sequence tokens."""
     tool_call_start: str
     """Opens a tool call. Empty: the whole turn is the call."""
     tool_call_end: str
@@ -49,7 +52,8 @@ class ChatFormat:
     """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
     `[name(argument=value, ...), ...]`, `xml` has a tag per function and argument."""
     observation: str
-    """Text appended after a turn to show a tool's result, up to the model's next turn. Special tokens are encoded only around `{text}`."""
+    """Text appended after a turn to show a tool's result, up to the model's next turn. Special tokens are encoded only
+    around `{text}`."""
     tool_role: str = "tool"
     assistant_role: str = "assistant"
     renders_tools: bool = True
@@ -135,8 +139,8 @@ def _turn_end(config: FormatConfig, tail: str, special: Sequence[str], eos: Sequ
         end = found or next(iter(eos), "")
         if not end:
             raise ConfigError(
-                f"`{_KEY}`: the chat template writes nothing after an assistant turn and the model has no eos_token; name the "
-                "token that ends a turn",
+                f"`{_KEY}`: the chat template writes nothing after an assistant turn and the model has no eos_token; "
+                "name the token that ends a turn",
                 key=_KEY,
             )
         return end
@@ -145,7 +149,8 @@ def _turn_end(config: FormatConfig, tail: str, special: Sequence[str], eos: Sequ
     why = "the chat template never writes it there" if config.turn_end in special else "the model has no such token"
     written = f"it writes {tail!r}; use {found!r}, or remove the key" if found else "it writes nothing; remove the key"
     raise ConfigError(
-        f"`{_KEY}`: must be what the chat template writes after an assistant turn, got {config.turn_end!r}: {why}; {written}",
+        f"`{_KEY}`: must be what the chat template writes after an assistant turn, got {config.turn_end!r}: {why}; "
+        f"{written}",
         key=_KEY,
     )
 
@@ -175,7 +180,8 @@ def _observation(render: Render, turn_end: str, as_text: bool) -> str:
         if -1 not in (text.find(_ANSWER), end, at):
             return f"{text[end + len(turn_end) : at]}{{text}}{text[at + len(_RESULT) :]}"
     raise ConfigError(
-        "`rollout.format.observation`: the chat template renders neither a tool's result nor a second user turn; set the key",
+        "`rollout.format.observation`: the chat template renders neither a tool's result nor a second user turn; set "
+        "the key",
         key="rollout.format.observation",
     )
 
@@ -193,7 +199,7 @@ def _markers(
     tools = [_example(name, key)]
     try:
         plain = render([_user(), _said(value)], tools, False)
-        text = render([_user(), _called(as_text, name, key, value)], tools, False)
+        text = render([_user(), _called(as_text, (name, key, value))], tools, False)
     except InvalidInput:
         return None
     turn = text[len(commonprefix([plain, text])) :]

@@ -42,8 +42,8 @@ class FormatConfig(Settings):
     """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
     `[name(argument=value, ...), ...]`, `xml` is <function=NAME> with a tag <parameter=KEY> per argument."""
     observation: str | None = None
-    """Text appended after a turn to show a tool's result, up to the start of the model's next turn. `{text}` itself is encoded
-    without special tokens, so a tool's output cannot open a turn."""
+    """Text appended after a turn to show a tool's result, up to the start of the model's next turn. `{text}` itself is
+    encoded without special tokens, so a tool's output cannot open a turn."""
     tool_role: str = "tool"
     """Role of an observation in the text view of the episode."""
     assistant_role: str = "assistant"
@@ -70,7 +70,8 @@ class SamplingConfig(Settings):
 
 
 class LimitsConfig(Settings):
-    """Limits of one episode. Reaching one counts as a model failure: the episode ends, is scored and may be trained on."""
+    """Limits of one episode. Reaching one counts as a model failure: the episode ends, is scored and may be trained
+    on."""
 
     turns_max: PositiveInt = 16
     """Maximum number of generations."""
@@ -95,10 +96,11 @@ class ToolConfig(Settings):
     function: str = ""
     """Function of the profile that receives the text. Empty: the text is code, which runs in the session."""
     stateless: bool | None = None
-    """Whether calls run in live sessions that the episodes of a run share, which the profile must allow for the function. Absent: if the
-    profile declares the function stateless."""
+    """Whether calls run in live sessions that the episodes of a run share, which the profile must allow for the
+    function. Absent: if the profile declares the function stateless."""
     language: str = "python"
-    """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. The sandbox's error lists the available ones."""
+    """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. The sandbox's error lists the available
+    ones."""
     arguments: tuple[str, ...] = ()
     """Arguments of every run. For sqlite and duckdb: the path of the database file in the session."""
     description: str = ""
@@ -167,8 +169,8 @@ class ToolLatencyConfig(Settings):
     mean_s: NonNegativeFloat = 1.0
     """Mean of the drawn latency, seconds."""
     shape: float = 1.5
-    """Pareto: the tail index, above 1. Lognormal: sigma of the logarithm. With 1.5, a tenth of the calls take about half of the
-    time."""
+    """Pareto: the tail index, above 1. Lognormal: sigma of the logarithm. With 1.5, a tenth of the calls take about
+    half of the time."""
     max_s: PositiveFloat = 60.0
     """Maximum latency, seconds. Clipping larger draws lowers the mean slightly."""
     seed: int = 0
@@ -180,17 +182,19 @@ class ToolLatencyConfig(Settings):
 
 
 class OpenAiServerConfig(Settings):
-    """The server of the OpenAI protocol in each worker, for agents that are programs or services. It starts when an agent needs it."""
+    """The server of the OpenAI protocol in each worker, for agents that are programs or services. It starts when an
+    agent needs it."""
 
     address: NonEmptyStr = "127.0.0.1:0"
     """host:port on which it listens. Port 0 takes a free port, which several workers on one host need."""
     advertise: str = ""
-    """Host by which services on other machines reach it. Empty: the host of `address`. The connection is not encrypted."""
+    """Host by which services on other machines reach it. Empty: the host of `address`. The connection is not
+    encrypted."""
     request_mb_max: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Maximum size of the body of a request, MiB."""
     tool_calls: Extension | None = None
-    """Parser of the model's tool calls: `hermes`, `llama3_json`, `llama_pythonic`, `qwen3_coder`, `bare` or a custom one. Absent: the parser for the calls
-    that the model's chat template writes."""
+    """Parser of the model's tool calls: `hermes`, `llama3_json`, `llama_pythonic`, `qwen3_coder`, `bare` or a custom
+    one. Absent: the parser for the calls that the model's chat template writes."""
 
     def check_fields(self) -> None:
         if not re.fullmatch(r"\S+:\d{1,5}", self.address) or port_of(self.address) > 65535:
@@ -209,7 +213,8 @@ class WorkerConfig(Settings):
     acquire_wait_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
     """Maximum wait of one request for work at the coordinator, seconds; at most 60."""
     renew_every_s_max: PositiveFloat = 10.0
-    """Maximum interval between renewals of leases, seconds. They are renewed after a third of their term if that is shorter."""
+    """Maximum interval between renewals of leases, seconds. They are renewed after a third of their term if that is
+    shorter."""
     report_window_s: Annotated[float, Meta(ge=0, le=1)] = 0.005
     """Reports within this window share one request, seconds. A longer window saves requests and delays training."""
     rpc_s_max: PositiveFloat = 10.0
@@ -219,11 +224,11 @@ class WorkerConfig(Settings):
     backoff_s_max: PositiveFloat = 2.0
     """Maximum back-off between retries, seconds."""
     give_up_s: PositiveFloat = 120.0
-    """Retry limit of an append or a report, seconds. Then the coordinator's lease expires. It should exceed the restart time of the
-    bus and the coordinator."""
+    """Retry limit of an append or a report, seconds. Then the coordinator's lease expires. It should exceed the restart
+    time of the bus and the coordinator."""
     finish_s_max: PositiveFloat = 120.0
-    """Maximum time for held episodes to finish after a drain command, seconds. The remaining ones are released and restart on
-    other workers. It should suffice for most episodes, because the work of a released episode is lost."""
+    """Maximum time for held episodes to finish after a drain command, seconds. The remaining ones are released and
+    restart on other workers. It should suffice for most episodes, because the work of a released episode is lost."""
     drain_s_max: PositiveFloat = 5.0
     """Maximum time for cancelled episodes to close their sessions and release their leases at shutdown, seconds."""
 
@@ -242,27 +247,30 @@ class RolloutConfig(Settings):
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_TOOLS))
     """Tools by the name that tasks refer to."""
     session_ttl_s: Annotated[PositiveFloat, LIVE] = 900.0
-    """Idle time after which a sandbox ends a session that this worker lost, seconds. It must exceed the longest turn."""
+    """Idle time after which a sandbox ends a session that this worker lost, seconds. It must exceed the longest
+    turn."""
     format: FormatConfig = msgspec.field(default_factory=FormatConfig)
     """Overrides of conversation markers, which come from the model's chat template."""
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)
     """Sampling of training episodes."""
     outputs: tuple[str, ...] = ()
-    """Per-token outputs of the engine that are recorded in `Segment.arrays`, in addition to log-probs: `entropy`, `top_k`, `kept_mass`,
-    `hidden`, `routed_experts`, as far as the engine supports them. List each output that the loss needs."""
+    """Per-token outputs of the engine that are recorded in `Segment.arrays`, in addition to log-probs: `entropy`,
+    `top_k`, `kept_mass`, `hidden`, `routed_experts`, as far as the engine supports them. List each output that the loss
+    needs."""
     num_top: Annotated[int, msgspec.Meta(ge=1, le=NUM_TOP_MAX)] = NUM_TOP
     """Number of tokens in the output `top_k`."""
     greedy_first: bool = False
-    """Whether the first episode of each training group is sampled at temperature 0 and is not trained: it is scored, and its reward may be
-    a baseline. A temperature that the agent gives to `env.generate` overrides it."""
+    """Whether the first episode of each training group is sampled at temperature 0 and is not trained: it is scored,
+    and its reward may be a baseline. A temperature that the agent gives to `env.generate` overrides it."""
     summary_text_chars: Annotated[int, msgspec.Meta(ge=0, le=16_384)] = 0
-    """Maximum length of the text of a sample that the other members of its group see in an estimator, characters. The ledger stores it,
-    so set it only if the estimator compares texts. Times `run.batch_groups` and `run.group_size` it is at most 2 Mi. 0: no text."""
+    """Maximum length of the text of a sample that the other members of its group see in an estimator, characters. The
+    ledger stores it, so set it only if the estimator compares texts. Times `run.batch_groups` and `run.group_size` it
+    is at most 2 Mi. 0: no text."""
     pin: Literal["none", "response"] = "none"
-    """Whether an update of the weights may change the version in the middle of a response of training. `none` lets it: the response then
-    has one segment per version. `response` finishes each response under the version that began it. It needs an engine with
-    `versions_max` >= 2, and one more to keep evaluations from delaying updates. An engine keeps the newest versions; a response whose
-    version is dropped fails, and its episode is retried."""
+    """Whether an update of the weights may change the version in the middle of a response of training. `none` lets it:
+    the response then has one segment per version. `response` finishes each response under the version that began it. It
+    needs an engine with `versions_max` >= 2, and one more to keep evaluations from delaying updates. An engine keeps
+    the newest versions; a response whose version is dropped fails, and its episode is retried."""
     eval_sampling: SamplingConfig | None = None
     """Sampling of evaluation episodes. Unset: as in training."""
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)

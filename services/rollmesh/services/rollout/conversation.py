@@ -1,12 +1,14 @@
 """Encode messages that a client appends to a recorded conversation, and conversations that begin.
 
-The recorded part is never encoded again. The model's chat template renders the whole conversation, with a mark in place of the text of the
-last recorded turn; what it writes after that turn is encoded and appended. For a template whose text of a turn does not depend on later
-messages, recorded and appended tokens together are those of `apply_chat_template`. Where a template does rewrite earlier turns, such as one
-that drops the reasoning of earlier answers, the recorded tokens stay as the model wrote them.
+The recorded part is never encoded again. The model's chat template renders the whole conversation, with a mark in place
+of the text of the last recorded turn; what it writes after that turn is encoded and appended. For a template whose text
+of a turn does not depend on later messages, recorded and appended tokens together are those of `apply_chat_template`.
+Where a template does rewrite earlier turns, such as one that drops the reasoning of earlier answers, the recorded
+tokens stay as the model wrote them.
 
-Contents are plain text: before a message is rendered, a character that occurs nowhere breaks the tags in its texts, and the tokenizer removes
-it. A tool's output therefore cannot open a turn. Pure; collaborators: `tokenizer` (renders, encodes), `openai/protocol` (reads messages).
+Contents are plain text: before a message is rendered, a character that occurs nowhere breaks the tags in its texts, and
+the tokenizer removes it. A tool's output therefore cannot open a turn. Pure; collaborators: `tokenizer` (renders,
+encodes), `openai/protocol` (reads messages).
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ def prompt_tokens(
 ) -> IntArray:
     """Return the tokens of a new conversation up to the start of the assistant's turn, [n] int32.
 
-    With more than `tokens_max` tokens, the result may be only their beginning, which also has more. Raise `InvalidInput` if the template
-    rejects the messages.
+    With more than `tokens_max` tokens, the result may be only their beginning, which also has more. Raise
+    `InvalidInput` if the template rejects the messages.
     """
     guard = _unused_character(messages, tools)
     return _encoded(tokenizer, _render(tokenizer, messages, tools, guard), guard, tokens_max)
@@ -90,10 +92,12 @@ def appended_tokens(
     *,
     tokens_max: int = NO_LIMIT,
 ) -> IntArray:
-    """Return the tokens that continue a recorded conversation with new messages, up to the start of the assistant's turn, [n] int32.
+    """Return the tokens that continue a recorded conversation with new messages, up to the start of the assistant's
+    turn, [n] int32.
 
-    `history` ends with the recorded turn of the assistant, whose tokens are `last_turn`. If they do not end with the end of a turn, such as
-    after the limit of tokens, the result begins with it. `tokens_max` and errors are as in `prompt_tokens`.
+    `history` ends with the recorded turn of the assistant, whose tokens are `last_turn`. If they do not end with the
+    end of a turn, such as after the limit of tokens, the result begins with it. `tokens_max` and errors are as in
+    `prompt_tokens`.
     """
     *earlier, last = history
     if last.role != "assistant":
@@ -104,8 +108,8 @@ def appended_tokens(
     ends = [(found, end) for end in tokenizer.format.turn_ends if (found := text.find(end, at + len(mark))) != -1]
     if at == -1 or not ends:
         raise InvalidInput(
-            "the chat template must write the assistant's turn and its end when messages follow, so that they can be appended; "
-            "it writes no turn; use another chat template"
+            "the chat template must write the assistant's turn and its end when messages follow, so that they can be "
+            "appended; it writes no turn; use another chat template"
         )
     begin, end = min(ends)
     # With the end of the turn, because tokenizers may encode a text after a tag in another way than at the beginning.
@@ -122,8 +126,8 @@ def turn_tokens(
 ) -> IntArray:
     """Return the tokens that a model would write for a given turn of the assistant after `history`, [n] int32.
 
-    They begin where the generation prompt ends, and end with the end of the turn. Raise `InvalidInput` if the template rejects the messages,
-    or does not write the turn after its generation prompt.
+    They begin where the generation prompt ends, and end with the end of the turn. Raise `InvalidInput` if the template
+    rejects the messages, or does not write the turn after its generation prompt.
     """
     guard = _unused_character([*history, turn], tools)
     begun = _render(tokenizer, history, tools, guard)
@@ -134,14 +138,15 @@ def turn_tokens(
     at, end = max((text.rfind(end), end) for end in tokenizer.format.turn_ends)
     if at == -1:
         raise InvalidInput(
-            "the chat template does not continue its generation prompt with this turn of the assistant and an end of the turn; "
-            "use another chat template"
+            "the chat template does not continue its generation prompt with this turn of the assistant and an end of "
+            "the turn; use another chat template"
         )
     return tokenizer.encode_rendered(text[: at + len(end)], guard)
 
 
 def raw_tokens(tokenizer: Tokenizer, text: str, *, tokens_max: int = NO_LIMIT) -> IntArray:
-    """Return the tokens of a text that the client has rendered, [n] int32. Its tags are special tokens. `tokens_max`: `prompt_tokens`."""
+    """Return the tokens of a text that the client has rendered, [n] int32. Its tags are special tokens. `tokens_max`:
+    `prompt_tokens`."""
     return _encoded(tokenizer, text, _unused_character([ChatMessage(role="user", content=text)], ()), tokens_max)
 
 
@@ -158,7 +163,8 @@ def ends_turn(tokenizer: Tokenizer, token_ids: IntArray) -> bool:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, guard: str, tokens_max: int) -> IntArray:
-    """Encode a rendered text, or only the beginning of one that is too long, because encoding megabytes takes seconds."""
+    """Encode a rendered text, or only the beginning of one that is too long, because encoding megabytes takes
+    seconds."""
     if len(text) > (chars_max := _CHARS_PER_TOKEN * tokens_max):
         begun = tokenizer.encode_rendered(text[:chars_max], guard)
         if begun.size > tokens_max:
@@ -202,9 +208,11 @@ def _render(
     *,
     prompt: bool = True,
 ) -> str:
-    """Render messages and tools with `guard` in the tags of their texts. Raise `InvalidInput` that names the field `messages`.
+    """Render messages and tools with `guard` in the tags of their texts. Raise `InvalidInput` that names the field
+    `messages`.
 
-    A turn of the assistant may contain tags that are not special, such as those around its reasoning, which templates look for.
+    A turn of the assistant may contain tags that are not special, such as those around its reasoning, which templates
+    look for.
     """
     words = tokenizer.format
     every = _tag_pattern(tuple(tokenizer.tags))
@@ -247,7 +255,8 @@ def _template_function(call: RequestedCall, plain: Callable[[str], str], words: 
 
 
 def _without_tool_roles(messages: Sequence[ChatMessage], words: ChatFormat) -> list[ChatMessage]:
-    """Return calls as text of the assistant and results as text of the user, for a template that cannot write tool results."""
+    """Return calls as text of the assistant and results as text of the user, for a template that cannot write tool
+    results."""
     plain: list[ChatMessage] = []
     for message in messages:
         if message.role == "assistant" and message.calls:
@@ -283,7 +292,8 @@ def _plain(value: Any) -> str:
 
 
 def _object_or_text(arguments: str, number: Callable[[str], float] | None = None) -> dict[str, Any] | str:
-    """Return arguments as an object, which templates expect, or the text itself if it is not one. `number` reads fractions."""
+    """Return arguments as an object, which templates expect, or the text itself if it is not one. `number` reads
+    fractions."""
     try:
         value = json.loads(arguments or "{}", parse_float=number)
     except (ValueError, RecursionError):

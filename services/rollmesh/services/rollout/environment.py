@@ -1,11 +1,11 @@
 """The environment of an agent: it generates, calls tools and observes; the recorder stores every token.
 
-An `Environment` is one branch of the conversation; new segments are appended at its end. `fork` creates a second branch with the same
-history; `context` starts a new one with other messages. All branches of an episode share its recorder, limits and outcome. A fork has
-separate tool sessions, in the state that its history produced.
+An `Environment` is one branch of the conversation; new segments are appended at its end. `fork` creates a second branch
+with the same history; `context` starts a new one with other messages. All branches of an episode share its recorder,
+limits and outcome. A fork has separate tool sessions, in the state that its history produced.
 
-Failures are permanent: an agent that catches the error of a failed node and continues does not complete the episode. The same
-holds for limits. Prefixes are concatenated from recorded ids and never encoded again from text.
+Failures are permanent: an agent that catches the error of a failed node and continues does not complete the episode.
+The same holds for limits. Prefixes are concatenated from recorded ids and never encoded again from text.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ class EnvironmentState:
 
 
 class _Crossing:
-    """A call into the mesh. It adds the time to `stage`, attributes a failure to `boundary`, stores the first failure, and has a span."""
+    """A call into the mesh. It adds the time to `stage`, attributes a failure to `boundary`, stores the first failure,
+    and has a span."""
 
     __slots__ = ("_boundary", "_span", "_stage", "_start_s", "_state")
 
@@ -211,9 +212,9 @@ class Environment:
     ) -> Turn:
         """Generate from here until one of `stop` (by default the end of its turn), which is kept.
 
-        Omitted parameters come from the config. `train=False` keeps the tokens out of the loss. `on_piece` is called with new tokens as
-        they arrive; it must not raise. `begin` are tokens [n] that the turn begins with: they are recorded with the turn, as given tokens
-        without loss, and are not in the returned turn. Raises `LimitReached`.
+        Omitted parameters come from the config. `train=False` keeps the tokens out of the loss. `on_piece` is called
+        with new tokens as they arrive; it must not raise. `begin` are tokens [n] that the turn begins with: they are
+        recorded with the turn, as given tokens without loss, and are not in the returned turn. Raises `LimitReached`.
         """
         state = self._state
         state.check()
@@ -233,10 +234,12 @@ class Environment:
         step: int | PolicyVersion | None = None,
         outputs: Sequence[str] = (),
     ) -> ScoredTokens:
-        """Return log-probs, and arrays of `outputs`, of given tokens [n], n >= 1, after this branch or after another prompt.
+        """Return log-probs, and arrays of `outputs`, of given tokens [n], n >= 1, after this branch or after another
+        prompt.
 
-        `under` is that prompt: messages, which the chat template encodes, or token ids. The tokens are scored under the plain softmax of
-        the current weights, or of exactly a step or version; StaleWeights if no node serves it. They do not become part of the branch.
+        `under` is that prompt: messages, which the chat template encodes, or token ids. The tokens are scored under the
+        plain softmax of the current weights, or of exactly a step or version; StaleWeights if no node serves it. They
+        do not become part of the branch.
         """
         state = self._state
         state.check()
@@ -246,7 +249,8 @@ class Environment:
         row, most = sequence(prompt, token_ids), state.limits.context_tokens_max
         if row.size > most:  # the agent's mistake, and not a failure of the engine
             raise ValueError(
-                f"the prompt and the tokens to score must have at most rollout.limits.context_tokens_max = {most} tokens, got {row.size}"
+                f"the prompt and the tokens to score must have at most rollout.limits.context_tokens_max = {most} "
+                f"tokens, got {row.size}"
             )
         target = exactly(state.target, step)
         gone: StaleWeights | None = None
@@ -262,7 +266,8 @@ class Environment:
         return scored.after(prompt.size)
 
     async def tool(self, name: str, text: str) -> ToolResult:
-        """Call a tool of the task. An error inside the tool is a result with `ok` False. The call itself does not add an observation.
+        """Call a tool of the task. An error inside the tool is a result with `ok` False. The call itself does not add
+        an observation.
 
         A tool that the task does not list fails the attempt, because the agent and not the model chose it.
         """
@@ -289,11 +294,12 @@ class Environment:
         tools: Sequence[ToolSchema] = (),
         tool_choice: Literal["auto", "none"] = "auto",
     ) -> EndpointAnswer:
-        """Ask a model of the table `endpoints`. The answer does not become part of the branch; `observe` appends a text of it.
+        """Ask a model of the table `endpoints`. The answer does not become part of the branch; `observe` appends a text
+        of it.
 
-        Omitted parameters come from the table. With `json` the answer must be a JSON value, which is `EndpointAnswer.value`. `tools`, in
-        the form of the OpenAI protocol, are only for the kind `openai`. Tokens, price and latency are stored with the episode. A failure of
-        the endpoint is an infra failure of the episode.
+        Omitted parameters come from the table. With `json` the answer must be a JSON value, which is
+        `EndpointAnswer.value`. `tools`, in the form of the OpenAI protocol, are only for the kind `openai`. Tokens,
+        price and latency are stored with the episode. A failure of the endpoint is an infra failure of the episode.
         """
         state = self._state
         state.check()
@@ -342,11 +348,13 @@ class Environment:
         messages: Sequence[Message] | None = None,
         train: bool = False,
     ) -> None:
-        """Append tokens [n] unchanged: a hint, or with `Role.ACTION` the beginning of an answer, which scorers read as part of it.
+        """Append tokens [n] unchanged: a hint, or with `Role.ACTION` the beginning of an answer, which scorers read as
+        part of it.
 
-        The tokens were not sampled, so they do not count as tokens of the policy, and `source` is not POLICY or PEER. With `train`, loss
-        terms that do not read behavior log-probs train on them, such as on a solution from a data set. An action whose last token ends the
-        turn is a finished turn. `messages` are the text view of the tokens, by default one message with their text.
+        The tokens were not sampled, so they do not count as tokens of the policy, and `source` is not POLICY or PEER.
+        With `train`, loss terms that do not read behavior log-probs train on them, such as on a solution from a data
+        set. An action whose last token ends the turn is a finished turn. `messages` are the text view of the tokens, by
+        default one message with their text.
         """
         state = self._state
         if source in SAMPLED_SOURCES:
@@ -362,9 +370,11 @@ class Environment:
         self._give(role, source, given, messages, train=train, finish=finish)
 
     async def fork(self) -> Environment:
-        """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists lost values.
+        """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists
+        lost values.
 
-        The branch opens a fresh tool session for one whose program prevents its snapshot. Every other failure to fork is an infra failure.
+        The branch opens a fresh tool session for one whose program prevents its snapshot. Every other failure to fork
+        is an infra failure.
         """
         state = self._state
         state.check()
@@ -403,10 +413,11 @@ class Environment:
         self._state.check()
 
     def sample(self, *, role: str = "", weight: float = 1.0, trainable: bool = True) -> None:
-        """Make this branch, up to its last action, a sample. If no branch calls this, every branch with an action becomes one.
+        """Make this branch, up to its last action, a sample. If no branch calls this, every branch with an action
+        becomes one.
 
-        Tokens before a fork are shared by several samples. Each sample trains them with its advantage. To count them once, give the
-        samples weights that sum to 1. The baseline always counts an episode once.
+        Tokens before a fork are shared by several samples. Each sample trains them with its advantage. To count them
+        once, give the samples weights that sum to 1. The baseline always counts an episode once.
         """
         state = self._state
         leaf = state.recorder.last_action(self._head)
@@ -451,7 +462,8 @@ class Environment:
 
     @property
     def index(self) -> int:
-        """Number of the episode in its group, from 0. A retry has the same number. An agent may treat episode 0 in another way."""
+        """Number of the episode in its group, from 0. A retry has the same number. An agent may treat episode 0 in
+        another way."""
         return self._state.index
 
     @property
@@ -477,8 +489,8 @@ class Environment:
     def encode(self, text: str, *, end: bool = False, markup: bool = False) -> IntArray:
         """Return the tokens of a text, [n] int32. `end` adds the end of a turn.
 
-        Special tokens in the text are encoded as plain text. With `markup` they are special, as in a tool call that the agent gives: for a
-        text of which no part comes from a model or a tool.
+        Special tokens in the text are encoded as plain text. With `markup` they are special, as in a tool call that the
+        agent gives: for a text of which no part comes from a model or a tool.
         """
         tokenizer = self._state.tokenizer
         tokens = tokenizer.encode_markup(text) if markup else tokenizer.encode_text(text)
@@ -512,8 +524,8 @@ class Environment:
         *,
         room: int,
     ) -> SamplingParams:
-        """Build the parameters and count the turn, so that of two concurrent generations only one takes the last turn. `room` is the
-        number of tokens that the limits still allow."""
+        """Build the parameters and count the turn, so that of two concurrent generations only one takes the last turn.
+        `room` is the number of tokens that the limits still allow."""
         state, sampling = self._state, self._state.sampling
         if not self.turns_left:
             raise state.end_at("turns")

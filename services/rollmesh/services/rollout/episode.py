@@ -1,11 +1,11 @@
 """Run one episode from its lease to its report: INIT, RUN, SCORE, report.
 
-The payload is appended to the sample stream before the report names it, so every reported sample has a payload. A payload whose report
-never arrives is an orphan that no trainer uses.
+The payload is appended to the sample stream before the report names it, so every reported sample has a payload. A
+payload whose report never arrives is an orphan that no trainer uses.
 
-Only this module turns failures into records. It reports every failure in the mesh or in a user's agent as an infra failure with its
-boundary. It re-raises only cancellation, which closes open sessions and requests. Limits are model failures: the episode is scored
-with the tokens sampled so far.
+Only this module turns failures into records. It reports every failure in the mesh or in a user's agent as an infra
+failure with its boundary. It re-raises only cancellation, which closes open sessions and requests. Limits are model
+failures: the episode is scored with the tokens sampled so far.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class EpisodeRunner:
             late_s = (limit.when() or 0.0) - _RESOLUTION_S
             if (endpoint := state.meter.cut) and state.meter.cut_s >= late_s:  # the model did not cause it
                 late = EndpointFailed(
-                    f"endpoint `{endpoint}`: no answer before the end of rollout.limits.run_s_max = {limit_s:g} s; lower its timeout_s and "
-                    "retry_s, or raise the limit",
+                    f"endpoint `{endpoint}`: no answer before the end of rollout.limits.run_s_max = {limit_s:g} s; "
+                    "lower its timeout_s and retry_s, or raise the limit",
                     endpoint=endpoint,
                 )
                 raise EpisodeFailed("ask", late) from err
@@ -185,8 +185,8 @@ class EpisodeRunner:
         if state.limit and not state.recorder.leaves():
             # A limit without a sampled token is not a model failure.
             cause = DeadlineExceeded(
-                f"no token was sampled before the limit `{state.limit}` ({limit_s:g} s); check that engines are ready, and that the agent calls the "
-                "model"
+                f"no token was sampled before the limit `{state.limit}` ({limit_s:g} s); check that engines are ready, "
+                "and that the agent calls the model"
             )
             raise EpisodeFailed("inference", cause)
 

@@ -1,7 +1,7 @@
 """The root span of one episode, from the lease request to the acknowledged report.
 
-Spans of the engine, sandbox, scorers and coordinator are its descendants. The trainer adds its lease and commit later, with the
-context that is stored in the episode.
+Spans of the engine, sandbox, scorers and coordinator are its descendants. The trainer adds its lease and commit later,
+with the context that is stored in the episode.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Infra failures of an episode: retries, boundaries and reports.
 
-A failure is attributed where it crosses a boundary (`boundary`), passes through the agent unchanged, and is recorded once, by
-`episode.EpisodeRunner`. Model failures are not exceptions of this module: they are text, an outcome of a tool, or a limit.
+A failure is attributed where it crosses a boundary (`boundary`), passes through the agent unchanged, and is recorded
+once, by `episode.EpisodeRunner`. Model failures are not exceptions of this module: they are text, an outcome of a tool,
+or a limit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class EpisodeFailed(Exception):
     """An infra failure that ends the episode. `where` is the boundary at which `cause` was raised."""
 
     def __init__(self, where: str, cause: BaseException, *, traceback: str = "") -> None:
-        """`traceback` is the one of user code in another process. The traceback of this process is read from `cause`."""
+        """`traceback` is the one of user code in another process. The traceback of this process is read from
+        `cause`."""
         super().__init__(f"{where}: {cause if isinstance(cause, MeshError) else explain(cause)}")
         self.where = where
         self.cause = cause

@@ -1,4 +1,5 @@
-"""Fault points of an episode at a rollout worker. An exception raised by the hook is an infra failure of the episode."""
+"""Fault points of an episode at a rollout worker. An exception raised by the hook is an infra failure of the
+episode."""
 
 from __future__ import annotations
 

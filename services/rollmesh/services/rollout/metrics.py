@@ -40,7 +40,8 @@ OPENAI_REQUESTS = counter(
 )
 OPENAI_CHAINS = counter(
     "rollmesh_openai_chains_total",
-    "Conversations of programs that were encoded from the beginning, by cause: first (of the episode), other (without turns of the model),"
+    "Conversations of programs that were encoded from the beginning, by cause: first (of the episode), other (without "
+    "turns of the model),"
     " history (turns that were changed or are not of the episode), tools (known turns with other tools).",
     "why",
     why=("first", "other", "history", "tools"),

@@ -3,8 +3,8 @@
     async with RolloutNode(config, node_id="rollout-0", coordinator=..., access=..., bus=bus) as node:
         await node.wait()          # until the coordinator has drained it; raises the error that ended the worker
 
-On exit the worker is cancelled first. It cancels its episodes and releases their leases while the node is still a member and the clients
-can still end sessions and requests. Then the node leaves, and the clients close.
+On exit the worker is cancelled first. It cancels its episodes and releases their leases while the node is still a
+member and the clients can still end sessions and requests. Then the node leaves, and the clients close.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RolloutNode(JoinedNode):
     ) -> None:
         """Load the agent and the tokenizer. Raise `ConfigError` if one of them cannot be loaded.
 
-        Relative paths of the config are relative to `base_dir`. `tokenizer` replaces the one in `model_dir`. `endpoints` are those
-        that agents may ask. `open_node` opens
-        channels to other nodes, by default with `access`. `at` is awaited at each `RolloutFaultPoint` of each episode.
+        Relative paths of the config are relative to `base_dir`. `tokenizer` replaces the one in `model_dir`.
+        `endpoints` are those that agents may ask. `open_node` opens channels to other nodes, by default with `access`.
+        `at` is awaited at each `RolloutFaultPoint` of each episode.
         """
         super().__init__(
             node_id=node_id,

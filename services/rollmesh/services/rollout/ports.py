@@ -1,8 +1,8 @@
 """The ports of an episode: generation and log-probs, sandboxes, scores, the sample stream, the coordinator.
 
-Each port has only the methods that an episode uses. `node` passes the mesh's clients; tests pass small in-process fakes.
-All ports raise `rollmesh.shared.errors.MeshError` for infra failures, and release their resources when the awaiting task is
-cancelled.
+Each port has only the methods that an episode uses. `node` passes the mesh's clients; tests pass small in-process
+fakes. All ports raise `rollmesh.shared.errors.MeshError` for infra failures, and release their resources when the
+awaiting task is cancelled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Protocol, Self
 
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecResult, RemoteSnapshot
-from rollmesh.shared.domain.trajectory import EndpointUse, EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
+from rollmesh.shared.domain.trajectory import (
+    EndpointUse,
+    EpisodeKey,
+    FinishReason,
+    IntArray,
+    Reward,
+    SamplingParams,
+    Segment,
+)
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 
@@ -51,7 +59,8 @@ class Generator(Protocol):
     async def score(
         self, sequences: Sequence[IntArray], *, target: Target, outputs: Sequence[str] = ()
     ) -> list[ScoredTokens]:
-        """Return log-probs and `outputs` of given sequences, each [n] with n >= 1, all under one version that `target` admits."""
+        """Return log-probs and `outputs` of given sequences, each [n] with n >= 1, all under one version that `target`
+        admits."""
         ...
 
 
@@ -85,8 +94,8 @@ class SandboxPort(Protocol):
     async def call_stateless(
         self, profile: str, function: str, *arguments: str, tenant: str, call_key: str = "", wall_s: float = 0.0
     ) -> ExecResult:
-        """Call a function that the profile declares stateless, in a session that the calls of `tenant` share. `call_key` names the call
-        for decorators."""
+        """Call a function that the profile declares stateless, in a session that the calls of `tenant` share.
+        `call_key` names the call for decorators."""
         ...
 
     async def drop(self, snapshot: RemoteSnapshot) -> None:
@@ -112,7 +121,8 @@ class SampleLog(Protocol):
     """The sample streams of the runs."""
 
     async def append(self, run: str, payload: bytes, *, message_id: str) -> int:
-        """Store a payload and return its sequence. A repeated `message_id` within the stream's window returns the same sequence."""
+        """Store a payload and return its sequence. A repeated `message_id` within the stream's window returns the same
+        sequence."""
         ...
 
 

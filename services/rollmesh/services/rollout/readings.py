@@ -31,7 +31,8 @@ async def read(node: RolloutNode) -> list[Reading]:
 
 
 def _by_boundary(failures: Mapping[str, int]) -> dict[str, int]:
-    """Sum failures by boundary. `scorer exact@1` counts as `scorer`, because names of scorers must not become labels."""
+    """Sum failures by boundary. `scorer exact@1` counts as `scorer`, because names of scorers must not become
+    labels."""
     found: dict[str, int] = {}
     for where, num in failures.items():
         boundary = where.partition(" ")[0]

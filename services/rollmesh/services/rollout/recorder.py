@@ -1,11 +1,11 @@
 """Record the segment tree of an episode and derive its samples. Pure: without tokenizer, clock and network.
 
-Invariants: parents precede children; sampled segments carry log-probs and version as the engine gave them; a generation that
-several versions sampled is a chain of segments, all but the last UNFINISHED.
+Invariants: parents precede children; sampled segments carry log-probs and version as the engine gave them; a generation
+that several versions sampled is a chain of segments, all but the last UNFINISHED.
 
-Seeds: every generation has a separate seed, derived from the episode's seed and the child indices on its path in the tree. It does not
-depend on the order in which concurrent branches run. A retry of the episode therefore draws the same tokens, and two continuations of
-one prefix draw different ones.
+Seeds: every generation has a separate seed, derived from the episode's seed and the child indices on its path in the
+tree. It does not depend on the order in which concurrent branches run. A retry of the episode therefore draws the same
+tokens, and two continuations of one prefix draw different ones.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Recorder:
         train: bool = False,
         finish: FinishReason = FinishReason.UNFINISHED,
     ) -> int:
-        """Record tokens that were not sampled here; return their segment. `train` gives them loss, without log-probs."""
+        """Record tokens that were not sampled here; return their segment. `train` gives them loss, without
+        log-probs."""
         key = self._tree_node(parent).next_key()
         segment = Segment(
             parent=parent,
@@ -108,7 +109,8 @@ class Recorder:
         return text_view(self.segments[index] for index in self.path(leaf))
 
     def leaves(self, without: Collection[int] = ()) -> list[int]:
-        """Return the last action of every path, in order. Later segments have no loss, and earlier ones belong to the path.
+        """Return the last action of every path, in order. Later segments have no loss, and earlier ones belong to the
+        path.
 
         A path ends before the segments `without`.
         """

@@ -1,8 +1,8 @@
 """Renew all leases of a worker with one request per round, and report the leases that are gone.
 
-A round starts every third of the shortest term, so two rounds may be lost. If the coordinator cannot be reached, the request is
-retried after a back-off. Episodes are not dropped, because a recovered coordinator grants every lease a full term of grace and
-accepts late reports.
+A round starts every third of the shortest term, so two rounds may be lost. If the coordinator cannot be reached, the
+request is retried after a back-off. Episodes are not dropped, because a recovered coordinator grants every lease a full
+term of grace and accepts late reports.
 """
 
 from __future__ import annotations

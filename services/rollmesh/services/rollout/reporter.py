@@ -1,8 +1,8 @@
 """Report finished episodes in batches.
 
-Reports are idempotent, so a request is retried until the coordinator responds or `give_up_s` has passed. Only one request runs at a
-time; episodes that finish meanwhile join the next one. The queue is bounded by the worker's episodes, because each waits for its
-acknowledgement.
+Reports are idempotent, so a request is retried until the coordinator responds or `give_up_s` has passed. Only one
+request runs at a time; episodes that finish meanwhile join the next one. The queue is bounded by the worker's episodes,
+because each waits for its acknowledgement.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Reporter:
         return len(self._waiting)
 
     async def report(self, report: coordinator_pb2.EpisodeReport) -> str:
-        """Return "" once recorded, else the coordinator's reason for rejecting it. Raises `MeshError` after the last retry."""
+        """Return "" once recorded, else the coordinator's reason for rejecting it. Raises `MeshError` after the last
+        retry."""
         report.traceparent = traceparent()
         waiting = _PendingReport(report, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)

@@ -1,7 +1,8 @@
 """Implement `ports.SampleLog` on the bus: append payloads to the sample streams of runs.
 
-A full stream is back-pressure and a lost server recovers, so an append is retried until `give_up_s` has passed. Its message id
-makes the retry safe. Meanwhile the episode keeps its slot, so that a worker with a full stream stops acquiring work.
+A full stream is back-pressure and a lost server recovers, so an append is retried until `give_up_s` has passed. Its
+message id makes the retry safe. Meanwhile the episode keeps its slot, so that a worker with a full stream stops
+acquiring work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Convert samples to score requests and add the rewards. A scorer failure fails the episode; it never becomes a reward of 0."""
+"""Convert samples to score requests and add the rewards. A scorer failure fails the episode; it never becomes a reward
+of 0."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
 def score_item(
     lease: Lease, samples: Sequence[Sample], segments: Sequence[types_pb2.Segment], columns: Collection[str]
 ) -> reward_pb2.ScoreItem:
-    """Build the request from the segments of the episode. Every sample is scored on its path, with the arrays that `columns` names."""
+    """Build the request from the segments of the episode. Every sample is scored on its path, with the arrays that
+    `columns` names."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,

@@ -37,7 +37,8 @@ class Tokenizer(Protocol):
 
     @property
     def format(self) -> ChatFormat:
-        """The markers of its conversations. Raises `ConfigError` for configured markers that the chat template never writes."""
+        """The markers of its conversations. Raises `ConfigError` for configured markers that the chat template never
+        writes."""
         ...
 
     def encode_text(self, text: str) -> IntArray:
@@ -50,7 +51,8 @@ class Tokenizer(Protocol):
 
     @property
     def tags(self) -> Mapping[str, bool]:
-        """The texts that markup encodes as one token. True for special tokens, such as those that open and end turns."""
+        """The texts that markup encodes as one token. True for special tokens, such as those that open and end
+        turns."""
         ...
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, prompt: bool = True) -> str:
@@ -61,11 +63,13 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, text: str, guard: str) -> IntArray:
-        """Encode a rendered conversation. The character `guard` is removed; a tag that it breaks is encoded as plain text."""
+        """Encode a rendered conversation. The character `guard` is removed; a tag that it breaks is encoded as plain
+        text."""
         ...
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
-        """Encode a conversation up to the start of the assistant's turn. Raise `InvalidInput` if the template rejects it."""
+        """Encode a conversation up to the start of the assistant's turn. Raise `InvalidInput` if the template rejects
+        it."""
         ...
 
     def decode(self, token_ids: IntArray) -> str:
@@ -73,7 +77,8 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token, which may be a part of a character. Those of all tokens of a text join to its bytes."""
+        """Return the UTF-8 bytes of a token, which may be a part of a character. Those of all tokens of a text join to
+        its bytes."""
         ...
 
     @property
@@ -107,7 +112,8 @@ class ChatTokenizer:
     def _tag_tokens_as_special(self, added: Iterable[Any]) -> None:
         """Make the library treat every tag as special, because it encodes only special ones as plain text on request.
 
-        Models such as Qwen have tags that are not, for example around tool results. Ids and decoded texts stay the same.
+        Models such as Qwen have tags that are not, for example around tool results. Ids and decoded texts stay the
+        same.
         """
         for token in added:
             if not token.special:
@@ -231,7 +237,8 @@ def load_tokenizer(model_dir: str | Path, words: FormatConfig | None = None) -> 
 
 
 def _eos_tokens(folder: Path, core: Any) -> list[str]:
-    """Return the tokens that end a sequence: the tokenizer's, then those of generation_config.json, or else of config.json."""
+    """Return the tokens that end a sequence: the tokenizer's, then those of generation_config.json, or else of
+    config.json."""
     found = [_token_text(value) for value in [_read_config(folder / "tokenizer_config.json").get("eos_token")] if value]
     for name in ("generation_config.json", "config.json"):
         if ids := eos_ids(folder / name):
@@ -241,13 +248,15 @@ def _eos_tokens(folder: Path, core: Any) -> list[str]:
 
 
 def eos_ids(path: Path) -> list[int]:
-    """Return the ids of the tokens that end a sequence by a configuration of the model; none if the file does not name them."""
+    """Return the ids of the tokens that end a sequence by a configuration of the model; none if the file does not name
+    them."""
     ids = _read_config(path).get("eos_token_id") if path.is_file() else None
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 def _renderer(folder: Path) -> Callable[..., str]:
-    """Return the chat template as a function, with the environment and variables that transformers passes to templates."""
+    """Return the chat template as a function, with the environment and variables that transformers passes to
+    templates."""
     from jinja2 import TemplateError
 
     config = _read_config(folder / "tokenizer_config.json")
@@ -318,8 +327,8 @@ def _token_text(value: Any) -> str:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary means: printable Latin-1 characters are their own byte, and the other
-    bytes have the characters from U+0100 on."""
+    """Return the byte that each character of a byte-level vocabulary means: printable Latin-1 characters are their own
+    byte, and the other bytes have the characters from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,6 +1,7 @@
 """Add latency to tool calls for experiments, as a decorator of the sandbox port.
 
-Draws are keyed by (seed, session, call), or (seed, key of the call) without a session, so they do not depend on the order of the episodes' calls.
+Draws are keyed by (seed, session, call), or (seed, key of the call) without a session, so they do not depend on the
+order of the episodes' calls.
 """
 
 from __future__ import annotations

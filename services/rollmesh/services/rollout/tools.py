@@ -1,9 +1,10 @@
 """Run the tools that the task of an episode names, in sandbox sessions that last as long as the episode.
 
-Each profile has one session. It opens in INIT, and again after a call that ended it (a limit inside the jail is a model failure). A fork
-has separate sessions, in the current state of the originals, so that branches of a tree cannot change each other's files and variables.
-A stateless tool needs no session of the episode. The session of a profile that has one opens with the first call of another tool.
-Collaborators: the sandbox port; `environment` (calls), `episode` (opens and closes).
+Each profile has one session. It opens in INIT, and again after a call that ended it (a limit inside the jail is a model
+failure). A fork has separate sessions, in the current state of the originals, so that branches of a tree cannot change
+each other's files and variables. A stateless tool needs no session of the episode. The session of a profile that has
+one opens with the first call of another tool. Collaborators: the sandbox port; `environment` (calls), `episode` (opens
+and closes).
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class ToolBox:
                 await self._session(profile)
 
     async def call(self, name: str, text: str) -> ToolResult:
-        """Return the tool's result for `text`. Raise `NotFound` for a tool that the task does not list, which is a mistake of the agent,
-        and `SandboxFailed` and other `MeshError`s for infra failures."""
+        """Return the tool's result for `text`. Raise `NotFound` for a tool that the task does not list, which is a
+        mistake of the agent, and `SandboxFailed` and other `MeshError`s for infra failures."""
         result = await self._call(name, text)
         self.calls[result.ok] += 1
         return result
@@ -77,8 +78,9 @@ class ToolBox:
         tool = self._tools.get(name)
         if tool is None:
             raise NotFound(
-                f"`env.tool({name!r})`: the task does not list this tool; tools of the task: {', '.join(self.names) or 'none'}; add it to "
-                "`tools` of the task (data.source.options.tools). An agent whose model writes the name compares it with task.tools first"
+                f"`env.tool({name!r})`: the task does not list this tool; tools of the task: "
+                f"{', '.join(self.names) or 'none'}; add it to `tools` of the task (data.source.options.tools). An "
+                "agent whose model writes the name compares it with task.tools first"
             )
         if tool.stateless:
             result = await self._sandbox.call_stateless(
@@ -105,7 +107,8 @@ class ToolBox:
     async def fork(self) -> ToolBox:
         """Return the same tools on forked sessions, which end with the originals. Raise `MeshError` for infra failures.
 
-        A session whose program prevents its snapshot is missing in the fork, which opens a fresh one when it needs it. Its `lost` names it.
+        A session whose program prevents its snapshot is missing in the fork, which opens a fresh one when it needs it.
+        Its `lost` names it.
         """
         twin = copy.copy(self)
         twin._sessions = {}
@@ -122,7 +125,8 @@ class ToolBox:
         return twin
 
     async def _fork_session(self, session: SandboxSession) -> tuple[SandboxSession, tuple[str, ...]]:
-        """Return a fork of a session, and the names that it lost. Raise `SessionNotSaved` if the program prevents it."""
+        """Return a fork of a session, and the names that it lost. Raise `SessionNotSaved` if the program prevents
+        it."""
         snapshot = await session.snapshot()
         try:
             forking = self._sandbox.fork(snapshot, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s)
@@ -167,7 +171,8 @@ def tool_schema(name: str, tool: ToolConfig) -> ToolSchema:
 def result_text(result: ExecResult) -> str:
     """Return a result as one text for the model: the output, then the value or the error.
 
-    The stderr of a program with an exit status is included (compilers, shells). Of a Python traceback only the last line is shown.
+    The stderr of a program with an exit status is included (compilers, shells). Of a Python traceback only the last
+    line is shown.
     """
     parts = [
         result.stdout.rstrip("\n"),

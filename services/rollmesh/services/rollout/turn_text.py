@@ -1,7 +1,8 @@
 """Decode a turn to the text that a client sees, as its tokens arrive.
 
-The text has whole characters only, and neither the string that ends a turn nor a stop string of the request. What may become one of them is
-held back. Pure; collaborators: `tokenizer`, `openai` (streams the text through a parser of tool calls).
+The text has whole characters only, and neither the string that ends a turn nor a stop string of the request. What may
+become one of them is held back. Pure; collaborators: `tokenizer`, `openai` (streams the text through a parser of tool
+calls).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _INCOMPLETE = "\ufffd"
 
 
 class TurnText:
-    """The text of one turn. The pieces that `feed` and `finish` return are the same text for all cuts of the tokens into arrays."""
+    """The text of one turn. The pieces that `feed` and `finish` return are the same text for all cuts of the tokens
+    into arrays."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         """`stop` are the stop strings of the request. The text ends before the first of them."""

@@ -6,8 +6,9 @@
   renew     held leases         gone leases        a third of a term          the clock
   report    finished episodes   acknowledgements   the coordinator            its response, or give_up_s
 
-A lease is held from the response that grants it until its report is acknowledged, or until it is released or gone. `episodes_max` bounds
-the number of leases. Every exit of an episode passes through `_hold`, so that leased = completed + failed + cancelled + lost + running.
+A lease is held from the response that grants it until its report is acknowledged, or until it is released or gone.
+`episodes_max` bounds the number of leases. Every exit of an episode passes through `_hold`, so that leased = completed
++ failed + cancelled + lost + running.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class RolloutWorker:
         return self._renewer.last_error or self._waiting_for
 
     async def run(self) -> None:
-        """Run until drained. On exit or cancellation, cancel the episodes and release their leases within `drain_s_max`."""
+        """Run until drained. On exit or cancellation, cancel the episodes and release their leases within
+        `drain_s_max`."""
         self._acquiring = asyncio.ensure_future(self._acquire_forever())
         try:
             await asyncio.wait([self._acquiring])  # not awaited directly, because draining cancels it

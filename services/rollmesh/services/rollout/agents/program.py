@@ -3,8 +3,9 @@
     rollout:
       agent: {name: program, options: {command: [python, my_agent.py]}}
 
-The program reads the task as JSON from its standard input (or the file `ROLLMESH_TASK`) and finds the model at `OPENAI_BASE_URL` with
-`OPENAI_API_KEY`. Its last conversation is what scorers judge. It ends with exit code 0. All of its processes end with the episode.
+The program reads the task as JSON from its standard input (or the file `ROLLMESH_TASK`) and finds the model at
+`OPENAI_BASE_URL` with `OPENAI_API_KEY`. Its last conversation is what scorers judge. It ends with exit code 0. All of
+its processes end with the episode.
 """
 
 from __future__ import annotations
@@ -49,17 +50,21 @@ class ProgramOptions(Settings):
     """Options of the agent `program`."""
 
     command: Annotated[tuple[NonEmptyStr, ...], Meta(min_length=1)]
-    """The program and its arguments. A word that is a file relative to the configuration file becomes its absolute path."""
+    """The program and its arguments. A word that is a file relative to the configuration file becomes its absolute
+    path."""
     env: dict[str, str] = {}
-    """Environment variables, in addition to PATH, HOME, the language, the time zone and those with the task and the model."""
+    """Environment variables, in addition to PATH, HOME, the language, the time zone and those with the task and the
+    model."""
     stop_s: PositiveFloat = 5.0
-    """Time between SIGTERM and SIGKILL when the program has to end, and the time that it has to end after a limit of the episode, seconds."""
+    """Time between SIGTERM and SIGKILL when the program has to end, and the time that it has to end after a limit of
+    the episode, seconds."""
     output_bytes_max: Annotated[int, Meta(ge=256, le=1 << 20)] = 4096
     """The last bytes of its stdout and of its stderr that an error shows."""
 
 
 class RunningProgram(asyncio.SubprocessProtocol):
-    """The process of a program, as its event loop reports it. Its output is read as it comes, and only the last bytes are kept."""
+    """The process of a program, as its event loop reports it. Its output is read as it comes, and only the last bytes
+    are kept."""
 
     def __init__(self, output_bytes_max: int) -> None:
         self.exited = asyncio.Event()
@@ -125,15 +130,16 @@ class ProgramAgent:
         path = options.env.get("PATH", os.environ.get("PATH"))
         if shutil.which(self._command[0], path=path) is None:
             raise ConfigError(
-                f"agent `program`: options.command[0] must be an executable file or a program on PATH, got {self._command[0]!r}"
+                "agent `program`: options.command[0] must be an executable file or a program on PATH, got "
+                f"{self._command[0]!r}"
             )
 
         script = next(iter(self._command[1:]), "-")
         is_file = script.startswith("-") or (base / script).is_file()
         if _INTERPRETER.fullmatch(Path(self._command[0]).name) and not is_file:
             raise ConfigError(
-                f"agent `program`: options.command[1] must be a file, because {self._command[0]} executes it, got {script!r}: "
-                f"there is no {base / script}"
+                f"agent `program`: options.command[1] must be a file, because {self._command[0]} executes it, got "
+                f"{script!r}: there is no {base / script}"
             )
 
     async def run(self, task: Task, env: Environment) -> None:
@@ -214,7 +220,8 @@ class ProgramAgent:
 
 
 def task_document(task: Task, env: Environment) -> bytes:
-    """Return the task as JSON: task_id, messages, tools as requests describe them, labels, episode, attempt, index, purpose."""
+    """Return the task as JSON: task_id, messages, tools as requests describe them, labels, episode, attempt, index,
+    purpose."""
     return msgspec.json.encode(task_fields(task, env))
 
 

@@ -1,7 +1,7 @@
 """The agent that lets the model call tools until it answers.
 
-If a turn ends with a tool call, the agent executes the call and observes its result. Any other turn ends the episode. If a call
-cannot be parsed, the model observes an error line, so that it can correct the call.
+If a turn ends with a tool call, the agent executes the call and observes its result. Any other turn ends the episode.
+If a call cannot be parsed, the model observes an error line, so that it can correct the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rollmesh.shared.domain.trajectory import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `error` describes to the model a malformed call, or one of a tool that does not exist."""
+    """A call as the model wrote it. `error` describes to the model a malformed call, or one of a tool that does not
+    exist."""
 
     name: str
     text: str
@@ -46,7 +47,8 @@ class ToolCallingAgent:
 
 
 def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall | None:
-    """Return the tool call at the end of a turn, or None if the turn does not end with one. `tools` are the names of the task's tools.
+    """Return the tool call at the end of a turn, or None if the turn does not end with one. `tools` are the names of
+    the task's tools.
 
     The tool gets the only argument as text, or several arguments as JSON.
     """

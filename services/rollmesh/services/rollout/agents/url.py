@@ -1,9 +1,11 @@
-"""The agent that is a running service of the user. It gets the task by POST and calls the model over the OpenAI protocol.
+"""The agent that is a running service of the user. It gets the task by POST and calls the model over the OpenAI
+protocol.
 
     rollout:
       agent: {name: url, options: {url: "http://127.0.0.1:9000/run"}}
 
-The body has the task, and `base_url`, `api_key` and `model` of the episode. The service replies with status 200 when it has finished.
+The body has the task, and `base_url`, `api_key` and `model` of the episode. The service replies with status 200 when it
+has finished.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class UrlAgent:
                 await posting
                 if not api.num_turns:
                     raise AgentServiceFailed(
-                        f"{self._options.url} replied without a turn of the model; it must call the model at `base_url` before it replies"
+                        f"{self._options.url} replied without a turn of the model; it must call the model at "
+                        "`base_url` before it replies"
                     )
             finally:
                 ending.cancel()
@@ -89,6 +92,7 @@ class UrlAgent:
                     )
         except (aiohttp.ClientError, OSError) as err:
             raise AgentServiceFailed(
-                f"{url} is not reachable, or closed the connection: {err or type(err).__name__}; check that the service runs",
+                f"{url} is not reachable, or closed the connection: {err or type(err).__name__}; check that the "
+                "service runs",
                 url=url,
             ) from err

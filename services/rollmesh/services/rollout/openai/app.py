@@ -2,8 +2,9 @@
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models
 
-A request runs in a task of its episode. A reply that is streamed begins when the first tokens arrive, so that an error before them has its
-HTTP status. If the client disconnects, the turn is cancelled. Collaborators: `protocol`, `replies`, `chains`, `served`.
+A request runs in a task of its episode. A reply that is streamed begins when the first tokens arrive, so that an error
+before them has its HTTP status. If the client disconnects, the turn is cancelled. Collaborators: `protocol`, `replies`,
+`chains`, `served`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ MODEL = "policy"
 """The name of the trained model."""
 
 BODY_S_MAX = 45.0
-"""Time in which the body of a request must arrive, in seconds. It is below that of `AsgiServer`, so that the client gets a reply."""
+"""Time in which the body of a request must arrive, in seconds. It is below that of `AsgiServer`, so that the client
+gets a reply."""
 
 T = TypeVar("T")
 Emit = Callable[[bytes], None]
@@ -95,8 +97,9 @@ class OpenAiApp:
         request_bytes_max: int,
         clock: Clock,
     ) -> None:
-        """`find` raises `Unauthenticated` for a key that is not the key of a running episode. `unread` is why the parser does not read the
-        calls of the chat template; empty if it does. `opens_calls`: whether it reads calls in the words of the chat format."""
+        """`find` raises `Unauthenticated` for a key that is not the key of a running episode. `unread` is why the
+        parser does not read the calls of the chat template; empty if it does. `opens_calls`: whether it reads calls in
+        the words of the chat format."""
         self._find = find
         self._tokenizer = tokenizer
         self._parser = parser
@@ -183,7 +186,8 @@ class OpenAiApp:
                     body += chunk
                     if len(body) > self._request_bytes_max:
                         raise PayloadTooLarge(
-                            f"the body must have at most {self._request_bytes_max} bytes; send less, or raise rollout.openai.request_mb_max"
+                            f"the body must have at most {self._request_bytes_max} bytes; send less, or raise "
+                            "rollout.openai.request_mb_max"
                         )
         except TimeoutError as err:
             raise DeadlineExceeded(
@@ -389,7 +393,8 @@ class OpenAiApp:
 
 
 class EventStream(StreamingResponse):
-    """A response of events. `end` is called in every case, also if the client disconnects while an event waits to be sent."""
+    """A response of events. `end` is called in every case, also if the client disconnects while an event waits to be
+    sent."""
 
     def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -495,8 +500,8 @@ def _error(err: BaseException) -> ErrorReply:
 def _not_served(request: Request, kind: type[NotFound], headers: Mapping[str, str]) -> Response:
     error = error_reply(
         kind(
-            f"{request.method} {request.url.path[:200]} is not served; use POST /v1/chat/completions, POST /v1/completions, "
-            "GET /v1/models or GET /v1/models/MODEL"
+            f"{request.method} {request.url.path[:200]} is not served; use POST /v1/chat/completions, POST "
+            "/v1/completions, GET /v1/models or GET /v1/models/MODEL"
         )
     )
     count(OPENAI_REQUESTS, str(error.status))

@@ -1,9 +1,11 @@
-"""Continue the conversations of an episode's clients on the recorded tokens, so that no recorded token is encoded again.
+"""Continue the conversations of an episode's clients on the recorded tokens, so that no recorded token is encoded
+again.
 
-A client sends its whole history with each request. A *prompt* is a history that ends before a turn of the model, and a *point* is a history
-that ends with a recorded turn; both hold a branch of the episode's segment tree. A request continues the longest point that its history
-begins with, if the tools are the same: only the messages after it are encoded. A request that repeats a prompt draws another turn from
-the same branch. Any other history begins a new chain, which is counted by its cause.
+A client sends its whole history with each request. A *prompt* is a history that ends before a turn of the model, and a
+*point* is a history that ends with a recorded turn; both hold a branch of the episode's segment tree. A request
+continues the longest point that its history begins with, if the tools are the same: only the messages after it are
+encoded. A request that repeats a prompt draws another turn from the same branch. Any other history begins a new chain,
+which is counted by its cause.
 
 Collaborators: `conversation` (encodes messages), `environment` (records). Without network.
 """
@@ -75,7 +77,8 @@ class ChainCounts:
     forks: int = 0
     """Turns after a point or a prompt that another turn already continues."""
     reencoded_tokens: int = 0
-    """Prompt tokens of new chains that contain turns of the model. Continued chains encode none of their recorded tokens."""
+    """Prompt tokens of new chains that contain turns of the model. Continued chains encode none of their recorded
+    tokens."""
 
 
 class Chains:
@@ -99,7 +102,8 @@ class Chains:
     # Chat -------------------------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema]) -> ChainPrompt:
-        """Return the branch on which the request is answered. Raise `InvalidInput` if the messages cannot be encoded or are too long."""
+        """Return the branch on which the request is answered. Raise `InvalidInput` if the messages cannot be encoded or
+        are too long."""
         digests = _digests(messages, tools)
         known = self._prompts.get(digests[-1])
         if known is not None:
@@ -128,7 +132,8 @@ class Chains:
     # Completions ------------------------------------------------------------------------------------------------------
 
     def raw_prompt(self, prompt: str | Sequence[int]) -> ChainPrompt:
-        """Return the branch for a prompt without a chat template: a text whose tags are special tokens, or token ids."""
+        """Return the branch for a prompt without a chat template: a text whose tags are special tokens, or token
+        ids."""
         kind = prompt.encode() if isinstance(prompt, str) else np.asarray(prompt, dtype=np.int32).tobytes()
         digest = hashlib.sha256((b"text" if isinstance(prompt, str) else b"ids") + kind).digest()
         known = self._prompts.get(digest)
@@ -153,7 +158,8 @@ class Chains:
         self._completed.append(self._add(prompt, point))
 
     def _completion_before(self, prompt: str | Sequence[int]) -> tuple[ChainPoint | None, IntArray, bool]:
-        """Return the longest completion that the prompt continues, the tokens after it, and whether they contain a completion.
+        """Return the longest completion that the prompt continues, the tokens after it, and whether they contain a
+        completion.
 
         A client may repeat what ended the turn. If it repeats only a part, the recorded tokens do not fit.
         """
@@ -180,8 +186,8 @@ class Chains:
         on_piece: Callable[[Segment], None],
         begin: IntArray | None = None,
     ) -> tuple[Environment, Turn]:
-        """Sample a turn after a prompt; return the branch after it. `begin` are the given first tokens of the turn. Raise as
-        `Environment.generate`."""
+        """Sample a turn after a prompt; return the branch after it. `begin` are the given first tokens of the turn.
+        Raise as `Environment.generate`."""
         env = prompt.env.branch()
         self._turns.append((prompt.env, env))
         turn = await env.generate(
@@ -249,7 +255,10 @@ class Chains:
 
     def _check_length(self, num_tokens: int, field: str = "messages") -> None:
         if num_tokens >= self._context_tokens_max:
-            message = f"must have less than {self._context_tokens_max} tokens, to leave room for a turn, got at least {num_tokens}"
+            message = (
+                f"must have less than {self._context_tokens_max} tokens, to leave room for a turn, got at least "
+                f"{num_tokens}"
+            )
             raise ContextLengthExceeded(
                 f"`{field}` {message}; send fewer, or raise rollout.limits.context_tokens_max",
                 violations=[FieldViolation(field, message)],

@@ -28,8 +28,8 @@ class ChoiceText:
         turn: str = "",
         on_part: Callable[[Segment | None, list[Part]], None] | None = None,
     ) -> None:
-        """Without a `parser`, all of the turn is content. `turn` identifies it, for the ids of its calls. `on_part` is called with each piece
-        of the turn, None at its end, and what became complete with it."""
+        """Without a `parser`, all of the turn is content. `turn` identifies it, for the ids of its calls. `on_part` is
+        called with each piece of the turn, None at its end, and what became complete with it."""
         self._text = TurnText(tokenizer, stop)
         self._stream = parser.stream(tools) if parser is not None else None
         self._turn = turn

@@ -1,6 +1,7 @@
 """Read the fields of a request's JSON, with errors that name the field as the client wrote it. Pure.
 
-A field that is null counts as absent. A field that the server does not support is rejected unless its value asks for nothing.
+A field that is null counts as absent. A field that the server does not support is rejected unless its value asks for
+nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def read_fields(
 ) -> S:
     """Return an object's fields as a struct. `at` is the path of the object.
 
-    `neutral` has the values that other fields may have because they ask for nothing; an empty tuple allows all. `remedies` explain
-    how to replace a field.
+    `neutral` has the values that other fields may have because they ask for nothing; an empty tuple allows all.
+    `remedies` explain how to replace a field.
     """
     given = {name: field for name, field in value.items() if field is not None}
     prefix = f"{at}." if at else ""

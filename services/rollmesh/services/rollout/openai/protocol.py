@@ -1,7 +1,7 @@
 """Read the requests of the OpenAI protocol: chat completions and completions. Pure.
 
-A request asks for what the engine can do, or it is rejected with the name of the field. Fields that are only hints are ignored (`_IGNORED`).
-Collaborators: `fields` (errors that name the field), `replies` (what the server sends back).
+A request asks for what the engine can do, or it is rejected with the name of the field. Fields that are only hints are
+ignored (`_IGNORED`). Collaborators: `fields` (errors that name the field), `replies` (what the server sends back).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rollmesh.shared.errors import field_error
 
 CHOICES_MAX = 128
 MESSAGES_MAX = 4096
-"""Maximum number of messages of a request with their calls and parts of content. Each costs the event loop of the worker some 0.1 ms."""
+"""Maximum number of messages of a request with their calls and parts of content. Each costs the event loop of the
+worker some 0.1 ms."""
 TOOLS_MAX = 512
 """Maximum number of tools of a request."""
 STOPS_MAX = 16

@@ -1,4 +1,5 @@
-"""Write what the server sends in the OpenAI protocol: replies, chunks of a stream, the list of models, and errors. Pure.
+"""Write what the server sends in the OpenAI protocol: replies, chunks of a stream, the list of models, and errors.
+Pure.
 
 All functions return JSON as bytes; chunks are server-sent events.
 """
@@ -78,7 +79,8 @@ def finish_of(finish: FinishReason, has_calls: bool) -> Finish:
 
 
 def call_id(turn: str, number: int) -> str:
-    """Return the id of a call: nine letters and digits, which every chat template accepts, equal in every attempt of an episode.
+    """Return the id of a call: nine letters and digits, which every chat template accepts, equal in every attempt of an
+    episode.
 
     `turn` identifies the turn in the episode, and `number` the call in the turn.
     """
@@ -114,7 +116,8 @@ def chat_reply(reply: ReplyHead, choices: Sequence[Choice], usage: Usage) -> byt
 
 
 class ChatStream:
-    """The chunks of a streamed chat completion. Per choice: `begin`, then `content` and `call` in any order, then `end`."""
+    """The chunks of a streamed chat completion. Per choice: `begin`, then `content` and `call` in any order, then
+    `end`."""
 
     def __init__(self, reply: ReplyHead, *, include_usage: bool = False) -> None:
         self._head = reply.head("chat.completion.chunk")
@@ -137,7 +140,8 @@ class ChatStream:
         return self._chunk(index, {}, finish)
 
     def usage(self, usage: Usage) -> bytes:
-        """Return the chunk with the usage, which follows those of the choices if the request asks for it. `DONE` comes after it."""
+        """Return the chunk with the usage, which follows those of the choices if the request asks for it. `DONE` comes
+        after it."""
         return event({**self._head, "choices": [], "usage": usage.counts()})
 
     def _chunk(
@@ -177,7 +181,8 @@ def _chat_logprobs(logprobs: Sequence[dict[str, Any]] | None) -> dict[str, Any] 
 
 
 def completion_reply(reply: ReplyHead, turns: Sequence[tuple[str, Finish, Any]], usage: Usage) -> bytes:
-    """Return the body of a completion. A turn is its text, its finish and its log-probs from `completion_logprobs`, or None."""
+    """Return the body of a completion. A turn is its text, its finish and its log-probs from `completion_logprobs`, or
+    None."""
     written = [_completion_choice(index, *turn) for index, turn in enumerate(turns)]
     return msgspec.json.encode({**reply.head("text_completion"), "choices": written, "usage": usage.counts()})
 

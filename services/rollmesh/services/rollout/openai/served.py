@@ -62,7 +62,8 @@ class Served:
             raise LimitReached("tokens")
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a part of a request as a task of the episode. `close` and `abandon` cancel it. Raise EpisodeEnded after `close`."""
+        """Run a part of a request as a task of the episode. `close` and `abandon` cancel it. Raise EpisodeEnded after
+        `close`."""
         if self._closed:  # while the body of the request arrived
             work.close()
             raise ended_meanwhile()
@@ -88,7 +89,8 @@ class Served:
         return result
 
     def abandon(self, task: asyncio.Task[Any]) -> None:
-        """Cancel the work of a request, or of one of its choices, that no client gets. Its unfinished turn does not become a sample."""
+        """Cancel the work of a request, or of one of its choices, that no client gets. Its unfinished turn does not
+        become a sample."""
         if not task.done():
             self._abandoned.add(task)
             task.add_done_callback(self._abandoned.discard)
@@ -96,7 +98,8 @@ class Served:
             task.cancel()
 
     async def close(self) -> None:
-        """Cancel the requests that run. Their turns may become samples, as turns that a limit cut; abandoned turns do not."""
+        """Cancel the requests that run. Their turns may become samples, as turns that a limit cut; abandoned turns do
+        not."""
         self._closed = True
         try:
             await asyncio.gather(*self._abandoned, return_exceptions=True)

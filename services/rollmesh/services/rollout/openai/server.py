@@ -1,7 +1,7 @@
 """The server of a rollout worker for the models of its episodes. It starts with the first episode that needs it.
 
-It runs on the event loop of the worker, so the end of the worker ends its keys and requests. A key is 256 random bits; the server stores
-its SHA-256, by which it finds the episode.
+It runs on the event loop of the worker, so the end of the worker ends its keys and requests. A key is 256 random bits;
+the server stores its SHA-256, by which it finds the episode.
 """
 
 from __future__ import annotations

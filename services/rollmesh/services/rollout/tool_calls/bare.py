@@ -1,4 +1,5 @@
-"""Parse tool calls that are only a text, such as `<tool_call>1+2</tool_call>`: the first parameter of the request's first tool. Pure."""
+"""Parse tool calls that are only a text, such as `<tool_call>1+2</tool_call>`: the first parameter of the request's
+first tool. Pure."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ def why_unread(tokenizer: Tokenizer, parser: ToolCallParser) -> str:
         text = tokenizer.format.without_end(written)
         calls = parse_turn(parser, text, [function]).calls
         if [(found.name, json.loads(found.arguments)) for found in calls] != [(call.name, arguments)]:
-            return f"the chat template writes a call as {text.strip()!r}, from which {type(parser).__name__} reads {len(calls)} calls, or others"
+            return (
+                f"the chat template writes a call as {text.strip()!r}, from which {type(parser).__name__} reads "
+                f"{len(calls)} calls, or others"
+            )
     return ""
 
 

@@ -1,7 +1,7 @@
 """Read tool calls from JSON: {"name": ..., "arguments": {...} or text}, or a list of them. Pure.
 
-Some models write "parameters" for the arguments. The text comes from a model: depth, numbers and characters that JSON clients cannot read
-make a call malformed.
+Some models write "parameters" for the arguments. The text comes from a model: depth, numbers and characters that JSON
+clients cannot read make a call malformed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _EXPECTED = "a tool call must be a JSON object with name and arguments"
 
 
 class UnterminatedCall(MalformedCall):
-    """The text ends inside a string of JSON, or inside a value that `value_end` closes, so a marker in it may be a part of that value."""
+    """The text ends inside a string of JSON, or inside a value that `value_end` closes, so a marker in it may be a part
+    of that value."""
 
     def __init__(self, message: str, *, value_end: str = "") -> None:
         super().__init__(message)

@@ -45,7 +45,8 @@ class MarkedStream:
     """Find the calls between markers. Without an end marker, a call ends with the turn."""
 
     def __init__(self, start: str, end: str, read: Callable[[str], list[ParsedCall]], *, closed: bool = False) -> None:
-        """`read` returns the calls of a text between the markers, or raises MalformedCall. `closed` requires the end marker."""
+        """`read` returns the calls of a text between the markers, or raises MalformedCall. `closed` requires the end
+        marker."""
         self.error = ""
         self._start, self._end, self._read, self._closed = start, end, read, closed
         self._content = TurnContent()
@@ -94,7 +95,8 @@ class MarkedStream:
         self._searched, self._in_string, self._value_end = 0, None, ""
 
     def _call(self) -> list[str | ParsedCall] | None:
-        """Return the call at the beginning of the text, or it as content if it is malformed, or None if its end is missing."""
+        """Return the call at the beginning of the text, or it as content if it is malformed, or None if its end is
+        missing."""
         while self._end and (at := self._next_end()) != -1:
             body, rest = self._text[:at], self._text[at + len(self._end) :]
             try:
@@ -120,8 +122,8 @@ class MarkedStream:
         return None
 
     def _next_end(self) -> int:
-        """Return the index of the next end marker that may end the call, or -1. A call with markers in its strings is read once, and not
-        once for each marker."""
+        """Return the index of the next end marker that may end the call, or -1. A call with markers in its strings is
+        read once, and not once for each marker."""
         if self._value_end:
             at = self._text.find(self._value_end, self._searched)
             if at == -1:

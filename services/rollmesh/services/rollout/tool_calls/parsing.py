@@ -1,8 +1,9 @@
 """Define what a parser of tool calls is: it makes content and calls from the text of a turn, piece by piece.
 
-A turn is parsed in one way only. `parse_turn` feeds the whole text to the stream that a streaming reply feeds in pieces, so both give the
-same content and the same calls, wherever the pieces are cut. Content is returned as soon as it cannot belong to a call, and a call as soon as
-it is complete. A malformed call stays in the content, so that no text is lost; `error` describes it. Pure.
+A turn is parsed in one way only. `parse_turn` feeds the whole text to the stream that a streaming reply feeds in
+pieces, so both give the same content and the same calls, wherever the pieces are cut. Content is returned as soon as it
+cannot belong to a call, and a call as soon as it is complete. A malformed call stays in the content, so that no text is
+lost; `error` describes it. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     """The content and the calls of a turn."""
 
     content: str
-    """Text outside of calls. Without calls, exactly the text of the turn. Otherwise without white space at both sides of a call."""
+    """Text outside of calls. Without calls, exactly the text of the turn. Otherwise without white space at both sides
+    of a call."""
     calls: tuple[ParsedCall, ...] = ()
     error: str = ""
     """What is wrong with the last malformed call, or empty."""
@@ -66,7 +68,8 @@ class MalformedCall(ValueError):
 
 
 def parse_turn(parser: ToolCallParser, text: str, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """Return content and calls of a whole turn, without the string that ended it. Without tools, all of it is content."""
+    """Return content and calls of a whole turn, without the string that ended it. Without tools, all of it is
+    content."""
     if not tools:
         return ParsedTurn(text)
     stream = parser.stream(tools)

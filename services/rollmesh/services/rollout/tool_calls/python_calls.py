@@ -1,7 +1,7 @@
 """Read tool calls that are written as a list of Python calls: `[name(argument=value, ...), ...]`. Pure.
 
-The text comes from a model, so it is not compiled: this reader accepts literals with a limited depth and nothing else. JSON's true, false and
-null are literals too, because models mix both.
+The text comes from a model, so it is not compiled: this reader accepts literals with a limited depth and nothing else.
+JSON's true, false and null are literals too, because models mix both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Parse turns that are nothing but calls: JSON objects (Llama 3), a list of Python calls (Llama 3.2 and 4), or a text. Pure.
+"""Parse turns that are nothing but calls: JSON objects (Llama 3), a list of Python calls (Llama 3.2 and 4), or a text.
+Pure.
 
-Without markers, an answer may look like a call. A turn is therefore a call only if all of it is, and if it names tools of the request. Its
-text is held back while it may still be one.
+Without markers, an answer may look like a call. A turn is therefore a call only if all of it is, and if it names tools
+of the request. Its text is held back while it may still be one.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class WholeTurnStream:
         markers: Sequence[Markers] = (),
         first: str = "",
     ) -> None:
-        """`read` returns the calls of a turn, or raises MalformedCall. `first` are the characters with which a call begins, after the
-        start marker if there is one; empty allows all."""
+        """`read` returns the calls of a turn, or raises MalformedCall. `first` are the characters with which a call
+        begins, after the start marker if there is one; empty allows all."""
         self.error = ""
         self._read, self._tools, self._first = read, tools, first
         own = {pair for pair in markers if pair[0]}

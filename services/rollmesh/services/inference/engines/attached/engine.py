@@ -1,16 +1,18 @@
 """An engine whose model runs in a server that the user started. `attached_server` names what differs between servers.
 
-The engine queues requests, keeps at most `slots_max` of them at the server, finds stop strings, and stamps versions. An update of the
-weights ends all parts at the server, loads the weights, and sends the rest of each request again with the tokens that it has:
+The engine queues requests, keeps at most `slots_max` of them at the server, finds stop strings, and stamps versions. An
+update of the weights ends all parts at the server, loads the weights, and sends the rest of each request again with the
+tokens that it has:
 
-    submit -> queue -> part under version v -> abort, last tokens of v -> [update to w] -> part under w, whose prefix has the tokens of v
+    submit -> queue -> part under version v -> abort, last tokens of v -> [update to w] -> part under w, whose prefix
+    has the tokens of v
 
-So every token has exactly one version and its keys and values are of that version, under both policies of the cache. The server names its
-weights in each last message; a part that other weights sampled ends with ERROR. Beside that, a poll compares the name, so that a server
-that was restarted or that another client updates is detected.
+So every token has exactly one version and its keys and values are of that version, under both policies of the cache.
+The server names its weights in each last message; a part that other weights sampled ends with ERROR. Beside that, a
+poll compares the name, so that a server that was restarted or that another client updates is detected.
 
-A request whose connection fails ends with ERROR, and the router repeats it elsewhere. A server without a response for `dead_s` breaks the
-engine until the node restarts.
+A request whose connection fails ends with ERROR, and the router repeats it elsewhere. A server without a response for
+`dead_s` breaks the engine until the node restarts.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ class AttachedEngine:
 
     @classmethod
     def check_model(cls, options: AttachedConfig) -> None:
-        """Raise ConfigError for a folder without a readable configuration, and for a context beyond the model's positions."""
+        """Raise ConfigError for a folder without a readable configuration, and for a context beyond the model's
+        positions."""
         check_positions(_read_model(options), options.context_max, model=options.model, key="context_max")
 
     @property
@@ -154,7 +157,8 @@ class AttachedEngine:
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Connect and compare the server with the model folder. Raises ConfigError, and Unavailable if it is not reachable."""
+        """Connect and compare the server with the model folder. Raises ConfigError, and Unavailable if it is not
+        reachable."""
         config = self._config
         self.check_model(config)
         model = _read_model(config)
@@ -169,7 +173,8 @@ class AttachedEngine:
             await self._patiently(lambda: self._server.check(model, self._vocab_size), config.connect_s)
         except (Unavailable, DeadlineExceeded) as err:
             raise Unavailable(
-                f"no server at `url` {config.url} within connect_s = {config.connect_s:g}: {err}; start it, or correct the address"
+                f"no server at `url` {config.url} within connect_s = {config.connect_s:g}: {err}; start it, or correct "
+                "the address"
             ) from err
         except Unauthenticated as err:
             raise ConfigError(f"`api_key_file`: the server rejects the key: {err}", key="api_key_file") from err
@@ -306,7 +311,8 @@ class AttachedEngine:
         self._pump()
 
     def _receive(self, live: _AttachedRequest, part: ServerPart, version: PolicyVersion, chunk: ServerChunk) -> bool:
-        """Emit the tokens of a chunk. Return whether the request has ended. Raises Internal for a chunk that must not be used."""
+        """Emit the tokens of a chunk. Return whether the request has ended. Raises Internal for a chunk that must not
+        be used."""
         if other := set(chunk.labels) - {part.label}:
             raise Internal(
                 f"the server sampled with weights {sorted(other)}, not {part.label!r}: another client updates it"
@@ -383,7 +389,8 @@ class AttachedEngine:
         )
 
     async def _end_part(self, live: _AttachedRequest) -> None:
-        """End the current part at the server and wait for its last tokens, at most `call_s`; then drop the connection."""
+        """End the current part at the server and wait for its last tokens, at most `call_s`; then drop the
+        connection."""
         task, part = live.task, live.part
         if task is None or part is None:
             return
@@ -541,8 +548,8 @@ class AttachedEngine:
             self._status = status
             if not updating and self._active is not None and status.label != version_label(self._active):
                 self._break(
-                    f"the server now has weights {status.label!r}, not {version_label(self._active)!r}: it was restarted, or another "
-                    "client updates it; restart the node"
+                    f"the server now has weights {status.label!r}, not {version_label(self._active)!r}: it was "
+                    "restarted, or another client updates it; restart the node"
                 )
 
     def _break(self, cause: str) -> None:

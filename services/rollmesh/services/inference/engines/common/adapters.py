@@ -1,11 +1,13 @@
-"""Low-rank adapters: merged into the weights of their version before an engine loads them, so that every engine serves them.
+"""Low-rank adapters: merged into the weights of their version before an engine loads them, so that every engine serves
+them.
 
 An adapter version has the files of the base and the two files that `peft` writes. For each adapted matrix W [out, in]
 
     W' = W + s B A,   A [r, in], B [out, r],   s = alpha / r, or alpha / sqrt(r) with `use_rslora`
 
-computed in float32 and rounded to the type of W once, as `merge_and_unload` of peft does for float32 weights. Of whole modules that were
-trained beside the adapter (`modules_to_save`) the tensors replace those of the base. Other kinds of adapters are rejected by name.
+computed in float32 and rounded to the type of W once, as `merge_and_unload` of peft does for float32 weights. Of whole
+modules that were trained beside the adapter (`modules_to_save`) the tensors replace those of the base. Other kinds of
+adapters are rejected by name.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ _UNSUPPORTED = (
 def merge_adapter(files: Mapping[str, Path], folder: Path) -> dict[str, Path]:
     """Return the files of the merged weights, by the names of the base's. Without an adapter these are the files.
 
-    Files with an adapted tensor are written to `folder`. Call it in a thread. Raises `WeightsMismatch` for an adapter that does not fit, and
-    OSError.
+    Files with an adapted tensor are written to `folder`. Call it in a thread. Raises `WeightsMismatch` for an adapter
+    that does not fit, and OSError.
     """
     if ADAPTER_WEIGHTS not in files:
         return dict(files)
@@ -69,7 +71,8 @@ def base_files(files: Mapping[str, Path]) -> dict[str, Path]:
 
 
 class Adapter:
-    """The adapter among the files of a version. Raises `WeightsMismatch` if it is of another kind, or cannot be read."""
+    """The adapter among the files of a version. Raises `WeightsMismatch` if it is of another kind, or cannot be
+    read."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self._tensors = _read(ADAPTER_WEIGHTS, files[ADAPTER_WEIGHTS])
@@ -84,8 +87,8 @@ class Adapter:
         """Raise `WeightsMismatch` if a tensor of the adapter was not merged."""
         if self._tensors:
             raise WeightsMismatch(
-                f"the adapter has tensors for which the base has no weight, first {min(self._tensors)}: it was made for another model, or "
-                "is of a kind that is not supported (LoRA of linear layers)"
+                f"the adapter has tensors for which the base has no weight, first {min(self._tensors)}: it was made "
+                "for another model, or is of a kind that is not supported (LoRA of linear layers)"
             )
 
 
@@ -106,8 +109,8 @@ def _merge_into(state: dict[str, Tensor], key: str, adapter: dict[str, Tensor], 
     out, into = weight.shape if weight.ndim == 2 else (0, 0)
     if a.shape != (rank, into) or b.shape != (out, rank):
         raise WeightsMismatch(
-            f"the adapter of {key} has shapes {list(a.shape)} and {list(b.shape)}; for rank {rank} and a weight of shape "
-            f"{list(weight.shape)}, [{rank}, {into}] and [{out}, {rank}] are expected"
+            f"the adapter of {key} has shapes {list(a.shape)} and {list(b.shape)}; for rank {rank} and a weight of "
+            f"shape {list(weight.shape)}, [{rank}, {into}] and [{out}, {rank}] are expected"
         )
     state[key] = (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
     return True

@@ -17,7 +17,8 @@ _SEED_MAX = 2**64
 def check_request(
     request: GenerateRequest, engine: Engine, *, vocab_size: int, is_live: Callable[[str], bool] = lambda _: False
 ) -> None:
-    """Check a request to `engine`. `is_live` tells whether an id is in use. Raises ValueError naming the request, field and remedy."""
+    """Check a request to `engine`. `is_live` tells whether an id is in use. Raises ValueError naming the request, field
+    and remedy."""
     where = f"request {request.request_id!r}"
     check_tokens(request.token_ids, where=where, vocab_size=vocab_size)
     if request.token_ids.shape[0] >= engine.context_max:
@@ -64,8 +65,8 @@ def check_retain(retain: Collection[PolicyVersion], engine: Engine, version: Pol
     kept = [held for held in engine.held if held in retain and held != version]
     if len(kept) >= engine.capabilities.versions_max:
         raise ValueError(
-            f"at most {engine.capabilities.versions_max - 1} older versions can be retained, got {len(kept)}: retain fewer or raise "
-            "versions_max"
+            f"at most {engine.capabilities.versions_max - 1} older versions can be retained, got {len(kept)}: retain "
+            "fewer or raise versions_max"
         )
 
 

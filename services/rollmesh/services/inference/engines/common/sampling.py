@@ -1,8 +1,8 @@
 """Draw tokens with a counter-based random stream per (seed, absolute position).
 
-The tokens of a request depend only on weights, prefix and seed. This module has no state across steps or rows. Logits may differ in
-the last bits between batch sizes, because matrix kernels sum in another order. So results are equal across batch compositions
-except where two candidates tie to within rounding.
+The tokens of a request depend only on weights, prefix and seed. This module has no state across steps or rows. Logits
+may differ in the last bits between batch sizes, because matrix kernels sum in another order. So results are equal
+across batch compositions except where two candidates tie to within rounding.
 
 The stream is SplitMix64 (Steele, Lea, Flood 2014) started at a hash of (seed, position); entry i is the number for
 vocabulary item i. The draw is the exponential race: argmax p_i / E_i with E_i ~ Exp(1), the Gumbel-max trick with one

@@ -1,7 +1,7 @@
 """Find stop strings in sampled tokens without decoding every token of every row.
 
-A stop string can end only in a token whose text contains its last character, or in a token that is part of a character. One table
-row per sequence marks those tokens. Only they need a decode, of a short tail.
+A stop string can end only in a token whose text contains its last character, or in a token that is part of a character.
+One table row per sequence marks those tokens. Only they need a decode, of a short tail.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class WeightsBuffer(Generic[W]):
 def read_state(files: Mapping[str, Path]) -> dict[str, Tensor]:
     """Read safetensors files that together contain one state dict, and merge the adapter if they have one.
 
-    Raises WeightsMismatch for a file that is not readable, a tensor that occurs twice, has a dtype that is not supported, or has a value
-    that is not finite.
+    Raises WeightsMismatch for a file that is not readable, a tensor that occurs twice, has a dtype that is not
+    supported, or has a value that is not finite.
     """
     state: dict[str, Tensor] = {}
     base = base_files(files)

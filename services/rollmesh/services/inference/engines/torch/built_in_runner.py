@@ -1,7 +1,8 @@
-"""Run the model with the built-in forward pass: build packed batches from host arrays, own the key-value cache, return host arrays.
+"""Run the model with the built-in forward pass: build packed batches from host arrays, own the key-value cache, return
+host arrays.
 
-Invariants: one call runs under one set of weights, and only `_draw` and `copy_prefix` write the cache. Used from the compute thread
-alone.
+Invariants: one call runs under one set of weights, and only `_draw` and `copy_prefix` write the cache. Used from the
+compute thread alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands from the event loop to the compute thread, which sleeps until it has to see them.
 
-A command that wakes a sleeping thread costs two switches of the interpreter lock. While a step is held, the thread therefore sleeps
-through the commands that only add to the step, until enough of them wait.
+A command that wakes a sleeping thread costs two switches of the interpreter lock. While a step is held, the thread
+therefore sleeps through the commands that only add to the step, until enough of them wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class CommandQueue(Generic[_T]):
         return self._commands.popleft()
 
     def wait(self, num: int, timeout_s: float | None) -> None:
-        """Sleep until `num` commands wait, an urgent one is put, or `timeout_s` seconds have passed. May return early."""
+        """Sleep until `num` commands wait, an urgent one is put, or `timeout_s` seconds have passed. May return
+        early."""
         self._wake_at = num
         try:
             if len(self._commands) < num:

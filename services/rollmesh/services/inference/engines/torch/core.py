@@ -1,14 +1,15 @@
 """The step loop of the torch engine, without its thread: take commands, run one `step` at a time, return deltas.
 
-Before each step, `control` runs one unit of control work: a weight swap with the first micro-batch of its probes, or a micro-batch of
-scoring. A step admits waiting requests, computes prefixes, and decodes one token for every ready sequence, with one batch per version in use. Invariants: a request gets at most one delta per step,
-except that a swap first emits the tokens that the old weights sampled; a delta never spans versions; a request ends exactly once.
-The prefix of a sequence is computed in the step that admits it, and its first token in that step or the next.
+Before each step, `control` runs one unit of control work: a weight swap with the first micro-batch of its probes, or a
+micro-batch of scoring. A step admits waiting requests, computes prefixes, and decodes one token for every ready
+sequence, with one batch per version in use. Invariants: a request gets at most one delta per step, except that a swap
+first emits the tokens that the old weights sampled; a delta never spans versions; a request ends exactly once. The
+prefix of a sequence is computed in the step that admits it, and its first token in that step or the next.
 
-A request with a version is sampled by that version alone, and a swap that retains the version does not touch it. Every other
-sequence moves to the new weights. Under `recompute`, the swap drops its cache, and the ordinary prefill rebuilds it, sharing
-common prefixes.
-Collaborators: `scheduler` decides, `slots` holds the state, a `runner` computes. Not thread-safe.
+A request with a version is sampled by that version alone, and a swap that retains the version does not touch it. Every
+other sequence moves to the new weights. Under `recompute`, the swap drops its cache, and the ordinary prefill rebuilds
+it, sharing common prefixes. Collaborators: `scheduler` decides, `slots` holds the state, a `runner` computes. Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ class TorchCore:
         self._slots = Slots(config.slots_max, config.context_max, config.resident_slots_max, runner.reuse)
         self._rules = SlotRules(config.slots_max, runner.vocab_size)
         self._columns: dict[str, NDArray[Any]] = {}
-        """Columns by name of the sampled tokens that are not emitted yet, [slots, flush_tokens] or [slots, flush_tokens, k]. A token
-        is at the remainder of its position, and so takes the entry of one that was emitted."""
+        """Columns by name of the sampled tokens that are not emitted yet, [slots, flush_tokens] or [slots,
+        flush_tokens, k]. A token is at the remainder of its position, and so takes the entry of one that was
+        emitted."""
         self._scheduler = Scheduler(self._slots, config.prefill_tokens_max)
         self._sequences: dict[str, Sequence] = {}
         self._control: deque[Iterator[object]] = deque()
@@ -124,8 +126,8 @@ class TorchCore:
     ) -> None:
         """Swap after the control work queued before. Without `weights`, `version` is a held one.
 
-        The `probes` are scored under the new weights at once, and `scored` gets the result. If they fit into one micro-batch, the new
-        weights sample nothing before.
+        The `probes` are scored under the new weights at once, and `scored` gets the result. If they fit into one
+        micro-batch, the new weights sample nothing before.
         """
         self._control.append(self._swap(version, weights, kv, done, retain, probes or [], scored))
 
@@ -142,11 +144,13 @@ class TorchCore:
         done: ScoreDone,
         version: PolicyVersion | None = None,
     ) -> None:
-        """Score after the control work queued before, under `version` or the weights active then, without a swap in between."""
+        """Score after the control work queued before, under `version` or the weights active then, without a swap in
+        between."""
         self._control.append(self._score(sequences, outputs, num_top, done, version))
 
     def control(self) -> bool:
-        """Run one unit of control work, if any waits. Return whether callers wait for a result: take the deltas, then call `answer`."""
+        """Run one unit of control work, if any waits. Return whether callers wait for a result: take the deltas, then
+        call `answer`."""
         if self._control and next(self._control[0], _DONE) is _DONE:
             self._control.popleft()
         return bool(self._answers)
@@ -166,8 +170,8 @@ class TorchCore:
         return deltas
 
     def answer(self) -> None:
-        """Call the callbacks of finished control work. Call this after the deltas were sent, so that callers see the tokens of the old
-        weights before the swap."""
+        """Call the callbacks of finished control work. Call this after the deltas were sent, so that callers see the
+        tokens of the old weights before the swap."""
         answers, self._answers = self._answers, []
         for done in answers:
             done()

@@ -4,8 +4,9 @@ The event loop and the compute thread share no mutable state. Commands enter thr
 `call_soon_threadsafe` per step. The loop side tracks live requests and rejects bad requests at once; the thread side (`torch_core`)
 holds slots and tokens. An idle thread blocks on the queue.
 
-If the thread fails, this is recorded once: every live request ends with ERROR and the cause, and pending and later calls raise
-EngineBroken. Results are exact to float rounding; `sampling` describes what the tokens of a request depend on.
+If the thread fails, this is recorded once: every live request ends with ERROR and the cause, and pending and later
+calls raise EngineBroken. Results are exact to float rounding; `sampling` describes what the tokens of a request depend
+on.
 """
 
 from __future__ import annotations
@@ -184,8 +185,8 @@ class TorchEngine:
         probes: Sequence[IntArray],
         retain: Collection[PolicyVersion] = (),
     ) -> list[ScoreResult]:
-        """Do what `activate` does, and return the scores of the token rows `probes` under the new weights, computed before these sample
-        (or, if they do not fit into one micro-batch, between their steps)."""
+        """Do what `activate` does, and return the scores of the token rows `probes` under the new weights, computed
+        before these sample (or, if they do not fit into one micro-batch, between their steps)."""
         self._check_alive()
         if version == self.active:
             return await self.score(probes) if probes else []
@@ -283,7 +284,8 @@ class TorchEngine:
                 raise
 
     def _deliver(self, deltas: list[GenerateDelta]) -> None:
-        """Call each emit in a separate callback, so that one that raises is reported by the loop and affects no other request."""
+        """Call each emit in a separate callback, so that one that raises is reported by the loop and affects no other
+        request."""
         for delta in deltas:
             emit = self._emits.get(delta.request_id)
             if delta.finish is not None:

@@ -4,7 +4,8 @@
     cached      the transformers forward with the model's own cache, one sequence at a time
     recompute   the transformers forward of the whole sequence at every step
 
-Each forward is compared before the engine serves (`self_check`). If none is equal, the model is rejected with ConfigError.
+Each forward is compared before the engine serves (`self_check`). If none is equal, the model is rejected with
+ConfigError.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from rollmesh.trainer.spread_model import raise_if_out_of_memory
 
 FORWARDS = BUILT_IN, CACHED, RECOMPUTE = "built_in", "cached", "recompute"
 _CONTEXT_KEY = "inference.engine.options.context_max"
-MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)  # fmt: skip
+MODEL_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 """Exceptions that the code of a model may raise under a forward that it does not support."""
 _log = logging.getLogger(__name__)
 
@@ -45,7 +49,8 @@ class Execution(NamedTuple):
 
 
 def find_execution(config: TorchEngineConfig) -> Execution:
-    """Return how the engine will run the configured model. Raises ConfigError for a model or a context that cannot be served."""
+    """Return how the engine will run the configured model. Raises ConfigError for a model or a context that cannot be
+    served."""
     return _find(config)[1]
 
 
@@ -60,7 +65,8 @@ def open_runner(config: TorchEngineConfig) -> tuple[Runner, Execution]:
 
 
 def chooses_experts(folder: Path) -> bool:
-    """Return whether the model of a folder has layers with a router. False if its configuration cannot be read, which `_find` reports."""
+    """Return whether the model of a folder has layers with a router. False if its configuration cannot be read, which
+    `_find` reports."""
     try:
         config = read_config(folder)
         with torch.device("meta"):
@@ -83,7 +89,8 @@ def _find(config: TorchEngineConfig) -> tuple[Any, Execution, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Execution, Any]:
-    """Return the forward and the class of the model whose configuration is `content`. Cached, because the result is a function of it."""
+    """Return the forward and the class of the model whose configuration is `content`. Cached, because the result is a
+    function of it."""
     del content
     config = read_config(folder)
     name = f"model_type `{config.model_type}` in {folder}"
@@ -99,7 +106,8 @@ def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Exec
             return Execution(forward, "; ".join(reasons)), type(check.model)
         reasons.append(f"{forward}: {reason}")
     raise ConfigError(
-        f"`model`: {name} cannot be served, because no forward equals the plain one of transformers: {'; '.join(reasons)}",
+        f"`model`: {name} cannot be served, because no forward equals the plain one of transformers: "
+        f"{'; '.join(reasons)}",
         key="model",
     )
 

@@ -1,4 +1,5 @@
-"""Observe a forward of any transformers model from outside: the state that its head reads, and the experts that its routers choose.
+"""Observe a forward of any transformers model from outside: the state that its head reads, and the experts that its
+routers choose.
 
 Hooks exist only while a request with such an output is computed.
 """
@@ -26,8 +27,9 @@ def expert_layers(model: Any) -> list[Any]:
 
 @contextmanager
 def observed(model: Any, outputs: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that a forward of one sequence fills: `hidden` [n, d] and `routed_experts` [n, layers * chosen], if they are
-    in `outputs`. n is the number of tokens whose logits the forward returns, or of all its tokens."""
+    """Yield a dictionary that a forward of one sequence fills: `hidden` [n, d] and `routed_experts` [n, layers *
+    chosen], if they are in `outputs`. n is the number of tokens whose logits the forward returns, or of all its
+    tokens."""
     seen: dict[str, Tensor] = {}
     handles = []
 

@@ -1,7 +1,8 @@
 """Run any causal language model through its transformers forward, one sequence at a time.
 
-It serves models that the built-in forward pass does not compute. With the model's cache, a step feeds new tokens only. Without it,
-every step feeds the whole sequence again, which is slow, but correct for every model whose forward is causal.
+It serves models that the built-in forward pass does not compute. With the model's cache, a step feeds new tokens only.
+Without it, every step feeds the whole sequence again, which is slow, but correct for every model whose forward is
+causal.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class PlainRunner:
         return {"logits": logits[-1].float(), **{name: rows[-1] for name, rows in seen.items()}}
 
     def _score(self, model: Any, tokens: list[int], outputs: list[str], num_top: int) -> Columns:
-        """Return the columns after each token. Logits exist for one span at a time if the model has a cache, and for the whole
-        sequence in the dtype of the model if not."""
+        """Return the columns after each token. Logits exist for one span at a time if the model has a cache, and for
+        the whole sequence in the dtype of the model if not."""
         block = max(_SPAN_MIN, _LOGITS_MAX // self.vocab_size)
         step = block if self._cached else len(tokens)
         following = torch.tensor([*tokens[1:], 0], device=self._device)
@@ -112,7 +113,8 @@ class PlainRunner:
     def _forward(
         self, model: Any, tokens: list[int], cache: dict[str, Any] | None, *, last_only: bool
     ) -> tuple[Tensor, dict[str, Any] | None]:
-        """Return the logits [n, vocab] of the tokens, or only of the last one, and the cache after them (None: without a cache)."""
+        """Return the logits [n, vocab] of the tokens, or only of the last one, and the cache after them (None: without
+        a cache)."""
         extra: dict[str, Any] = {"use_cache": cache is not None, **(cache or {})}
         if last_only:
             extra["logits_to_keep"] = 1
@@ -125,7 +127,8 @@ class PlainRunner:
 def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
     """A model in evaluation mode with the weights of a state dict, under the names of its modules or of its files.
 
-    Raises WeightsMismatch if the state dict lacks a tensor of the model, or has one that the model does not use as it is.
+    Raises WeightsMismatch if the state dict lacks a tensor of the model, or has one that the model does not use as it
+    is.
     """
     progress: Any = logging
     shown = progress.is_progress_bar_enabled()
@@ -147,13 +150,15 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[problem])):
             raise WeightsMismatch(
-                f"{problem.split('_')[0]} tensors {', '.join(names[:8])}: send the whole state dict of the configured model"
+                f"{problem.split('_')[0]} tensors {', '.join(names[:8])}: send the whole state dict of the configured "
+                "model"
             )
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     tied = model.config.tie_word_embeddings and model._tied_weights_keys
     if tied and outputs is not None and outputs.weight is not inputs.weight:
         raise WeightsMismatch(
-            "the output layer differs from the embedding, but config.json ties them: send them equal or untie the config"
+            "the output layer differs from the embedding, but config.json ties them: send them equal or untie the "
+            "config"
         )
     use_whole_attention(model)
     return model.eval()

@@ -1,7 +1,7 @@
 """The port between the step loop (numpy, slots) and the code that computes the model (tensors, device).
 
-Invariants: one call runs under one set of weights, and positions of a slot are computed in order. Only the compute thread calls it,
-except for `lay_out`, which the loader thread calls.
+Invariants: one call runs under one set of weights, and positions of a slot are computed in order. Only the compute
+thread calls it, except for `lay_out`, which the loader thread calls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class RowRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Host arrays: `tokens` [B], and columns [B] or [B, k]: `logprobs`, `logprobs_model` and the arrays of the outputs."""
+    """Host arrays: `tokens` [B], and columns [B] or [B, k]: `logprobs`, `logprobs_model` and the arrays of the
+    outputs."""
 
     tokens: NDArray[np.int32]
     columns: Columns
@@ -94,8 +95,8 @@ class Runner(Protocol):
 
 
 def shifted(columns: Columns) -> Columns:
-    """Turn rows that follow each token of a sequence into rows of each token: drop the last row, and put one in front for the first
-    token, which no distribution precedes. That row is -1 in `top_k_ids`, and 0 elsewhere."""
+    """Turn rows that follow each token of a sequence into rows of each token: drop the last row, and put one in front
+    for the first token, which no distribution precedes. That row is -1 in `top_k_ids`, and 0 elsewhere."""
     return {
         name: np.concatenate((np.full_like(rows[:1], NO_TOKEN if name == "top_k_ids" else 0), rows[:-1]))
         for name, rows in columns.items()

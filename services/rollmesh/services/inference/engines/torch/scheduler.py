@@ -1,8 +1,10 @@
-"""Schedule the next step: which requests get a slot, which prefixes are computed, and which are copied from another slot.
+"""Schedule the next step: which requests get a slot, which prefixes are computed, and which are copied from another
+slot.
 
-Invariants: higher priority first, then arrival; running sequences are never preempted, because their cache is preallocated; a step
-computes at most `prefill_tokens_max` padded prefix tokens per set of weights, so that decoding continues beside long prefixes. A sequence is ready to
-decode when all its tokens except the last are computed. Changes host state only.
+Invariants: higher priority first, then arrival; running sequences are never preempted, because their cache is
+preallocated; a step computes at most `prefill_tokens_max` padded prefix tokens per set of weights, so that decoding
+continues beside long prefixes. A sequence is ready to decode when all its tokens except the last are computed. Changes
+host state only.
 """
 
 from __future__ import annotations
@@ -124,7 +126,8 @@ class Scheduler:
         return plan
 
     def _share(self, plan: PrefillPlan, slot: int, donors: NDArray[np.int64], computed: NDArray[np.int64]) -> int:
-        """Plan to copy positions that another slot holds or will compute. Return how many the slot must compute itself now.
+        """Plan to copy positions that another slot holds or will compute. Return how many the slot must compute itself
+        now.
 
         Waiting for the chunk of another slot costs a step, so it must save at least half of the work.
         """

@@ -1,8 +1,8 @@
 """Compare a runner with the plain transformers forward, on a small model of the same configuration with random weights.
 
-It compares the scores of a batch, and the log-probs of drawn tokens when a prefix is computed in two chunks, copied to another
-slot, and continued token by token. The weights are spread, and a large model is cut (`spread_model`). Windows are made shorter than the
-sequences.
+It compares the scores of a batch, and the log-probs of drawn tokens when a prefix is computed in two chunks, copied to
+another slot, and continued token by token. The weights are spread, and a large model is cut (`spread_model`). Windows
+are made shorter than the sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rollmesh.trainer.model_config import auto_class, use_whole_attention
 from rollmesh.trainer.spread_model import spread_model
 
 TOLERANCE = 1e-3
-"""Largest allowed difference of a log-prob in float32, in nats. Correct runners differ by less than 1e-4, wrong ones by more than
-1e-2."""
+"""Largest allowed difference of a log-prob in float32, in nats. Correct runners differ by less than 1e-4, wrong ones by
+more than 1e-2."""
 SLOTS = 4
 LENGTHS = (40, 23, 6)
 _CONTEXT = 64

@@ -1,4 +1,5 @@
-"""The host's view of the slots of the key-value cache: their tokens, how many of them are computed, and under which weights.
+"""The host's view of the slots of the key-value cache: their tokens, how many of them are computed, and under which
+weights.
 
 A slot is free (no useful cache), busy (a request runs in it) or resident (its request ended, and its cache is kept for the next
 turn). Invariants: `kv_len[s] <= length[s]`; positions below `kv_len[s]` hold keys and values of `tokens[s]`; `kv_version[s]` is the
@@ -63,7 +64,8 @@ class Slots:
         return int(self.kv_len @ ~self.busy)
 
     def claim(self, token_ids: IntArray, session: str, version: PolicyVersion) -> int | None:
-        """Return a slot for a new sequence, with the part of its prefix that `version` computed in the slot; None if all are busy."""
+        """Return a slot for a new sequence, with the part of its prefix that `version` computed in the slot; None if
+        all are busy."""
         slot = self._session_slot.get(session)
         if slot is None or self._shared(slot, token_ids, version) == 0:
             slot = self._vacant()

@@ -1,18 +1,20 @@
 """Decide how long the next step of the torch engine waits for further requests.
 
-A step has a cost that does not depend on its number of rows, so few rows per step are expensive per token. While few sequences are live
-and others are expected soon, the next step therefore waits for `hold_s`, less the CPU time of the step before. In this time requests
-arrive, and the next step admits them together: one prefill for all of them, and one decode with more rows. A step that computes for longer
-than `hold_s` is never followed by a hold, so large models and large batches run without one.
+A step has a cost that does not depend on its number of rows, so few rows per step are expensive per token. While few
+sequences are live and others are expected soon, the next step therefore waits for `hold_s`, less the CPU time of the
+step before. In this time requests arrive, and the next step admits them together: one prefill for all of them, and one
+decode with more rows. A step that computes for longer than `hold_s` is never followed by a hold, so large models and
+large batches run without one.
 
 A step is not held when holding cannot add rows:
 - `ROWS_FULL` rows are live, or as many as there are slots;
 - fewer than `ARRIVALS_MIN` requests are expected within `hold_s`, by the rate of the last `RATE_S` seconds;
-- half of the sessions of the last `SESSIONS_S` seconds or more have a live request, so that waiting could not double the rows. A session
-  waits for its answer, so a single client, or any number of them that mostly wait for the model, runs without a hold. Requests without a
-  session count as one session.
+- half of the sessions of the last `SESSIONS_S` seconds or more have a live request, so that waiting could not double
+  the rows. A session waits for its answer, so a single client, or any number of them that mostly wait for the model,
+  runs without a hold. Requests without a session count as one session.
 
-Changes only when steps run. The tokens of a request do not depend on it. Time is passed in, and the class has no thread.
+Changes only when steps run. The tokens of a request do not depend on it. Time is passed in, and the class has no
+thread.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from collections import OrderedDict
 ROWS_FULL = 64
 """Number of live sequences from which a step is not held: more rows lower the cost per token by little."""
 ARRIVALS_MIN = 0.1
-"""Smallest expected number of arrivals within a hold. A request that joins stays for many steps, so a small chance is worth it."""
+"""Smallest expected number of arrivals within a hold. A request that joins stays for many steps, so a small chance is
+worth it."""
 RATE_S = 0.1
 """Time constant of the rate of arrivals, in seconds."""
 SESSIONS_S = 0.5
@@ -57,7 +60,8 @@ class StepPace:
             self._sessions.popitem(last=False)
 
     def finished(self, now_s: float, cpu_s: float) -> None:
-        """Record the end of a step that used `cpu_s` seconds of CPU. Time without a core is not deducted from the hold."""
+        """Record the end of a step that used `cpu_s` seconds of CPU. Time without a core is not deducted from the
+        hold."""
         self._due_s = now_s + self._hold_s - cpu_s
 
     def wait_s(self, num_live: int, now_s: float) -> float:

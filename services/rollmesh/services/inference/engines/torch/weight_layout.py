@@ -42,7 +42,8 @@ def _check(spec: ModelSpec, state: dict[str, Tensor]) -> None:
 
 
 def _check_tied(state: dict[str, Tensor]) -> None:
-    """Remove a tied head, which is redundant. Reject one that differs from the embedding, because it would be ignored."""
+    """Remove a tied head, which is redundant. Reject one that differs from the embedding, because it would be
+    ignored."""
     head = state.pop(HEAD)
     if EMBED in state and not torch.equal(head, state[EMBED]):
         raise WeightsMismatch(
@@ -53,7 +54,8 @@ def _check_tied(state: dict[str, Tensor]) -> None:
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise WeightsMismatch(
-            f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}: is this the configured model?"
+            f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}: is this the configured "
+            "model?"
         )
 
     if not tensor.is_floating_point():

@@ -1,8 +1,9 @@
 """The columns in which a worker of vLLM returns its numbers per token, inside vLLM's log-prob arrays.
 
-vLLM carries for each token one row of (id, log-prob) pairs from the worker to the caller. Pair 0 is the sampled token. The engine requests
-more pairs, and its sampler fills them with these numbers, so that every number comes from the forward that drew the token. The ids of one
-row are all different, because vLLM may keep them as keys of a mapping; hence all but the sampled token's are negative.
+vLLM carries for each token one row of (id, log-prob) pairs from the worker to the caller. Pair 0 is the sampled token.
+The engine requests more pairs, and its sampler fills them with these numbers, so that every number comes from the
+forward that drew the token. The ids of one row are all different, because vLLM may keep them as keys of a mapping;
+hence all but the sampled token's are negative.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ SERIAL_ID = -16
 TOP_ID = -(1 << 30)
 """Id of the alternative 0; that of token n is `TOP_ID + n`. Smaller ids are places without a token."""
 ARGUMENT = "rollmesh"
-"""Key of `SamplingParams.extra_args` with the sampling rules of a request: [seed as int64, temperature, top_p, top_k]."""
+"""Key of `SamplingParams.extra_args` with the sampling rules of a request: [seed as int64, temperature, top_p,
+top_k]."""
 
 
 def serials_of(ids: NDArray[np.int64]) -> NDArray[np.int64]:

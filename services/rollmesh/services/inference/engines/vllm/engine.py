@@ -83,7 +83,8 @@ class VllmEngine:
 
     @classmethod
     def check_model(cls, options: VllmEngineConfig) -> None:
-        """Raise ConfigError for a context that the model does not have. Whether vLLM can run the model shows at the start."""
+        """Raise ConfigError for a context that the model does not have. Whether vLLM can run the model shows at the
+        start."""
         from rollmesh.services.inference.engines.torch.model_spec import read_config
 
         try:
@@ -131,7 +132,8 @@ class VllmEngine:
             raise ConfigError(f"vLLM has started, but cannot be used: {err}", key="inference.engine") from err
         if "generate" not in tasks:
             raise ConfigError(
-                f"`model`: vLLM cannot generate with {self._config.model}: `architectures` in its config.json must name a causal language model",
+                f"`model`: vLLM cannot generate with {self._config.model}: `architectures` in its config.json must "
+                "name a causal language model",
                 key="model",
             )
         await self._try_generation()
@@ -139,7 +141,8 @@ class VllmEngine:
         self._spawn(self._watch())
 
     async def _try_generation(self) -> None:
-        """Generate one token. vLLM starts with some models that its attention cannot run, and ends at their first request."""
+        """Generate one token. vLLM starts with some models that its attention cannot run, and ends at their first
+        request."""
         params = SamplingParams(max_tokens=1)
         request = GenerateRequest(request_id="start", token_ids=np.zeros(1, np.int32), params=params)
         live = LiveRequest(request, lambda _: None, self._stop_rules, self._config.flush_tokens)
@@ -148,8 +151,9 @@ class VllmEngine:
                 pass
         except Exception as err:  # vLLM raises whatever its processes raised
             raise ConfigError(
-                f"`model`: vLLM has started, but cannot generate a token with {self._config.model}: {type(err).__name__}: {err}; the log of this "
-                "process has the error of vLLM's worker; choose a model, a device or `inference.engine.options.arguments` that vLLM runs",
+                f"`model`: vLLM has started, but cannot generate a token with {self._config.model}: "
+                f"{type(err).__name__}: {err}; the log of this process has the error of vLLM's worker; choose a model, "
+                "a device or `inference.engine.options.arguments` that vLLM runs",
                 key="model",
             ) from err
 
@@ -165,7 +169,8 @@ class VllmEngine:
             self._files.close()
 
     async def failed(self) -> None:
-        """Raise EngineBroken when vLLM's processes have ended. The node then exits, because a new process can start them again."""
+        """Raise EngineBroken when vLLM's processes have ended. The node then exits, because a new process can start
+        them again."""
         await self._dead.wait()
         raise EngineBroken(self._broken)
 

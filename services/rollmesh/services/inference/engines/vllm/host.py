@@ -56,7 +56,8 @@ class VllmHost:
                 return await started
         except TimeoutError as err:
             raise ConfigError(
-                f"vLLM did not start within start_s = {self._config.start_s:g} s; its messages are in the log of this process",
+                f"vLLM did not start within start_s = {self._config.start_s:g} s; its messages are in the log of this "
+                "process",
                 key="inference.engine",
             ) from err
 

@@ -44,7 +44,8 @@ class ModelFolder:
             raise ConfigError(f"`model`: transformers cannot make the model in {folder}: {err}", key="model") from err
         if chooses_experts(folder):
             raise ConfigError(
-                f"`model`: the engine vllm does not take the weights of mixture-of-experts models such as {folder}; use the engine torch",
+                f"`model`: the engine vllm does not take the weights of mixture-of-experts models such as {folder}; "
+                "use the engine torch",
                 key="model",
             )
         text = model_config.get_text_config()

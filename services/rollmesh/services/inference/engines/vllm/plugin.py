@@ -1,6 +1,8 @@
-"""The general plugin of vLLM, which it calls in each of its processes: a process that the node started is killed with the node.
+"""The general plugin of vLLM, which it calls in each of its processes: a process that the node started is killed with
+the node.
 
-vLLM itself ends its engine core only if the node exits cleanly. Without effect in processes that this engine did not start.
+vLLM itself ends its engine core only if the node exits cleanly. Without effect in processes that this engine did not
+start.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The weight files of prepared versions, for an engine whose processes read the files themselves.
 
-`prepare` gets paths that are valid until it returns. This folder keeps the files by a link, or by a copy if they are on another file system,
-until the version is taken, dropped or discarded. Its users check the tensors first, so that no process loads a file that does not fit.
+`prepare` gets paths that are valid until it returns. This folder keeps the files by a link, or by a copy if they are on
+another file system, until the version is taken, dropped or discarded. Its users check the tensors first, so that no
+process loads a file that does not fit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from rollmesh.shared.domain.versions import PolicyVersion
 
 
 class PreparedFiles:
-    """Files by version in one folder, at most `prepared_max` versions. `keep` may run in a thread, the other methods on one thread."""
+    """Files by version in one folder, at most `prepared_max` versions. `keep` may run in a thread, the other methods on
+    one thread."""
 
     def __init__(self, folder: str, prepared_max: int) -> None:
         """`folder` is used by this object alone, and emptied. Empty: a temporary folder."""

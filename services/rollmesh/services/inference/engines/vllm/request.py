@@ -67,7 +67,8 @@ class LiveRequest:
         return num_pairs(self.request.outputs, self.request.num_top)
 
     def meets(self, serial: int, version: PolicyVersion, kv: KvPolicy) -> None:
-        """Note that weights become active while the request runs (`kv` says what happens to its keys), or that it starts under them."""
+        """Note that weights become active while the request runs (`kv` says what happens to its keys), or that it
+        starts under them."""
         oldest = version.step
         if kv is KvPolicy.KEEP and self._weights:
             oldest = self._weights[max(self._weights)].kv_step_oldest

@@ -27,7 +27,8 @@ _SCORING: RequestRules = (0, 0.0, 1.0, 0)
 
 
 class KeyedSampler(Sampler):  # type: ignore[misc]
-    """Draws the tokens of a worker. `runner` is its model runner; `serial` returns the number of its current weights."""
+    """Draws the tokens of a worker. `runner` is its model runner; `serial` returns the number of its current
+    weights."""
 
     def __init__(self, runner: Any, serial: Callable[[], int]) -> None:
         super().__init__(logprobs_mode="processed_logprobs")
@@ -50,7 +51,8 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         return SamplerOutput(sampled_token_ids=tokens.to(torch.int32)[:, None], logprobs_tensors=logprobs)
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        """Return the pairs of scored tokens; vLLM calls it for `prompt_logprobs`. `logprobs` [n, vocab] are those of the plain softmax."""
+        """Return the pairs of scored tokens; vLLM calls it for `prompt_logprobs`. `logprobs` [n, vocab] are those of
+        the plain softmax."""
         picked = token_ids[:, None].to(torch.int64)
         ids = [picked, torch.full_like(picked, columns.SERIAL_ID - self._serial())]
         values = [logprobs.gather(1, picked), torch.special.entr(logprobs.exp()).sum(dim=-1, keepdim=True)]
@@ -118,7 +120,8 @@ def _pairs(tokens: Tensor, found: dict[str, Tensor], serial: int, num_pairs: int
 
 
 def _distinct(top_ids: Tensor) -> Tensor:
-    """Return the ids of the pairs for alternatives [n, k], all different in a row; ids of places without a token are negative."""
+    """Return the ids of the pairs for alternatives [n, k], all different in a row; ids of places without a token are
+    negative."""
     ranks = torch.arange(top_ids.shape[1], device=top_ids.device)
     return torch.where(top_ids < 0, -1 - ranks, top_ids) + columns.TOP_ID
 

@@ -1,8 +1,9 @@
-"""The transfer of weights into a worker of vLLM: from the verified files of this host, without a second copy over a socket.
+"""The transfer of weights into a worker of vLLM: from the verified files of this host, without a second copy over a
+socket.
 
-vLLM's own reload of layers keeps the packed copy of the old output layer if a model ties it to the embedding (vLLM 0.32 on a CPU: no error, and
-log-probs of other weights). `TiedHeads` packs it again and compares its product with that of the embedding. An update that cannot
-be verified raises, and the engine then serves nothing.
+vLLM's own reload of layers keeps the packed copy of the old output layer if a model ties it to the embedding (vLLM 0.32
+on a CPU: no error, and log-probs of other weights). `TiedHeads` packs it again and compares its product with that of
+the embedding. An update that cannot be verified raises, and the engine then serves nothing.
 
 Imported in processes of vLLM only.
 """
@@ -38,14 +39,16 @@ class FileInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One update. `files` are paths of safetensors files with the whole state dict, `serial` is the number of these weights."""
+    """One update. `files` are paths of safetensors files with the whole state dict, `serial` is the number of these
+    weights."""
 
     files: list[str]
     serial: int
 
 
 class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc]
-    """Loads state dicts from files. `serial` is the number of the weights that the model has now; 0 before the first update."""
+    """Loads state dicts from files. `serial` is the number of the weights that the model has now; 0 before the first
+    update."""
 
     init_info_cls = FileInit
     update_info_cls = FileUpdate
@@ -110,7 +113,8 @@ def _check(head: Any, weight: Tensor) -> None:
     tolerance = _TOLERANCES.get(weight.dtype, 0.0)
     if not share <= tolerance:
         raise RuntimeError(
-            f"the output layer differs from the embedding that it is tied to by {share:.2g} of its largest logit, at most {tolerance:g} is "
+            f"the output layer differs from the embedding that it is tied to by {share:.2g} of its largest logit, at "
+            f"most {tolerance:g} is "
             "allowed: this vLLM does not update tied embeddings; use weights with tie_word_embeddings: false"
         )
 

@@ -1,4 +1,5 @@
-"""Check the files of a state dict against a model, without loading it: names, shapes, types and finite values, one tensor at a time."""
+"""Check the files of a state dict against a model, without loading it: names, shapes, types and finite values, one
+tensor at a time."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class ExpectedTensors:
             )
         if tuple(tensor.shape) != expected:
             raise WeightsMismatch(
-                f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(expected)}: is this the configured model?"
+                f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(expected)}: is this the "
+                "configured model?"
             )
         check_values(name, tensor)
 
@@ -68,5 +70,6 @@ class ExpectedTensors:
             )
         if len(tied) == 2 and not torch.equal(*tied.values()):
             raise WeightsMismatch(
-                f"tensor {self._head} differs from {self._embedding}, but config.json ties them: send them equal or untie the config"
+                f"tensor {self._head} differs from {self._embedding}, but config.json ties them: send them equal or "
+                "untie the config"
             )

@@ -1,7 +1,7 @@
 """What the engine adds to each worker process of vLLM: the transfer of weights from files, and the sampler.
 
-vLLM imports this module in a worker, because the engine names `WorkerExtension` as its `worker_extension_cls`; the import registers the
-transfer engine under `BACKEND`. Never imported in the node's own process.
+vLLM imports this module in a worker, because the engine names `WorkerExtension` as its `worker_extension_cls`; the
+import registers the transfer engine under `BACKEND`. Never imported in the node's own process.
 """
 
 from __future__ import annotations
