@@ -219,21 +219,23 @@ async def audit_run(
 ) -> AuditReport:
     """Audit a run that is live or has ended. `sample`: id of a sample or episode whose history to report.
 
-    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest of now). `heads`: heads of this ledger
-    that others stored. `payloads`: compare metadata with the payloads that the sample stream still stores. Raises
-    UnknownRun.
+    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest of now). `heads`: heads of this
+    ledger that others stored. `payloads`: compare metadata with the payloads that the sample stream still stores.
+    Raises UnknownRun.
     """
     try:
         streams = run_streams(run)
         log = await bus.open(streams.ledger.name)
     except (UnknownStream, InvalidInput) as error:
         raise UnknownRun(
-            f"there is no ledger of run {run!r} on this bus; name a run that was created here (`rollmesh audit FOLDER --run-name NAME`)",
+            f"there is no ledger of run {run!r} on this bus; name a run that was created here (`rollmesh audit FOLDER "
+            "--run-name NAME`)",
             run=run,
         ) from error
     audit = Audit(run)
     chain = Chain(log.name, heads, audit.complain, audit.warn)
-    # Opened before the ledger is read: the trainer of a live run removes checkpoints, and writes others that are newer than the records.
+    # Opened before the ledger is read: the trainer of a live run removes checkpoints, and writes others that are newer
+    # than the records.
     with nullcontext() if checkpoint is None else open_checkpoint(checkpoint) as opened:
         records = await _read(log, chain, audit, keep=bool(sample))
         return audit.report(

@@ -96,8 +96,9 @@ class Chain:
             if not holds:
                 self._complain(
                     "chain",
-                    f"record {self.head.position} has the hash {self.head.hash}, {stored.where} holds {stored.head.hash}: this record "
-                    "or one before it was altered, removed, inserted or moved, or the head is of another run with this name",
+                    f"record {self.head.position} has the hash {self.head.hash}, {stored.where} holds "
+                    f"{stored.head.hash}: this record or one before it was altered, removed, inserted or moved, or the "
+                    "head is of another run with this name",
                 )
 
     def _note(self, stored: StoredHead, *, holds: bool) -> None:
@@ -112,8 +113,8 @@ class Chain:
             behind_s = self._time_unix_s - stored.time_unix_s
             self._warn(
                 "ledger",
-                f"its time is {behind_s:.1f} s before that of record {stored.position - 1}: a wall clock was set back, or "
-                "the record was written by another host; its time proves nothing",
+                f"its time is {behind_s:.1f} s before that of record {stored.position - 1}: a wall clock was set back, "
+                "or the record was written by another host; its time proves nothing",
                 stored.position,
             )
         self._time_unix_s = stored.time_unix_s

@@ -1,4 +1,5 @@
-"""Compare the ledger with a checkpoint: with the position in its `rollmesh.json`, and update by update with the samples that it lists."""
+"""Compare the ledger with a checkpoint: with the position in its `rollmesh.json`, and update by update with the samples
+that it lists."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def _check_meta(
         complain(f"{where}: the checkpoint is of update {meta.update}, the ledger ends at {updates.applied}")
     if (meta.update, meta.digest) != (end := (last.update, last.digest) if last is not None else (0, INITIAL_DIGEST)):
         complain(
-            f"{where}: update {meta.update} with digest {meta.digest!r}, {TRAINED_NAME} ends with update {end[0]}, {end[1]!r}"
+            f"{where}: update {meta.update} with digest {meta.digest!r}, {TRAINED_NAME} ends with update {end[0]}, "
+            f"{end[1]!r}"
         )
     if _FOLDER.match(checkpoint.path.name) and age(checkpoint.path) != (meta.incarnation, meta.update):
         complain(
@@ -134,8 +136,8 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
     outcome = "APPLIED" if standing.applied else "SKIPPED"
     if (line.outcome, line.incarnation) != (outcome, standing.incarnation):
         complain(
-            f"update {line.update} of the checkpoint is {line.outcome} in incarnation {line.incarnation}, {outcome} in incarnation "
-            f"{standing.incarnation} in the ledger"
+            f"update {line.update} of the checkpoint is {line.outcome} in incarnation {line.incarnation}, {outcome} in "
+            f"incarnation {standing.incarnation} in the ledger"
         )
     if line.digest != standing.digest:
         complain(

@@ -70,7 +70,10 @@ class _History:
         if isinstance(fact, f.GroupReserved):
             intended = f" for update {fact.update_intended}" if fact.update_intended else ""
             again = f", again after dead letter {fact.dead_id}" if fact.dead_id else ""
-            yield f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min {fact.step_min}{again}"
+            yield (
+                f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min "
+                f"{fact.step_min}{again}"
+            )
         elif isinstance(fact, f.EpisodesAdded):
             yield f"its group grew by {fact.num_episodes} episodes"
         else:
@@ -87,7 +90,9 @@ class _History:
             for meta in (m for m in fact.samples if m.sample_id == self._sample):
                 steps = ", ".join(f"{s.num_tokens} tokens of step {s.step}.{s.incarnation}" for s in meta.steps)
                 rewards = ", ".join(f"{r.name} {r.value:g}" for r in meta.rewards)
-                yield f"scored: {steps or 'no POLICY tokens'}; {rewards or 'no reward'}; payload {fact.payload.sequence}"
+                yield (
+                    f"scored: {steps or 'no POLICY tokens'}; {rewards or 'no reward'}; payload {fact.payload.sequence}"
+                )
 
     def _batch_fact(self, fact: f.Fact) -> Iterator[str]:
         if isinstance(fact, f.BatchLeased) and self._sample in fact.sample_ids:

@@ -126,8 +126,8 @@ class Leases:
             if (lease.update, lease.trainer_epoch) != (fact.update, fact.trainer_epoch):
                 self._complain(
                     "once",
-                    f"update {fact.update} of epoch {fact.trainer_epoch} is committed with lease {lease_id}, which is bound to "
-                    f"update {lease.update} of epoch {lease.trainer_epoch}",
+                    f"update {fact.update} of epoch {fact.trainer_epoch} is committed with lease {lease_id}, which is "
+                    f"bound to update {lease.update} of epoch {lease.trainer_epoch}",
                 )
         for group in sorted(measured):
             self._complain("once", f"update {fact.update} measured group {group}, which no lease of it contains")

@@ -131,8 +131,8 @@ class Payloads:
         """Compare metadata and payload. Raises MetadataMismatch for the first difference."""
         if fact.payload.size_bytes != num_bytes:
             raise MetadataMismatch(
-                f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `size_bytes` {fact.payload.size_bytes}, the "
-                f"payload has {num_bytes}"
+                f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `size_bytes` "
+                f"{fact.payload.size_bytes}, the payload has {num_bytes}"
             )
         check_key(episode, key)
         for meta in fact.samples:

@@ -10,13 +10,17 @@ from rollmesh.services.coordinator.audit_history import HistoryLine
 from rollmesh.shared.domain.text import count_of
 
 REMEDIES = {
-    "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",
-    "ledger": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the ledger",
-    "conservation": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the ledger",
+    "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume "
+    "the run before",
+    "ledger": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the "
+    "ledger",
+    "conservation": "compare the record with a replica or a backup; if it is the same there, report it with a copy of "
+    "the ledger",
     "once": "do not use weights of this update or a later one: return to a checkpoint before it",
     "bound": "do not use weights of this update or a later one: return to a checkpoint before it",
     "digest": "do not use weights of this update or a later one: return to a checkpoint before it",
-    "checkpoint": "use a checkpoint of this run whose list agrees with the ledger, or restore the ledger that it was trained with",
+    "checkpoint": "use a checkpoint of this run whose list agrees with the ledger, or restore the ledger that it was "
+    "trained with",
     "payloads": "find the worker that wrote the payload or the report in the logs, and remove it from the mesh",
 }
 """Remedy for a finding, by the violated claim."""
@@ -131,11 +135,17 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         broken = {finding.check for finding in self.findings}
         lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items())) or "none"
         lines = [
-            f"run {self.run}: {'every claim holds' if self.holds else 'CLAIMS ARE BROKEN'} over {self.num_records} ledger records",
+            (
+                f"run {self.run}: {'every claim holds' if self.holds else 'CLAIMS ARE BROKEN'} over {self.num_records} "
+                "ledger records"
+            ),
             *(f"  {check:<13} {self._verdict(check, check in broken)}" for check in CHECKS),
             f"  samples       {_describe(self.samples)}",
             f"  evaluation    {_describe(self.eval_samples)}",
-            f"  updates       {self.updates} committed, {self.updates_skipped} of them skipped; {self.updates_undone} undone",
+            (
+                f"  updates       {self.updates} committed, {self.updates_skipped} of them skipped; "
+                f"{self.updates_undone} undone"
+            ),
             f"  staleness     {self._bounds()}; samples used by staleness: {lags}",
             f"  digest        {self.digest or '(none)'}",
             f"  head          {self.head}",

@@ -126,7 +126,8 @@ class Updates:
         if lag > spec.max_staleness or (meta.steps and not trained):
             self._complain(
                 "bound",
-                f"update {k} used sample {sample_id} with staleness {lag}, bound {spec.max_staleness}: steps {_steps(meta)}",
+                f"update {k} used sample {sample_id} with staleness {lag}, bound {spec.max_staleness}: steps "
+                f"{_steps(meta)}",
             )
         self.lags[lag] += 1
 

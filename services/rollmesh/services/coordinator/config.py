@@ -52,8 +52,8 @@ class CoordinatorConfig(Settings):
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     """Address of the server."""
     standby: tuple[str, ...] = ()
-    """Further addresses, IP:PORT, at which this coordinator may be started if its host is lost. Nodes try them when they lose it. Not needed if
-    `server.advertise` is a name that then resolves to the new host."""
+    """Further addresses, IP:PORT, at which this coordinator may be started if its host is lost. Nodes try them when
+    they lose it. Not needed if `server.advertise` is a name that then resolves to the new host."""
     fleet: FleetConfig = msgspec.field(default_factory=FleetConfig)
     """Heartbeats and weight commands."""
     run: RunLimits = msgspec.field(default_factory=RunLimits)

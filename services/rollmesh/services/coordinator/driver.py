@@ -1,6 +1,7 @@
 """Drives the core of one run: inputs in, decisions stored, effects out, all in one order.
 
-    submit / enqueue --> inputs --> decide: core.handle, ledger.append --> releases --> stored? --> replies, calls, commands
+    submit / enqueue --> inputs --> decide: core.handle, ledger.append --> releases --> stored? --> replies, calls,
+    commands
 
 The driver releases the effects of a decision only when its record is stored, and no reply overtakes an earlier one: a
 refusal or a read depends on state that may not be stored yet. If the ledger rejects a record, the driver fails as a
@@ -161,9 +162,9 @@ class RunDriver(Callers):
             if not bug:
                 return await self._begin(cause)
             raise Internal(
-                f"run {self.run} cannot be recovered because of a bug of the coordinator ({cause}); other runs are not affected; do "
-                "not repeat the request, report the coordinator's log, and restart the coordinator with a version that has the bug "
-                "fixed",
+                f"run {self.run} cannot be recovered because of a bug of the coordinator ({cause}); other runs are not "
+                "affected; do not repeat the request, report the coordinator's log, and restart the coordinator with a "
+                "version that has the bug fixed",
                 run=self.run,
             ) from error
         await self._releases.put(release)
@@ -269,7 +270,8 @@ class RunDriver(Callers):
         if not self._warned and self._ledger.used > LEDGER_WARN_SHARE and not self._core.state.ended:
             self._warned = True
             _log.warning(
-                "ledger nearly full: run=%s used=%.0f%%: at 100%% the run ends; raise `coordinator.streams.ledger_bytes_max`",
+                "ledger nearly full: run=%s used=%.0f%%: at 100%% the run ends; raise "
+                "`coordinator.streams.ledger_bytes_max`",
                 self.run,
                 100 * self._ledger.used,
             )
@@ -395,8 +397,8 @@ class RunDriver(Callers):
 
 def _internal(run: str, what: str, cause: str, since: str) -> Internal:
     return Internal(
-        f"run {run}: {what} failed because of a bug of the coordinator ({cause[:CAUSE_CHARS_MAX]}): {since}; do not repeat the "
-        "request, and report the coordinator's log",
+        f"run {run}: {what} failed because of a bug of the coordinator ({cause[:CAUSE_CHARS_MAX]}): {since}; do not "
+        "repeat the request, and report the coordinator's log",
         run=run,
     )
 

@@ -168,8 +168,8 @@ class Effects:
             num_bytes += sum(len(msgspec.json.encode(task)) + _TASK_BYTES for _, task in drawn or ())
             if num_bytes > EVAL_BYTES_MAX:
                 cause = (
-                    f"the first {len(tasks)} tasks have more than {EVAL_BYTES_MAX} bytes, which fit into no ledger record: lower "
-                    f"`run.eval_tasks` (now {effect.num})"
+                    f"the first {len(tasks)} tasks have more than {EVAL_BYTES_MAX} bytes, which fit into no ledger "
+                    f"record: lower `run.eval_tasks` (now {effect.num})"
                 )
             elif tasks and (drawn == () or len(tasks) >= effect.num):
                 await self._inbox.enqueue(

@@ -180,8 +180,8 @@ def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact], p
 def decode_record(payload: bytes) -> DecodedRecord:
     """Return the record in a ledger record's bytes.
 
-    Raises InvalidInput if the bytes are not a LedgerRecord, NewerFormat for a record or a fact of a later release, ValueError for values
-    out of range.
+    Raises InvalidInput if the bytes are not a LedgerRecord, NewerFormat for a record or a fact of a later release,
+    ValueError for values out of range.
     """
     try:
         record = events_pb2.LedgerRecord.FromString(payload)

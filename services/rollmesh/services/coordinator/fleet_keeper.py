@@ -2,8 +2,8 @@
 
 A node has one stream; a new join replaces it. Commands wait in a bounded queue per stream. The coordinator disconnects
 a node that does not drain its queue; the node joins again and gets the full state. A changed fleet view is sent to all
-nodes. The fleet is updated every `PLAN_S`, and at once when a version is announced or a node has followed a weight command, because each
-of these is a step on the way of a version to the fleet.
+nodes. The fleet is updated every `PLAN_S`, and at once when a version is announced or a node has followed a weight
+command, because each of these is a step on the way of a version to the fleet.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ class FleetKeeper:
     # Nodes ------------------------------------------------------------------------------------------------------------
 
     def join(self, hello: pb.NodeHello) -> NodeStream:
-        """Return the new stream of a node with the welcome and the fleet view. Raises InvalidInput, ProtocolMismatch."""
+        """Return the new stream of a node with the welcome and the fleet view. Raises InvalidInput,
+        ProtocolMismatch."""
         validation.check_hello(hello)
         _check_hello(hello)
         protocol = reported_protocol(hello)
@@ -250,12 +251,13 @@ class FleetKeeper:
             self._fleet.lost(stream.node_id)
 
     def drain(self, node_id: str) -> None:
-        """Drain a node. Raises UnknownNode, and NotReady if it is not connected: it would rejoin without the command."""
+        """Drain a node. Raises UnknownNode, and NotReady if it is not connected: it would rejoin without the
+        command."""
         node = self._node(node_id)
         if node_id not in self._streams:
             raise NotReady(
-                f"node {node_id} is {node.state.name} and not connected, so the command cannot reach it; retry when `rollmesh status` shows "
-                "it as READY, or stop its process",
+                f"node {node_id} is {node.state.name} and not connected, so the command cannot reach it; retry when "
+                "`rollmesh status` shows it as READY, or stop its process",
                 node_id=node_id,
             )
         self._fleet.drain(node_id)
@@ -298,7 +300,8 @@ class FleetKeeper:
         node = self._fleet.nodes.get(node_id)
         if node is None or node.state is NodeState.DEAD:
             raise UnknownNode(
-                f"node {node_id!r} is not in the mesh: it has not joined yet, or was removed for missing heartbeats; join first",
+                f"node {node_id!r} is not in the mesh: it has not joined yet, or was removed for missing heartbeats; "
+                "join first",
                 node_id=node_id,
             )
         return node

@@ -1,9 +1,9 @@
 """Periodic work for a run: write snapshots, and purge payloads that no client can need.
 
 A payload in the stream is purged if its sequence is below those of all live groups *in the stored state*, and below the
-end of the stream one safety term ago, because workers store a payload first and report it later. A payload file is removed
-as a whole, if no live group has a payload in it and its size has not changed for that term. A run that has ended accepts no
-report, so it needs no such term.
+end of the stream one safety term ago, because workers store a payload first and report it later. A payload file is
+removed as a whole, if no live group has a payload in it and its size has not changed for that term. A run that has
+ended accepts no report, so it needs no such term.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Each append carries the expected previous sequence, so only one of two coordinat
 acknowledgement by the record id, and resends what a killed server has not stored. If an append fails permanently, the
 state in memory is ahead of the ledger: the coordinator must stop and recover.
 
-The ledger counts its bytes, and rejects a record before it is sent if the stream has no room for it. So the server never rejects one in the
-middle of the pipeline.
+The ledger counts its bytes, and rejects a record before it is sent if the stream has no room for it. So the server
+never rejects one in the middle of the pipeline.
 
 Every record contains the hash of the previous record, and is stored with its own hash in a header
 (`shared.ledger_head`).
@@ -89,8 +89,8 @@ class Ledger:
     def full(self) -> str:
         """What a ledger without room for a record means for its run."""
         return (
-            f"{self._log.name} holds {self._num_bytes} of {self._bytes_max} bytes, and the next record does not fit; raise "
-            "`coordinator.streams.ledger_bytes_max` and resume the run"
+            f"{self._log.name} holds {self._num_bytes} of {self._bytes_max} bytes, and the next record does not fit; "
+            "raise `coordinator.streams.ledger_bytes_max` and resume the run"
         )
 
     async def append(self, facts: Sequence[Fact]) -> asyncio.Future[int]:
@@ -127,21 +127,22 @@ class Ledger:
         """Return the error for the operator after a failed append."""
         if isinstance(error, WrongLastSequence):
             return Fenced(
-                f"another coordinator has taken over {self._log.name}: this one is fenced and stops; run one coordinator per run",
+                f"another coordinator has taken over {self._log.name}: this one is fenced and stops; run one "
+                "coordinator per run",
                 ledger=self._log.name,
                 position=self.head.position,
             )
         if isinstance(error, PayloadTooLarge):
             return DataLoss(
-                f"a decision is too large for one record of {self._log.name} ({error}); raise `bus.embedded.payload_bytes_max` (of a "
-                "cluster: max_payload), then start the coordinator again",
+                f"a decision is too large for one record of {self._log.name} ({error}); raise "
+                "`bus.embedded.payload_bytes_max` (of a cluster: max_payload), then start the coordinator again",
                 ledger=self._log.name,
             )
         if isinstance(error, (LedgerFull, StreamFull)):
             return LedgerFull(self.full, ledger=self._log.name)
         return DataLoss(
-            f"{self._log.name} stored no record ({error}); the coordinator stops and recovers from what is stored when it is "
-            "started again: check that NATS runs, and that its disk has room",
+            f"{self._log.name} stored no record ({error}); the coordinator stops and recovers from what is stored when "
+            "it is started again: check that NATS runs, and that its disk has room",
             ledger=self._log.name,
         )
 

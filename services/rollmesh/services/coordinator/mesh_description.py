@@ -79,8 +79,8 @@ class MeshDescriber:
         for run, driver in self._runs.drivers.items():
             if run != spec.run and not await driver.read(_ended):
                 raise MeshBusy(
-                    f"run {run} is live, and this mesh's inference nodes serve one run at a time; `rollmesh stop {run}` (StopRun) "
-                    "ends it; or use another mesh",
+                    f"run {run} is live, and this mesh's inference nodes serve one run at a time; `rollmesh stop "
+                    f"{run}` (StopRun) ends it; or use another mesh",
                     run=run,
                 )
 

@@ -67,7 +67,8 @@ HELDOUT = gauge(
 )
 IDLE_SECONDS = gauge(
     "rollmesh_coordinator_idle_seconds",
-    "Seconds since the last progress: a scored sample, a decided group, a commit, a checkpoint or a publication. 0 after the end.",
+    "Seconds since the last progress: a scored sample, a decided group, a commit, a checkpoint or a publication. 0 "
+    "after the end.",
     "run",
 )
 STALLED = gauge("rollmesh_coordinator_stalled", "1 while the run is stalled (run.stall_s), otherwise 0.", "run")
@@ -82,7 +83,8 @@ FAILED_ATTEMPTS = counter(
 POSITION = gauge("rollmesh_coordinator_ledger_position", "Newest stored ledger record.", "run")
 LEDGER_USED = gauge(
     "rollmesh_coordinator_ledger_used_ratio",
-    "Share of coordinator.streams.ledger_bytes_max that the ledger of a live run uses. At 1 the run ends. 0 after the end.",
+    "Share of coordinator.streams.ledger_bytes_max that the ledger of a live run uses. At 1 the run ends. 0 after the "
+    "end.",
     "run",
 )
 APPEND_SECONDS = histogram(
@@ -96,6 +98,7 @@ NODE_CHANGES = counter(
     kind=_KINDS, state=_NODE_STATES,
 )  # fmt: skip
 METRICS = (
-    SAMPLES, DROPPED, GROUPS, AHEAD, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, STEP, TOKENS, REWARD, HELDOUT,
+    SAMPLES, DROPPED, GROUPS, AHEAD, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, STEP, TOKENS, REWARD,
+    HELDOUT,
     IDLE_SECONDS, STALLED, REJECTED, FAILED_ATTEMPTS, POSITION, LEDGER_USED, APPEND_SECONDS, NODES, NODE_CHANGES,
 )  # fmt: skip

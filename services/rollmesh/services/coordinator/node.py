@@ -92,7 +92,8 @@ class CoordinatorNode:
         return self._keeper.nodes(None)
 
     async def failed(self) -> NoReturn:
-        """Wait until this coordinator can't lead on, and raise why: Fenced or DataLoss. The process should exit then."""
+        """Wait until this coordinator can't lead on, and raise why: Fenced or DataLoss. The process should exit
+        then."""
         assert self._failure is not None, "not started"
         await asyncio.shield(self._failure)
         raise AssertionError("a failure is an exception")

@@ -75,8 +75,8 @@ class Outgoing:
         self._keeper.send(command.node_id, coordinator_pb2.JoinResponse(cancel=cancel))
 
     async def missing_blobs(self, run: str, weights_digest: str) -> list[str]:
-        """Return what is not uploaded of a version: its manifest, or chunks of it. Empty if a depot has all. A depot that
-        serves other bytes, or does not answer, is logged, and the next one is asked.
+        """Return what is not uploaded of a version: its manifest, or chunks of it. Empty if a depot has all. A depot
+        that serves other bytes, or does not answer, is logged, and the next one is asked.
 
         Raises HashMismatch that names a corrupt depot, or the error of a call, if no other depot has all.
         """
@@ -121,9 +121,9 @@ class Outgoing:
                     raise UnknownBlob(f"blob {digest} is over {MANIFEST_BYTES_MAX} bytes: not a manifest")
         if (found := hashlib.sha256(content).hexdigest()) != digest:
             raise HashMismatch(
-                f"depot {self._keeper.name_of(address)} at {address} is corrupt: for the manifest {digest} it sends {len(content)} bytes "
-                f"that hash to {found}; its host or its store is at fault, not the trainer: stop this depot, and start one whose files "
-                "are intact",
+                f"depot {self._keeper.name_of(address)} at {address} is corrupt: for the manifest {digest} it sends "
+                f"{len(content)} bytes that hash to {found}; its host or its store is at fault, not the trainer: stop "
+                "this depot, and start one whose files are intact",
                 address=address,
                 digest=digest,
             )

@@ -26,8 +26,8 @@ class Recovered:
 
 
 async def recover(log: StreamLog, store: SnapshotStore) -> Recovered:
-    """Return the state that follows from the ledger. Raises DataLoss for a missing or damaged record, NewerFormat for one of a later
-    release."""
+    """Return the state that follows from the ledger. Raises DataLoss for a missing or damaged record, NewerFormat for
+    one of a later release."""
     base = await _usable_snapshot(log, store)
     state = base.state if base is not None else State()
     head = start = base.head if base is not None else EMPTY

@@ -47,7 +47,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         deadline_s: float,
         message_bytes_max: int,
     ) -> None:
-        """`deadline_s` is the server's limit for a call without a deadline, `message_bytes_max` that of its messages."""
+        """`deadline_s` is the server's limit for a call without a deadline, `message_bytes_max` that of its
+        messages."""
         # Channels have the default limit.
         self._message_bytes_max = min(message_bytes_max, MESSAGE_BYTES_MAX)
         self._deadline_s = deadline_s
@@ -160,8 +161,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         missing = await self._outgoing.missing_blobs(request.run, version.weights_digest)
         if missing:
             raise NotUploaded(
-                f"the depot lacks {count_of(len(missing), 'blob')} of {version.weights_digest}, first {missing[0]}: upload them, "
-                "then publish again",
+                f"the depot lacks {count_of(len(missing), 'blob')} of {version.weights_digest}, first {missing[0]}: "
+                "upload them, then publish again",
                 missing=len(missing),
                 first=missing[0],
             )

@@ -25,8 +25,8 @@ from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.store.private_files import private_folder, private_opener
 
 LEDGER_ROOM_BYTES = 16 * MIB
-"""Bytes reserved for the ledger of a run that ends: the end itself, and later a trainer may still attach, commit, report
-and publish. If the ledger is full, they are added to its limit."""
+"""Bytes reserved for the ledger of a run that ends: the end itself, and later a trainer may still attach, commit,
+report and publish. If the ledger is full, they are added to its limit."""
 ROOM_BYTES = MIB
 """Bytes reserved for its other streams."""
 _MARKER = "ended.json"
@@ -60,7 +60,8 @@ class RunStorage:
         self._limits = limits
 
     async def make(self, run: str) -> bool:
-        """Create the streams of a run, or reserve their full limits again. If one fails, remove those that this call created.
+        """Create the streams of a run, or reserve their full limits again. If one fails, remove those that this call
+        created.
 
         Return whether the ledger is new: otherwise the run has facts that must remain.
 
@@ -94,8 +95,8 @@ class RunStorage:
             raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
 
     async def shrink(self, run: str) -> None:
-        """Reduce the reserved room to little more than what the streams contain. Raises DiskFull if a full ledger cannot
-        get that."""
+        """Reduce the reserved room to little more than what the streams contain. Raises DiskFull if a full ledger
+        cannot get that."""
         specs = _known_streams(run, self._limits)
         for spec in _each(specs):
             room, over = (LEDGER_ROOM_BYTES, LEDGER_ROOM_BYTES) if spec is specs.ledger else (ROOM_BYTES, 0)
@@ -178,8 +179,8 @@ def _known_streams(run: str, limits: StreamLimits) -> RunStreams:
 def _disk_full(run: str, limits: StreamLimits, error: DiskFull) -> DiskFull:
     wanted = sum(spec.bytes_max for spec in _each(run_streams(run, limits))) // MIB
     return DiskFull(
-        f"the streams of run {run} need {wanted} MiB reserved at NATS ({error}); lower `coordinator.streams.samples_bytes_max` or "
-        "`coordinator.streams.ledger_bytes_max`, raise `bus.embedded.store_bytes_max`, or remove ended runs with "
-        "`rollmesh delete` (DeleteRun)",
+        f"the streams of run {run} need {wanted} MiB reserved at NATS ({error}); lower "
+        "`coordinator.streams.samples_bytes_max` or `coordinator.streams.ledger_bytes_max`, raise "
+        "`bus.embedded.store_bytes_max`, or remove ended runs with `rollmesh delete` (DeleteRun)",
         run=run,
     )

@@ -258,8 +258,8 @@ class Runs:
         async with self._reserving:
             if len(self.live) >= self._config.runs_max:
                 raise Overloaded(
-                    f"this coordinator leads {len(self.live)} live runs, `coordinator.runs_max` is {self._config.runs_max}; "
-                    "end one with `rollmesh stop NAME` (StopRun), or use another mesh"
+                    f"this coordinator leads {len(self.live)} live runs, `coordinator.runs_max` is "
+                    f"{self._config.runs_max}; end one with `rollmesh stop NAME` (StopRun), or use another mesh"
                 )
             is_new = await self._reserve(run)
         try:
@@ -274,7 +274,8 @@ class Runs:
     # With `_reserving` held -------------------------------------------------------------------------------------------
 
     async def _reserve(self, run: str) -> bool:
-        """Reserve room for a run, and return whether it is new. If the disk is full, first release the room of ended runs."""
+        """Reserve room for a run, and return whether it is new. If the disk is full, first release the room of ended
+        runs."""
         try:
             return await self._storage.make(run)
         except DiskFull:

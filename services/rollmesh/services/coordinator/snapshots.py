@@ -23,8 +23,8 @@ KEPT = 2
 _SUFFIX = ".snapshot"
 _DIGEST_BYTES = 32
 FORMAT = 2
-"""Format of the files. It rises with every change of `State` or of what the fold keeps in it, because an older release would drop new
-fields, and this one would fill them with defaults. A test compares it with the fields of `State`."""
+"""Format of the files. It rises with every change of `State` or of what the fold keeps in it, because an older release
+would drop new fields, and this one would fill them with defaults. A test compares it with the fields of `State`."""
 
 _log = logging.getLogger(__name__)
 

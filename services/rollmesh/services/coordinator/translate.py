@@ -1,4 +1,5 @@
-"""Messages of the contract to inputs of the core, and its results and effects to messages. No other module knows both shapes."""
+"""Messages of the contract to inputs of the core, and its results and effects to messages. No other module knows both
+shapes."""
 
 from __future__ import annotations
 
@@ -289,12 +290,14 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
 
 
 def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.GroupDecided:
-    """Return the decision as an input, without the evidence of its rewards. Raises ScorerFailed if it is out of range."""
+    """Return the decision as an input, without the evidence of its rewards. Raises ScorerFailed if it is out of
+    range."""
     try:
         validation.check_decision(answer)
     except InvalidInput as error:
         raise ScorerFailed(
-            f"the finalizer's decision on group {group} is rejected: {error.message}; correct the finalizer that the reward service runs"
+            f"the finalizer's decision on group {group} is rejected: {error.message}; correct the finalizer that the "
+            "reward service runs"
         ) from error
     for sample in answer.adjusted:
         for reward in sample.rewards:

@@ -41,7 +41,8 @@ class DataConfig(Settings):
     """Maximum number of runs whose ledgers are followed."""
 
     snapshot_records: Annotated[NonNegativeInt, LIVE] = 20_000
-    """Ledger records between snapshots, which bound the fold after a restart. 0 stores a snapshot only on a clean exit."""
+    """Ledger records between snapshots, which bound the fold after a restart. 0 stores a snapshot only on a clean
+    exit."""
 
 
 def build_pools(

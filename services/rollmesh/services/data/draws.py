@@ -1,9 +1,10 @@
 """The state of the draws of a run: a fold of the ledger.
 
-`apply` folds one record, `positions` draws. The ledger determines the state: the task of each draw, the open groups, the results of kept
-groups until a checkpoint holds the update that used them, and the evidence of the selector. The snapshot contains only this state.
-Besides it, `issued` holds draws that the coordinator has not recorded. It makes a repeated call return the same task, and keeps a task
-from being twice in one batch. A crash may lose it, because a draw that is not in the ledger has not happened.
+`apply` folds one record, `positions` draws. The ledger determines the state: the task of each draw, the open groups,
+the results of kept groups until a checkpoint holds the update that used them, and the evidence of the selector. The
+snapshot contains only this state. Besides it, `issued` holds draws that the coordinator has not recorded. It makes a
+repeated call return the same task, and keeps a task from being twice in one batch. A crash may lose it, because a draw
+that is not in the ledger has not happened.
 
 This module is pure: it uses no clock and no I/O. The same snapshot and the same facts give the same next draws.
 """
@@ -23,10 +24,12 @@ from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
 from rollmesh.shared.domain.trajectory import TrainedGroup
 
 DRAWS_REMEMBERED_MAX = 8192
-"""Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another task."""
+"""Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another
+task."""
 
 DRAWS_OUTSTANDING_MAX = 1024
-"""Issued draws this far behind the latest recorded draw were dropped by the coordinator. They no longer count as in flight."""
+"""Issued draws this far behind the latest recorded draw were dropped by the coordinator. They no longer count as in
+flight."""
 
 KEPT_GROUPS_MAX = 8192
 """Limit of kept groups whose result is stored, the newest ones. `observe_trained` does not get an older group."""
@@ -91,13 +94,15 @@ class RunDraws:
         return len(self._open)
 
     def positions(self, policy: str, first_draw: int, num: int) -> list[int]:
-        """Return pool positions of draws [first_draw, first_draw + num), fewer at the end. Raise OutOfRange beyond the end."""
+        """Return pool positions of draws [first_draw, first_draw + num), fewer at the end. Raise OutOfRange beyond the
+        end."""
         stop = first_draw + num
         if self._num_draws_max:
             stop = min(stop, self._num_draws_max)
         if first_draw >= stop:
             raise OutOfRange(
-                f"`first_draw` must be < {self._num_draws_max}, the draws of all epochs, got {first_draw}; raise data.epochs_max",
+                f"`first_draw` must be < {self._num_draws_max}, the draws of all epochs, got {first_draw}; raise "
+                "data.epochs_max",
                 draw=first_draw,
             )
         draws = self._draws(policy)
@@ -153,12 +158,14 @@ class RunDraws:
         return bytes(msgpack.packb(state))
 
     def restore(self, state: bytes) -> None:
-        """Replace the state, and drop issued draws. Raise CorruptSnapshot, without a change, if `state` is not of this pool."""
+        """Replace the state, and drop issued draws. Raise CorruptSnapshot, without a change, if `state` is not of this
+        pool."""
         try:
             fields = msgpack.unpackb(state, strict_map_key=False)
             if fields["schema"] != _SCHEMA or fields["pool"] != self._pool.digest:
                 raise CorruptSnapshot(
-                    "the snapshot is of another task source; restore it with its own settings, or fold the ledger without it"
+                    "the snapshot is of another task source; restore it with its own settings, or fold the ledger "
+                    "without it"
                 )
             reward = str(fields["success_reward"])
             policies = {str(name): self._restored(*parts) for name, parts in fields["policies"].items()}

@@ -1,7 +1,7 @@
 """Draw tasks, and save and restore the state of the draws, for any number of runs over one source.
 
-A run is followed after the first call that names it. Its selector chooses training tasks. Evaluation and export use the tasks of a split
-in order, which is the same for every run and every step.
+A run is followed after the first call that names it. Its selector chooses training tasks. Evaluation and export use the
+tasks of a split in order, which is the same for every run and every step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class DataEngine:
         return [(first_draw + offset, pool.task(position)) for offset, position in enumerate(positions)]
 
     def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
-        """Return tasks [first_draw, first_draw + num) of a split, fewer at its end. Raise UnknownSplit, OutOfRange beyond the end."""
+        """Return tasks [first_draw, first_draw + num) of a split, fewer at its end. Raise UnknownSplit, OutOfRange
+        beyond the end."""
         known = [name for name, pool in self._pools.items() if len(pool)]
         if split not in known:
             raise UnknownSplit(f"the split `{split}` has no tasks; splits with tasks: {', '.join(known)}", split=split)
@@ -86,7 +87,8 @@ class DataEngine:
         return {run: follower.position for run, follower in self._runs.items()}
 
     async def snapshot(self, run: str) -> tuple[bytes, int]:
-        """Return the state of the run and the ledger sequence of its last folded record. Raise UnknownRun, CatchingUp."""
+        """Return the state of the run and the ledger sequence of its last folded record. Raise UnknownRun,
+        CatchingUp."""
         return await (await self._follower(run)).snapshot()
 
     async def restore(self, run: str, state: bytes) -> int:
@@ -147,5 +149,6 @@ class DataEngine:
                     await follower.close()
         if len(self._runs) + len(self._opening) > self._runs_max:
             raise ResourceExhausted(
-                f"the limit of {self._runs_max} followed runs (`data.runs_max`) is reached; stop a run or raise the limit"
+                f"the limit of {self._runs_max} followed runs (`data.runs_max`) is reached; stop a run or raise the "
+                "limit"
             )

@@ -2,9 +2,10 @@
 
     ledger (RM_<run>_LEDGER)  ->  follower task  ->  RunDraws  <-  positions()      waits for a later ledger position
 
-With a `SnapshotFolder`, the fold begins at the newest usable snapshot. A snapshot is stored every `snapshot_records` records and by
-`close`. Only the task writes the state. A call waits, with a timeout, until the fold has reached the requested position. The first call
-also waits for all records that the ledger held when the follower began, so a restarted service never uses a half-folded state.
+With a `SnapshotFolder`, the fold begins at the newest usable snapshot. A snapshot is stored every `snapshot_records`
+records and by `close`. Only the task writes the state. A call waits, with a timeout, until the fold has reached the
+requested position. The first call also waits for all records that the ledger held when the follower began, so a
+restarted service never uses a half-folded state.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class RunFollower:
     async def _stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            # Repeatedly: the NATS client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives
-            # together with the response. The task would then continue to follow.
+            # Repeatedly: the NATS client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that
+            # arrives together with the response. The task would then continue to follow.
             while not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
@@ -117,7 +118,8 @@ class RunFollower:
                 task.exception()  # every caller has got it; reading marks it as retrieved
 
     async def positions(self, *, policy: str, first_draw: int, num: int, ledger_position: int) -> list[int]:
-        """Return `RunDraws.positions` of a state that contains `ledger_position`. Raise CatchingUp after the timeout."""
+        """Return `RunDraws.positions` of a state that contains `ledger_position`. Raise CatchingUp after the
+        timeout."""
         await self._caught_up(ledger_position)
         return self._draws.positions(policy, first_draw, num)
 
@@ -153,8 +155,8 @@ class RunFollower:
             found = ""
         if found != parts.record_id:
             raise CorruptSnapshot(
-                f"record {parts.position} of the ledger of {self.run} must have the id {parts.record_id!r} of the snapshot, got "
-                f"{found!r}; the snapshot is of another ledger: fold this one without it"
+                f"record {parts.position} of the ledger of {self.run} must have the id {parts.record_id!r} of the "
+                f"snapshot, got {found!r}; the snapshot is of another ledger: fold this one without it"
             )
 
     def _packed(self) -> bytes:

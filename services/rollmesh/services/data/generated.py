@@ -1,11 +1,12 @@
 """Sources of generated tasks: they have levels, need no file, and are determined by a seed.
 
-A task family makes the key of a task, one line of text that determines the task, and derives prompt and demonstration from the key.
-Task n of a split is a pure function of (seed, split, n, level settings). The stream is generated in order, so a larger number of tasks
-does not change the earlier ones. Keys are distinct within a split. The split is a hash range of the key, so splits are disjoint for all
-seeds.
+A task family makes the key of a task, one line of text that determines the task, and derives prompt and demonstration
+from the key. Task n of a split is a pure function of (seed, split, n, level settings). The stream is generated in
+order, so a larger number of tasks does not change the earlier ones. Keys are distinct within a split. The split is a
+hash range of the key, so splits are disjoint for all seeds.
 
-Collaborators: `rollmesh.demo.families` (the families of the demo), `rollmesh.demo.make_model` (imitates the demonstrations).
+Collaborators: `rollmesh.demo.families` (the families of the demo), `rollmesh.demo.make_model` (imitates the
+demonstrations).
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class GeneratedSource(ABC):
         """`base_dir` is not used. Raise ConfigError if the family does not have all levels."""
         if options.level_max > self.hardest_level:
             raise ConfigError(
-                f"`level_max` must be in [`level_min` = {options.level_min}, {self.hardest_level}], got {options.level_max}"
+                f"`level_max` must be in [`level_min` = {options.level_min}, {self.hardest_level}], got "
+                f"{options.level_max}"
             )
         self.options = options
 
@@ -153,7 +155,8 @@ class GeneratedSource(ABC):
 
 
 def _level_sequence(weights: Sequence[float]) -> Iterator[int]:
-    """Yield indices of `weights` in exact proportion at every prefix (smooth weighted round robin; equal weights: 0, 1, 2, ...)."""
+    """Yield indices of `weights` in exact proportion at every prefix (smooth weighted round robin; equal weights: 0, 1,
+    2, ...)."""
     total = sum(weights)
     credit = [0.0] * len(weights)
     while True:

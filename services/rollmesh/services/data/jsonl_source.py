@@ -1,7 +1,8 @@
 """A source of tasks in a JSONL file, with a mapping from its fields to those of a task.
 
-The answer field is checked here, so a malformed line is reported before the run starts, but its value is dropped at once. A task has the
-reference `jsonl:NAME@DIGEST#LINE`. Only the reward service resolves it, because it reads the file itself.
+The answer field is checked here, so a malformed line is reported before the run starts, but its value is dropped at
+once. A task has the reference `jsonl:NAME@DIGEST#LINE`. Only the reward service resolves it, because it reads the file
+itself.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class JsonlOptions(Settings):
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. Empty means no answers."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty means no tests.
-    Only the reward service reads the value."""
+    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
+    means no tests. Only the reward service reads the value."""
     answer_pattern: str = ""
-    """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one. For GSM8K:
-    `#### (\\S+)`."""
+    """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one.
+    For GSM8K: `#### (\\S+)`."""
     labels: dict[str, str] = {}
     """Field by label name, for example `{level: difficulty}`."""
     split: str = ""
@@ -75,7 +76,8 @@ class JsonlSource:
         self._path = Path(base_dir or ".") / options.path
 
     def tasks(self) -> Iterator[PoolTask]:
-        """Yield the tasks. Raise ConfigError if the file cannot be read, and RecordError with file, line and field of a malformed record."""
+        """Yield the tasks. Raise ConfigError if the file cannot be read, and RecordError with file, line and field of a
+        malformed record."""
         options = self._options
         file = read_jsonl(self._path, num_lines_max=options.num_lines_max)
         pattern = re.compile(options.answer_pattern) if options.answer_pattern else None

@@ -36,7 +36,8 @@ class DataNode(JoinedNode):
         snapshots: SnapshotFolder | None = None,
         endpoints: BlockingEndpoints | None = None,
     ) -> None:
-        """Read the ledgers on `bus`. Files in the config are relative to `base_dir`. Raises ConfigError or RecordError."""
+        """Read the ledgers on `bus`. Files in the config are relative to `base_dir`. Raises ConfigError or
+        RecordError."""
         super().__init__(node_id=node_id, access=access, coordinator=coordinator, server=server, clock=clock)
         self.engine = build_engine(
             config, bus=bus, clock=self.clock, base_dir=base_dir, snapshots=snapshots, endpoints=endpoints

@@ -1,10 +1,12 @@
 """The selector port: chooses the task of the next draw.
 
-A selector is deterministic: the same configuration, the same results in the same order and the same draw index give the same task. It does
-not count its draws, because only the ledger records them. Selectors are found by name, or loaded from user code as `file.py:Name`.
+A selector is deterministic: the same configuration, the same results in the same order and the same draw index give the
+same task. It does not count its draws, because only the ledger records them. Selectors are found by name, or loaded
+from user code as `file.py:Name`.
 
-A selector gets the result of a group twice: `observe` when the group is decided, and the optional `observe_trained` when an update that
-used it is committed, with what the trainer measured. They are two methods, so that a selector counts each group once without a check.
+A selector gets the result of a group twice: `observe` when the group is decided, and the optional `observe_trained`
+when an update that used it is committed, with what the trainer measured. They are two methods, so that a selector
+counts each group once without a check.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from rollmesh.shared.domain.trajectory import TrainedGroup
 class GroupResult:
     """The result of a group for its task.
 
-    `successes` and `failures` are sums of p and 1 - p over the scored members, with p in [0, 1]. Infra failures are in neither sum.
-    Both are 0 for a group that ended without a score.
+    `successes` and `failures` are sums of p and 1 - p over the scored members, with p in [0, 1]. Infra failures are in
+    neither sum. Both are 0 for a group that ended without a score.
     """
 
     position: int

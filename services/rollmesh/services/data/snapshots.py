@@ -1,8 +1,9 @@
 """Snapshots of the data service on disk. They shorten its recovery, which does not depend on them.
 
-The state is a snapshot plus the fold of the later ledger records. Without a snapshot, the fold of the whole ledger gives the same state. A
-file gets its name only when it is complete, and it contains a digest of itself. Other files, such as checkpoints of a trainer, may contain
-states as well. They are offered by age. The caller that restores a state checks that it is of this ledger.
+The state is a snapshot plus the fold of the later ledger records. Without a snapshot, the fold of the whole ledger
+gives the same state. A file gets its name only when it is complete, and it contains a digest of itself. Other files,
+such as checkpoints of a trainer, may contain states as well. They are offered by age. The caller that restores a state
+checks that it is of this ledger.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A task and the pool that contains it.
 
-A task has a public part, which the agent may see, and an `oracle_ref`. The answer key is never in a message of this service, because only
-the reward service resolves references. Pools are finite, immutable and addressed by position, so "task n" is the same in every process
-with the same configuration.
+A task has a public part, which the agent may see, and an `oracle_ref`. The answer key is never in a message of this
+service, because only the reward service resolves references. Pools are finite, immutable and addressed by position, so
+"task n" is the same in every process with the same configuration.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class TaskPool(Protocol):
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:
     """Return the split of `text` by the first 8 bytes of its SHA-256, read as a fraction of 2**64.
 
-    [0, test_share) is TEST, the next `validation_share` is VALIDATION, and the rest is TRAIN. The split depends only on the text, so
-    neither a seed nor the order of the file can move a held-out prompt into training.
+    [0, test_share) is TEST, the next `validation_share` is VALIDATION, and the rest is TRAIN. The split depends only on
+    the text, so neither a seed nor the order of the file can move a held-out prompt into training.
     """
     fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
     if fraction < test_share:

@@ -1,7 +1,7 @@
 """Forward the public calls of CoordinatorService, so that operators and joining nodes need only the gateway's address.
 
-GetMesh, FetchModelFiles, GetFleet and Drain are forwarded. Nodes send leases, reports and membership directly to the coordinator,
-whose address GetMesh returns, because a gateway in between would add a point of failure.
+GetMesh, FetchModelFiles, GetFleet and Drain are forwarded. Nodes send leases, reports and membership directly to the
+coordinator, whose address GetMesh returns, because a gateway in between would add a point of failure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stream the samples of a run with export, from its ledger and its sample stream.
 
-The ledger holds the scored episodes in order, their tasks and the end of the run, so the gateway does not call the coordinator. The
-position of a reader is (record, fact); it is the same at every gateway and does not change. Each stream reads the ledger from its first
-record, because the tasks are stored there.
+The ledger holds the scored episodes in order, their tasks and the end of the run, so the gateway does not call the
+coordinator. The position of a reader is (record, fact); it is the same at every gateway and does not change. Each
+stream reads the ledger from its first record, because the tasks are stored there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A limit on calls that stay open at the coordinator, so that they leave room for short calls and never wait without an answer."""
+"""A limit on calls that stay open at the coordinator, so that they leave room for short calls and never wait without an
+answer."""
 
 from __future__ import annotations
 

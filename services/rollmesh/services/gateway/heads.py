@@ -1,9 +1,9 @@
 """Store the newest ledger head of each run in an append-only file, outside the storage of the ledger.
 
-heads.jsonl has one line per commit that this gateway forwarded: {"run": "r", "head": {"position": 17, "hash": "..."}}. The last line of a
-run is valid, because a head covers all records before it. An empty head means that the run was deleted. Opening the file rewrites it
-with these last lines, so that it does not grow with restarts. A stored head survives a killed process. It is on the disk a moment later,
-because a trainer would wait for the disk in each commit.
+heads.jsonl has one line per commit that this gateway forwarded: {"run": "r", "head": {"position": 17, "hash": "..."}}.
+The last line of a run is valid, because a head covers all records before it. An empty head means that the run was
+deleted. Opening the file rewrites it with these last lines, so that it does not grow with restarts. A stored head
+survives a killed process. It is on the disk a moment later, because a trainer would wait for the disk in each commit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Heads:
             await self._syncing
 
     def store(self, run: str, head: LedgerHead) -> None:
-        """Append a head, and begin to write it to the disk. A full disk does not fail the commit, because the coordinator has recorded it."""
+        """Append a head, and begin to write it to the disk. A full disk does not fail the commit, because the
+        coordinator has recorded it."""
         try:
             with open(self._path, "ab", opener=private_opener) as file:
                 file.write(_encode(run, head))
@@ -74,7 +75,8 @@ class Heads:
 
 
 def read_heads(path: Path) -> dict[str, LedgerHead]:
-    """Return the newest head of each run in a gateway's file; empty without a file. Lines truncated by a crash are skipped."""
+    """Return the newest head of each run in a gateway's file; empty without a file. Lines truncated by a crash are
+    skipped."""
     found: dict[str, LedgerHead] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:

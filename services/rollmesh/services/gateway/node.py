@@ -119,7 +119,8 @@ class GatewayNode(JoinedNode):
             self._start_page(page)
 
     def _start_page(self, page: LivePage) -> None:
-        """Start the page. Without it the gateway serves trainers as well, unless the configuration requires the page."""
+        """Start the page. Without it the gateway serves trainers as well, unless the configuration requires the
+        page."""
         try:
             page.start()
         except ConfigError as err:

@@ -1,11 +1,11 @@
 """Read the payloads of a batch lease from the run's sample stream by sequence, or from its files by position.
 
-A payload that cannot be read, or that contradicts the metadata of a leased sample, would recur with every lease. The response holds its
-failure, so that the trainer drops its samples, and it is recorded as a dead letter. A payload that is gone raises PAYLOAD_LOST, because
-the lease may be old.
+A payload that cannot be read, or that contradicts the metadata of a leased sample, would recur with every lease. The
+response holds its failure, so that the trainer drops its samples, and it is recorded as a dead letter. A payload that
+is gone raises PAYLOAD_LOST, because the lease may be old.
 
-An episode is read and sent once per fetch, with its leased samples. Shards hold whole episodes, assigned in the order of their samples'
-ids. The same lease is therefore always sharded equally, and shards differ by at most one episode.
+An episode is read and sent once per fetch, with its leased samples. Shards hold whole episodes, assigned in the order
+of their samples' ids. The same lease is therefore always sharded equally, and shards differ by at most one episode.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def scored_ref(scored: events_pb2.EpisodeScored, key: types_pb2.EpisodeKey) -> E
 
 
 def episodes_of(samples: Iterable[run_pb2.LeasedSample]) -> list[EpisodeRef]:
-    """Return the episodes of `samples`, sorted by the id of their first sample. Raise PayloadLost for a sample without payload."""
+    """Return the episodes of `samples`, sorted by the id of their first sample. Raise PayloadLost for a sample without
+    payload."""
     found: dict[int, list[run_pb2.LeasedSample]] = {}
     for sample in samples:
         if sample.payload.sequence == 0:
@@ -91,7 +92,8 @@ class PayloadReader:
         self._clock = clock or SystemClock()
 
     async def read(self, run: str, episodes: Sequence[EpisodeRef]) -> AsyncIterator[run_pb2.FetchSamplesResponse]:
-        """Yield the episodes in order, or the failure of one that contradicts its report. Raise PayloadLost if one is gone."""
+        """Yield the episodes in order, or the failure of one that contradicts its report. Raise PayloadLost if one is
+        gone."""
         if not episodes:
             return
         try:

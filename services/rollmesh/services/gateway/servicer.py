@@ -1,8 +1,8 @@
 """Serve RunService to trainers: forward decisions to the coordinator and read payloads from the sample stream.
 
-A forwarded call keeps its deadline, and the caller gets the coordinator's error with its code, reason and details. The gateway does not
-need state: any number of gateways can serve, and each may be killed at any time. It stores the head of the ledger after each commit that
-it forwards, for the audit.
+A forwarded call keeps its deadline, and the caller gets the coordinator's error with its code, reason and details. The
+gateway does not need state: any number of gateways can serve, and each may be killed at any time. It stores the head of
+the ledger after each commit that it forwards, for the audit.
 """
 
 from __future__ import annotations

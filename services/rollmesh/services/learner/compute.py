@@ -1,7 +1,7 @@
 """Run all computation in one thread, so that the event loop continues to renew leases.
 
-A single thread also makes the trainer's calls sequential: the computation of a cancelled caller finishes before the next call begins. A
-computation cannot be interrupted.
+A single thread also makes the trainer's calls sequential: the computation of a cancelled caller finishes before the
+next call begins. A computation cannot be interrupted.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One update. `verdicts` has one entry per input sample, in order: (sample id, reason for its exclusion or None)."""
+    """One update. `verdicts` has one entry per input sample, in order: (sample id, reason for its exclusion or
+    None)."""
 
     update: int
     applied: bool
@@ -105,8 +106,9 @@ class TrainerEngine(Protocol):
         ...
 
     def copy_to_save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Callable[[], Path]:
-        """Copy a checkpoint into memory, and return a function that writes it like `save`. It is called in another thread, while updates
-        continue, and at most one at a time. The log does not continue from the checkpoint; the caller calls `TrainedLog.rebase`.
+        """Copy a checkpoint into memory, and return a function that writes it like `save`. It is called in another
+        thread, while updates continue, and at most one at a time. The log does not continue from the checkpoint; the
+        caller calls `TrainedLog.rebase`.
 
         Raises ValueError if the trainer cannot copy its state."""
         ...
@@ -118,7 +120,8 @@ class TrainerEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A trainer restored from its newest complete checkpoint, or with the initial weights. All three agree on the last update."""
+    """A trainer restored from its newest complete checkpoint, or with the initial weights. All three agree on the last
+    update."""
 
     engine: TrainerEngine
     log: TrainedLog
@@ -157,7 +160,8 @@ TRAINERS = Registry(
 
 
 def find_engine(chosen: Extension, base_dir: str | Path | None = None) -> OpenEngine:
-    """Return the function that opens the trainer. A user's file is relative to `base_dir`. Raise ConfigError for a name or an option."""
+    """Return the function that opens the trainer. A user's file is relative to `base_dir`. Raise ConfigError for a name
+    or an option."""
     cls, options = TRAINERS.find(chosen.name, base_dir), TRAINERS.options(chosen, base_dir)
     if not hasattr(cls, "open"):
         raise ConfigError(f"trainer `{chosen.name}` must have a class method `open(config, options)`", name=chosen.name)

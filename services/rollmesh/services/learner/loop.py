@@ -1,7 +1,8 @@
 """The loop of a learner: one trainer session after another until the run ends.
 
-A session that is lost (fenced, lease expired, no reply in time) is followed by another one from the newest checkpoint. A new checkpoint
-counts as progress. Without one, the number of restarts is bounded, so that a learner that cannot progress stops with the cause.
+A session that is lost (fenced, lease expired, no reply in time) is followed by another one from the newest checkpoint.
+A new checkpoint counts as progress. Without one, the number of restarts is bounded, so that a learner that cannot
+progress stops with the cause.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _SESSION_LOST = (
     WrongUpdate,
     WrongVersion,
 )
-"""Errors that end a session but not the learner: the weights in memory no longer match the ledger, but the checkpoint does."""
+"""Errors that end a session but not the learner: the weights in memory no longer match the ledger, but the checkpoint
+does."""
 
 
 async def run_learner(parts: Parts) -> None:
@@ -43,7 +45,8 @@ async def run_learner(parts: Parts) -> None:
 
     In a run that exports its samples, publish the initial weights and do not train.
 
-    Raise errors that a restart cannot resolve: another history, a rejected configuration, or too many consecutive restarts.
+    Raise errors that a restart cannot resolve: another history, a rejected configuration, or too many consecutive
+    restarts.
     """
     backoff = Backoff(parts.config.retry, parts.clock)
     restarts, checkpoint = 0, parts.progress.checkpoint_update

@@ -1,8 +1,9 @@
 """Write metrics per update to `metrics.jsonl` and to TensorBoard event files.
 
-A line: {"update": 12, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": ..., "metrics": {...}, "seconds": {...}}. After a
-roll-back, lines of void updates remain, and the same updates follow with a higher incarnation. The last line of an update is valid.
-The tensorboard package writes event files without tensorflow and torch. Without the package they are omitted.
+A line: {"update": 12, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": ..., "metrics": {...}, "seconds": {...}}.
+After a roll-back, lines of void updates remain, and the same updates follow with a higher incarnation. The last line of
+an update is valid. The tensorboard package writes event files without tensorflow and torch. Without the package they
+are omitted.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class EventFile:
 
 
 def _cut_partial_line(file: BinaryIO) -> None:
-    """Remove a last line without its end, which a full disk or a crash of the host leaves, because the next line would continue it."""
+    """Remove a last line without its end, which a full disk or a crash of the host leaves, because the next line would
+    continue it."""
     begin = file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES_MAX))
     end = file.read().rfind(b"\n") + 1
     if end or not begin:

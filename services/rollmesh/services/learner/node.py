@@ -4,8 +4,8 @@
         await learner.wait()            # until the run ends; raises the error that stopped it
         learner.progress                # at any time
 
-The node has no server. Leaving the context interrupts the learner like a crash, but cleanly: a later learner over the same folder
-resumes from the newest checkpoint. `stop` finishes first: current update, checkpoint, version.
+The node has no server. Leaving the context interrupts the learner like a crash, but cleanly: a later learner over the
+same folder resumes from the newest checkpoint. `stop` finishes first: current update, checkpoint, version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from rollmesh.v1 import coordinator_pb2
 
 
 class LearnerNode(JoinedNode):
-    """One learner of one run. With a `coordinator` address it also joins the fleet for monitoring; training does not need it."""
+    """One learner of one run. With a `coordinator` address it also joins the fleet for monitoring; training does not
+    need it."""
 
     kind = coordinator_pb2.NODE_KIND_LEARNER
     serves = False
@@ -49,8 +50,8 @@ class LearnerNode(JoinedNode):
         node_id: str = "learner",
         base_dir: str | Path | None = None,
     ) -> None:
-        """`at` is awaited at each `LearnerFaultPoint`. `open_engine` replaces `config.engine`, which may be a file relative to
-        `base_dir`."""
+        """`at` is awaited at each `LearnerFaultPoint`. `open_engine` replaces `config.engine`, which may be a file
+        relative to `base_dir`."""
         super().__init__(node_id=node_id, access=where.access, coordinator=coordinator, clock=clock)
         self._config = config
         self._where = where

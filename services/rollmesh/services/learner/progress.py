@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from rollmesh.shared.clock import Clock
 
 PHASES = ("attach", "wait", "fetch", "decode", "train", "commit", "checkpoint", "publish")
-"""Phases of a learner, one after the other. `wait` is the wait for a batch; the others are its work. What runs in the background, such as
-an upload while it trains, is not in a phase until the learner waits for it."""
+"""Phases of a learner, one after the other. `wait` is the wait for a batch; the others are its work. What runs in the
+background, such as an upload while it trains, is not in a phase until the learner waits for it."""
 
 
 @dataclass(slots=True)

@@ -1,12 +1,14 @@
 """Publish versions: copy (export -> probes) -> manifest -> upload -> announce.
 
-The copy runs in the compute thread between two updates, because it must be of one step. All that follows uses only the copy. Copy and
-upload run while the update is committed, when the compute thread is idle; the announcement waits for the commit. What is left then runs
-while the next update is computed. At most one publication is open, because they share a folder.
+The copy runs in the compute thread between two updates, because it must be of one step. All that follows uses only the
+copy. Copy and upload run while the update is committed, when the compute thread is idle; the announcement waits for the
+commit. What is left then runs while the next update is computed. At most one publication is open, because they share a
+folder.
 
-A learner that restarts at its last published step publishes it again. The digest must then be the same; otherwise the coordinator treats
-it as another history. The digest covers the probes, and their log-probs may differ in the last bit on another machine. Therefore the
-manifest of the last version is stored in a file before the announcement, and reused while it names the same chunks.
+A learner that restarts at its last published step publishes it again. The digest must then be the same; otherwise the
+coordinator treats it as another history. The digest covers the probes, and their log-probs may differ in the last bit
+on another machine. Therefore the manifest of the last version is stored in a file before the announcement, and reused
+while it names the same chunks.
 
 Probes are token sequences from the first trained batch, which are stored in a file too. At step 0 they are drawn from the vocabulary.
 Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload), `client.Trainer` (PublishVersion).
@@ -64,10 +66,12 @@ class Publisher:
         self._scratch = folder / "files"
         """Files of the newest copy."""
         self._kept: dict[tuple[Path, int, int], weights_pb2.WeightFile] = {}
-        """Chunks of files that versions share, such as the base of adapters, by path, size and time of the last change in nanoseconds."""
+        """Chunks of files that versions share, such as the base of adapters, by path, size and time of the last change
+        in nanoseconds."""
 
     async def copy(self, engine: TrainerEngine, version: PolicyVersion) -> WeightsCopy:
-        """Copy the engine's current weights, which are `version`, and score the probes on them. The previous copy is deleted.
+        """Copy the engine's current weights, which are `version`, and score the probes on them. The previous copy is
+        deleted.
 
         Raise `WeightsRejected` for weights that score a probe as NaN or infinite, and `DiskFull`.
         """
@@ -76,10 +80,11 @@ class Publisher:
     async def publish(
         self, trainer: Trainer, copying: Awaitable[WeightsCopy], may_announce: asyncio.Event
     ) -> PolicyVersion:
-        """Upload a copy of the weights, and announce it as `trainer.version` once `may_announce` is set, which is after the commit of its
-        update. Return it with its digest. Repeatable.
+        """Upload a copy of the weights, and announce it as `trainer.version` once `may_announce` is set, which is after
+        the commit of its update. Return it with its digest. Repeatable.
 
-        Raise `WeightsRejected` for a tensor with a value that is NaN or infinite, `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
+        Raise `WeightsRejected` for a tensor with a value that is NaN or infinite, `Fenced`, `WrongVersion`,
+        `VersionConflict`, `DiskFull`, or `NotUploaded` if the depot repeatedly loses it.
         """
         config, allowed = self._config, None
 
@@ -182,7 +187,8 @@ class Publisher:
             _write(path, manifest)
 
     def _forget_others(self, version: PolicyVersion) -> None:
-        """Delete the manifests of other versions. Until `version` is announced, a restarted learner may publish the one before again."""
+        """Delete the manifests of other versions. Until `version` is announced, a restarted learner may publish the one
+        before again."""
         for other in self._folder.glob("step-*.manifest"):
             if other != self._manifest_path(version):
                 other.unlink()

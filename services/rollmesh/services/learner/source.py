@@ -1,7 +1,8 @@
 """Convert a fetched batch to training samples.
 
-The lease decides which samples may be trained, with which rewards and which masked tokens; the payload only has the tokens. Samples keep
-the order of the lease, because the trainer's minibatches depend on it. If a payload cannot be decoded, only its samples are dropped.
+The lease decides which samples may be trained, with which rewards and which masked tokens; the payload only has the
+tokens. Samples keep the order of the lease, because the trainer's minibatches depend on it. If a payload cannot be
+decoded, only its samples are dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import run_pb2, types_pb2
 
 UNREADABLE = "UNREADABLE"
-"""Reason of samples whose payload is malformed or contradicts the lease. The client and the gateway use other reasons."""
+"""Reason of samples whose payload is malformed or contradicts the lease. The client and the gateway use other
+reasons."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +91,8 @@ def _training_sample(leased: run_pb2.LeasedSample, episode: Episode) -> Training
 
 
 def _masked(segment: Segment, *, policy: str, below: int) -> Segment:
-    """Remove the loss if `policy` sampled the segment at a step below `below`. The bound concerns only the policy's own tokens."""
+    """Remove the loss if `policy` sampled the segment at a step below `below`. The bound concerns only the policy's own
+    tokens."""
     version = segment.version
     if segment.source is not Source.POLICY or version is None or version.policy != policy or version.step >= below:
         return segment

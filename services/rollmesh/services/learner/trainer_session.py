@@ -1,18 +1,20 @@
 """One trainer session: from an attach until the session is lost or the run ends.
 
-    restore -> attach -> publish -> [ lease -> fetch -> step -> commit -> compare digests -> checkpoint? -> publish? ] ... -> finish
+    restore -> attach -> publish -> [ lease -> fetch -> step -> commit -> compare digests -> checkpoint? -> publish? ]
+    ... -> finish
 
-A publication copies and uploads the weights while their update is committed. It is announced after the commit, and after a checkpoint
-that is due. What is not done then runs while the next batch is leased, fetched and trained, and ends before the commit of that update, so
-that at most one publication is open and the weights never run ahead of it.
+A publication copies and uploads the weights while their update is committed. It is announced after the commit, and
+after a checkpoint that is due. What is not done then runs while the next batch is leased, fetched and trained, and ends
+before the commit of that update, so that at most one publication is open and the weights never run ahead of it.
 
 The order inside an update is fixed, because it ensures that a sample is used at most once:
 - The weights step before the commit, so a crash in between leaves the batch in doubt and never counts it twice.
 - The digest is compared before anything with this update is made durable.
 - The checkpoint precedes publishing, so a published version can be restored or is rolled back under a new incarnation.
 
-With `checkpoint_async`, the place of the checkpoint in this order is a copy in memory, which is written while the next batches are leased and
-trained. At most one copy exists. A version may then be published before its checkpoint is durable; a crash rolls it back.
+With `checkpoint_async`, the place of the checkpoint in this order is a copy in memory, which is written while the next
+batches are leased and trained. At most one copy exists. A version may then be published before its checkpoint is
+durable; a crash rolls it back.
 
 A session passes no state to the next one, which begins with the newest checkpoint.
 """
@@ -84,7 +86,8 @@ class Parts:
 async def begin_session(parts: Parts) -> TrainerSession:
     """Restore, attach and publish. The caller continues with `TrainerSession.train`.
 
-    After `Fenced` and similar errors the caller begins a new session; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` are permanent.
+    After `Fenced` and similar errors the caller begins a new session; `DigestMismatch`, `UnknownUpdate`,
+    `VersionConflict` are permanent.
     """
     with parts.progress.during("attach"):
         restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
@@ -153,7 +156,8 @@ class TrainerSession:
         progress.published_step = -1
 
     async def train(self) -> None:
-        """Make updates until the run ends or a stop is requested; then write the last checkpoint and publish the last version."""
+        """Make updates until the run ends or a stop is requested; then write the last checkpoint and publish the last
+        version."""
         try:
             while (lease := await self._lease()) is not None:
                 with log_context(update=str(lease.update), lease=lease.lease_id):
@@ -200,7 +204,8 @@ class TrainerSession:
         )
 
     async def _announce(self) -> None:
-        """Wait for the copy of the open publication, and let it be announced. `_published_all` waits for that. Raise an error of the copy."""
+        """Wait for the copy of the open publication, and let it be announced. `_published_all` waits for that. Raise an
+        error of the copy."""
         publication = self._publication
         assert publication is not None, "not started"
         with self._parts.progress.during("publish"):
@@ -247,7 +252,8 @@ class TrainerSession:
         return None
 
     async def _lease_or_stop(self) -> BatchLease | str:
-        """Request a lease, or cancel the request on a stop. A lease granted meanwhile is in doubt until the next attach, which returns it."""
+        """Request a lease, or cancel the request on a stop. A lease granted meanwhile is in doubt until the next
+        attach, which returns it."""
         parts = self._parts
         self._asked_ns = now_ns()
         asking = asyncio.create_task(self._trainer.lease(wait_s=parts.config.wait_s))
@@ -272,8 +278,9 @@ class TrainerSession:
         row = list(itertools.takewhile(lambda name: name in refused, reversed(self._published)))
         if len(row) > self._refused_max:
             raise VersionRefused(
-                f"the inference nodes refused the weights {row[0]}, the last of {len(row)} consecutive ones: {refused[row[0]]}; find the "
-                "cause in their logs; then remove the newest checkpoint, so that the run rolls back and publishes again, and resume",
+                f"the inference nodes refused the weights {row[0]}, the last of {len(row)} consecutive ones: "
+                f"{refused[row[0]]}; find the cause in their logs; then remove the newest checkpoint, so that the run "
+                "rolls back and publishes again, and resume",
                 version=row[0],
             )
 
@@ -354,7 +361,8 @@ class TrainerSession:
         if digest != committed.digest:
             raise DigestMismatch(
                 f"after update {result.update} the coordinator's digest is {committed.digest!r}, the trainer's "
-                f"{digest!r}: they disagree on which samples it used; report this, and resume from the newest checkpoint"
+                f"{digest!r}: they disagree on which samples it used; report this, and resume from the newest "
+                "checkpoint"
             )
         self._head = committed.head
         self._parts.progress.update = result.update
@@ -421,9 +429,9 @@ class TrainerSession:
             saving.result()
 
     async def _drop_saving(self) -> None:
-        """At the end of the session, wait until the copy of a checkpoint is written, because the next session reads the folder. A report
-        that is missing is harmless, because the next attach reports the checkpoint. An error is logged: the session has ended with
-        another one, and the next session begins with an older checkpoint."""
+        """At the end of the session, wait until the copy of a checkpoint is written, because the next session reads the
+        folder. A report that is missing is harmless, because the next attach reports the checkpoint. An error is
+        logged: the session has ended with another one, and the next session begins with an older checkpoint."""
         saving, self._saving = self._saving, None
         if saving is None or self._writing is None:
             return
@@ -455,16 +463,19 @@ class TrainerSession:
 
 
 def _refused_max(config: LearnerConfig, attached: Attachment, publish_every: int) -> int:
-    """Return the limit of consecutive refusals. Beyond it the served weights are too old for the next update, which would never start."""
+    """Return the limit of consecutive refusals. Beyond it the served weights are too old for the next update, which
+    would never start."""
     return min(config.quarantined_max, attached.spec.max_staleness // publish_every)
 
 
 def _publish_every(config: LearnerConfig, attached: Attachment) -> int:
-    """Return the interval in updates. Raise `ConfigError` if a batch could wait for weights that are never published."""
+    """Return the interval in updates. Raise `ConfigError` if a batch could wait for weights that are never
+    published."""
     every = config.publish.publish_every or max(1, attached.spec.publish_every)
     limit = attached.spec.max_staleness + 1
     if every > limit:
         raise ConfigError(
-            f"`publish_every` must be <= max_staleness + 1 = {limit}, got {every}; otherwise the run waits for unpublished weights"
+            f"`publish_every` must be <= max_staleness + 1 = {limit}, got {every}; otherwise the run waits for "
+            "unpublished weights"
         )
     return every

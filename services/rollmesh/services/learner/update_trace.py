@@ -1,8 +1,8 @@
 """Trace one update, and add the update to the traces of its episodes.
 
-An update with a traced episode has a separate trace: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to every traced
-episode. Each traced episode gets `batch lease`, `train` and `commit` below its root, linked back, so that its trace covers its whole
-lifecycle.
+An update with a traced episode has a separate trace: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to
+every traced episode. Each traced episode gets `batch lease`, `train` and `commit` below its root, linked back, so that
+its trace covers its whole lifecycle.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ class ScorerConfig(Extension):
     reward: str = ""
     """Name of its reward within the run. Default: the short name of the scorer."""
     timeout_s: PositiveFloat = 30.0
-    """Timeout for one sample, in seconds. A timeout is an infra failure of the sample. For `tests` it limits the time that the candidate
-    takes in all hidden tests, without waits: the remaining tests count as TLE, which is a verdict and not an infra failure."""
+    """Timeout for one sample, in seconds. A timeout is an infra failure of the sample. For `tests` it limits the time
+    that the candidate takes in all hidden tests, without waits: the remaining tests count as TLE, which is a verdict
+    and not an infra failure."""
 
     @property
     def reward_name(self) -> str:
@@ -45,8 +46,8 @@ class RewardConfig(Settings):
     scorers: Annotated[tuple[ScorerConfig, ...], Meta(min_length=1)] = (ScorerConfig(name="exact", reward="correct"),)
     """Scorers in the order in which they run. Each has rewards with different names."""
     weights: dict[str, float] = {}
-    """Weight by reward name, for the estimator of the built-in trainer and for the finalizer. A reward without a weight is recorded, but
-    not optimized. If empty, every reward has weight 1."""
+    """Weight by reward name, for the estimator of the built-in trainer and for the finalizer. A reward without a weight
+    is recorded, but not optimized. If empty, every reward has weight 1."""
     finalizer: Extension = Extension("zero_variance")
     """Decides on a group when its members have ended: `zero_variance`, `keep_all`, or your own."""
     answer_files: dict[str, AnswerFileConfig] = {}
@@ -58,7 +59,8 @@ class RewardConfig(Settings):
     sandbox: Annotated[SandboxClientConfig, LIVE] = SandboxClientConfig()
     """Limits of the client of sandbox nodes."""
     router: Annotated[RouterConfig, LIVE] = RouterConfig()
-    """Routing of scoring calls to inference nodes, for scorers with `use_policy`. `score_calls_max` bounds the concurrent ones."""
+    """Routing of scoring calls to inference nodes, for scorers with `use_policy`. `score_calls_max` bounds the
+    concurrent ones."""
     concurrency_max: Annotated[PositiveInt, LIVE] = 64
     """Maximum number of samples that are scored at the same time."""
     queue_samples_max: Annotated[PositiveInt, LIVE] = 4096
@@ -82,8 +84,9 @@ def build_engine(
 ) -> RewardEngine:
     """Return the engine of the service. Relative files are relative to `base_dir`.
 
-    Without a `sandbox`, `policy` or `endpoints`, the scorers that use it fail; their samples are infra failures. `estimator` is that of the
-    trainer. Its weights are those of `config`. Raise ConfigError, or RecordError for a malformed answer file.
+    Without a `sandbox`, `policy` or `endpoints`, the scorers that use it fail; their samples are infra failures.
+    `estimator` is that of the trainer. Its weights are those of `config`. Raise ConfigError, or RecordError for a
+    malformed answer file.
     """
     scorers = [build_scorer(scorer, base_dir) for scorer in config.scorers]
     _check_weights(config.weights, scorers)

@@ -1,7 +1,7 @@
 """Run the scorers on samples and the finalizer on groups.
 
-A failure of a scorer is recorded only here. An exception, a timeout, or a return value that is not a reward becomes an INFRA_FAILURE with
-the cause as evidence. It is never a reward of 0, because the model did not cause it.
+A failure of a scorer is recorded only here. An exception, a timeout, or a return value that is not a reward becomes an
+INFRA_FAILURE with the cause as evidence. It is never a reward of 0, because the model did not cause it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class RewardEngine:
         """
         if self._num_queued + len(items) > self._queue_samples_max:
             raise Overloaded(
-                f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add reward nodes"
+                f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add "
+                "reward nodes"
             )
         self._num_queued += len(items)
         try:
@@ -124,7 +125,8 @@ class RewardEngine:
         return [task.result() for task in tasks]
 
     def finalize(self, group: Group) -> Verdict:
-        """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises, or returns an invalid verdict."""
+        """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises, or returns an invalid
+        verdict."""
         decide = self.finalizer.decide
         return call_group_code(f"finalizer {self.finalizer_name}", lambda group: checked_verdict(decide(group)), group)
 
@@ -145,7 +147,8 @@ class RewardEngine:
 
 
 def call_group_code(what: str, function: Callable[[A], R], group: A) -> R:
-    """Return the result of a user's function of a group. Raise GroupCodeFailed with the error and the user's lines if it raises."""
+    """Return the result of a user's function of a group. Raise GroupCodeFailed with the error and the user's lines if
+    it raises."""
     try:
         return function(group)
     except Exception as error:
@@ -177,7 +180,8 @@ async def run_scorer(configured: ConfiguredScorer, item: ScoreItem, uses: Uses |
 
 
 def _check_columns(configured: ConfiguredScorer, item: ScoreItem) -> None:
-    """Raise ValueError if the sample lacks an array that the scorer reads, so that the failure names the key and not only the array."""
+    """Raise ValueError if the sample lacks an array that the scorer reads, so that the failure names the key and not
+    only the array."""
     sampled = [segment for segment in item.path if segment.sampled and segment.token_ids.size]
     missing = [name for name in configured.columns if not sampled or any(name not in s.arrays for s in sampled)]
     if missing:
@@ -223,8 +227,8 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
 def _without(answer: str, message: str) -> str:
     """Return the message with "[answer key]" where the answer stands between word boundaries.
 
-    An answer of less than `ANSWER_CHARS_MIN` characters is replaced only between quotes. It may also be a word of the message itself,
-    whose removal would reveal it.
+    An answer of less than `ANSWER_CHARS_MIN` characters is replaced only between quotes. It may also be a word of the
+    message itself, whose removal would reveal it.
     """
     if len(answer) < ANSWER_CHARS_MIN:
         pattern = rf"(?<=(['\"`])){re.escape(answer)}(?=\1)"
@@ -234,8 +238,10 @@ def _without(answer: str, message: str) -> str:
 
 
 def _failure(configured: ConfiguredScorer, cause: str, traceback: str, key: AnswerKey | None) -> Reward:
-    """Return the failure. The evidence is a line with the cause, then the traceback, which has lines of code but no values."""
-    # Messages of exceptions quote values, which may contain the answer. The kind of the error never does: failures are counted by it.
+    """Return the failure. The evidence is a line with the cause, then the traceback, which has lines of code but no
+    values."""
+    # Messages of exceptions quote values, which may contain the answer. The kind of the error never does: failures are
+    # counted by it.
     kind, colon, message = cause.partition(": ")
     for answer in sorted(key.answers, key=len, reverse=True) if key else ():
         message = _without(answer, message)

@@ -1,6 +1,7 @@
 """The finalizer port: decides on a group when its members have ended, or when its deadline has passed.
 
-Finalizers are pure: the same group gives the same verdict. They are found by name, or loaded from user code as `file.py:Name`.
+Finalizers are pure: the same group gives the same verdict. They are found by name, or loaded from user code as
+`file.py:Name`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     task: TaskView
     members: tuple[MemberOutcome, ...]
     advantages: Mapping[str, float] = msgspec.field(default_factory=dict)
-    """Advantage by sample id: the result of the trainer's estimator (`Estimator.of_group`) with `reward.weights`. Members without
-    usable rewards, mainly infra failures, are absent."""
+    """Advantage by sample id: the result of the trainer's estimator (`Estimator.of_group`) with `reward.weights`.
+    Members without usable rewards, mainly infra failures, are absent."""
     num_unscored: int = 0
     """Number of members that ended without a score: infra failures and cancellations."""
     deadline_passed: bool = False
@@ -41,8 +42,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision, with `reason` for FILTER (at most 64 characters of A-Z a-z 0-9 _ . : / -) and `num_extend` (at least 1) for
-    EXTEND."""
+    """The decision, with `reason` for FILTER (at most 64 characters of A-Z a-z 0-9 _ . : / -) and `num_extend` (at
+    least 1) for EXTEND."""
 
     decision: FinalizerDecision
     reason: str = ""
@@ -59,8 +60,8 @@ def checked_verdict(verdict: object) -> Verdict:
         raise ValueError(f"`Verdict.decision` must be a FinalizerDecision, got {verdict.decision!r}")
     if not is_reason(verdict.reason):
         raise ValueError(
-            f"`Verdict.reason` must {REASON_FORM}, got {verdict.reason[:100]!r}: samples are counted by reason, so name the case without "
-            "its numbers"
+            f"`Verdict.reason` must {REASON_FORM}, got {verdict.reason[:100]!r}: samples are counted by reason, so "
+            "name the case without its numbers"
         )
     if verdict.decision is FinalizerDecision.EXTEND and not 1 <= verdict.num_extend <= EXTEND_MAX:
         raise ValueError(f"`Verdict.num_extend` must be in [1, {EXTEND_MAX}] for EXTEND, got {verdict.num_extend}")

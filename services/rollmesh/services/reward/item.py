@@ -25,11 +25,12 @@ from rollmesh.shared.domain.trajectory import (
 from rollmesh.shared.domain.versions import PolicyVersion
 
 TEXT_CHARS_MAX = 16_384
-"""Maximum length of a text that a pattern searches, in characters; only the end of a longer one is searched. A lazy pattern without a
-match takes time quadratic in the length, and the model chooses the text."""
+"""Maximum length of a text that a pattern searches, in characters; only the end of a longer one is searched. A lazy
+pattern without a match takes time quadratic in the length, and the model chooses the text."""
 
 Where = Literal["final", "episode"]
-"""`final`: the last assistant message. `episode`: all assistant messages of the path of the sample, one per paragraph."""
+"""`final`: the last assistant message. `episode`: all assistant messages of the path of the sample, one per
+paragraph."""
 
 
 class TaskView(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,18 +44,21 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerKey(msgspec.Struct, frozen=True, kw_only=True):
-    """The private part of the task. It MUST NOT leave the reward service, so a scorer MUST NOT quote it in its evidence."""
+    """The private part of the task. It MUST NOT leave the reward service, so a scorer MUST NOT quote it in its
+    evidence."""
 
     answers: tuple[str, ...] = ()
     """Accepted answers. Empty for a task that only hidden tests judge."""
     record: Mapping[str, object] = msgspec.field(default_factory=dict)
     """All fields of the line of a JSONL file, for scorers that need more than an answer."""
     tests: str | Mapping[str, object] = ""
-    """Hidden tests: a manifest, or its reference in the oracle store of the sandbox nodes. Empty if there are no tests."""
+    """Hidden tests: a manifest, or its reference in the oracle store of the sandbox nodes. Empty if there are no
+    tests."""
 
 
 class JudgedSegment(msgspec.Struct, frozen=True, kw_only=True):
-    """Consecutive tokens on the path of a sample, with one author and, if they were sampled, one version of the weights."""
+    """Consecutive tokens on the path of a sample, with one author and, if they were sampled, one version of the
+    weights."""
 
     index: int
     """Index in the episode, for `Reward.segment`."""
@@ -138,7 +142,8 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
         return _joined([segment.token_ids for segment in self.path[: len(self.path) - len(self._last_turn())]])
 
     def column(self, name: str, where: Where = "episode") -> NDArray[Any]:
-        """Return an array of the class's `columns`, [n] or [n, k], over the tokens that the policy sampled in the last turn or in all."""
+        """Return an array of the class's `columns`, [n] or [n, k], over the tokens that the policy sampled in the last
+        turn or in all."""
         path = self.path if where == "episode" else self._last_turn()
         found = [segment.arrays[name] for segment in path if segment.sampled and segment.token_ids.size]
         return np.concatenate(found) if found else np.zeros(0, dtype=np.float32)
@@ -147,7 +152,8 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
         return list(takewhile(lambda segment: segment.role is Role.ACTION, reversed(self.path)))[::-1]
 
     def response(self, where: Where = "final") -> str:
-        """Return the text of the model, at most its last TEXT_CHARS_MAX characters. Empty if the model wrote nothing."""
+        """Return the text of the model, at most its last TEXT_CHARS_MAX characters. Empty if the model wrote
+        nothing."""
         said = [message.content for message in self.messages if message.role == "assistant"]
         text = "\n\n".join(said if where == "episode" else said[-1:])
         return text[-TEXT_CHARS_MAX:]

@@ -1,10 +1,11 @@
-"""A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after they have exited.
+"""A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after they
+have exited.
 
 The CPU time of a comparison is bounded, not its duration, so a loaded host changes no result. A comparison that exceeds the bound, or that
 crashes its worker, is compared again with a trivial text in place of the answer. If that exceeds the bound too, the key is the cause.
 
-Invariant: a worker in `_idle` has answered all its requests. A caller that stops waiting for a worker kills it, because a late reply must
-never be read as the reply to the next request.
+Invariant: a worker in `_idle` has answered all its requests. A caller that stops waiting for a worker kills it, because
+a late reply must never be read as the reply to the next request.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class MathPool:
     async def compare(self, answers: Sequence[str], text: str) -> Comparison:
         """Compare a text with accepted answers. A text that needs more than `compare_s_max` of CPU is not equal.
 
-        Raise ScorerFailed if the key cannot be compared with any text, or if a worker fails without a cause in the request.
+        Raise ScorerFailed if the key cannot be compared with any text, or if a worker fails without a cause in the
+        request.
         """
         async with self._slots:
             reply = await self._ask(answers, text)

@@ -1,7 +1,8 @@
 r"""Find the answer in a text, and rewrite it in the LaTeX that math-verify parses. Pure; does not import math-verify.
 
-A text is read as a whole. Models and data sets write LaTeX with and without dollar signs, and plain text such as `3*sqrt(2)`. A part of an
-answer is never its value: the first number of `3\sqrt{2}` is not the answer, and `8, 7` is not 7.
+A text is read as a whole. Models and data sets write LaTeX with and without dollar signs, and plain text such as
+`3*sqrt(2)`. A part of an answer is never its value: the first number of `3\sqrt{2}` is not the answer, and `8, 7` is
+not 7.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import re
 
 _UNICODE = str.maketrans(
     {
-        "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u00f7": "/", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u03c0": r"\pi ",
-        "\u221a": r"\sqrt ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b0": r"^\circ ",
-        "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u00b1": r"\pm ", "\u00b2": "^2", "\u00b3": "^3", "\u00a0": " ",
+        "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ",
+        "\u00f7": "/", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u03c0": r"\pi ",
+        "\u221a": r"\sqrt ", "\u221e": r"\infty ", "\u2264": r"\le ",
+        "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b0": r"^\circ ",
+        "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
+        "\u00b1": r"\pm ", "\u00b2": "^2", "\u00b3": "^3", "\u00a0": " ",
         "\u2205": r"\emptyset ",
     }
 )  # fmt: skip
@@ -119,7 +123,8 @@ def answer_in(text: str) -> str:
 
 
 def choice_key(text: str) -> str:
-    """Return the letter if the text is the letter of an option, such as `C`, `(C)` or `\\textbf{(C)}`. Otherwise return ""."""
+    """Return the letter if the text is the letter of an option, such as `C`, `(C)` or `\\textbf{(C)}`. Otherwise return
+    ""."""
     found = _CHOICE_KEY.fullmatch(_bare(text))
     return found[1] if found else ""
 
@@ -131,7 +136,8 @@ def choice(text: str) -> str:
 
 
 def words(text: str) -> str:
-    """Return the text in lower case with single spaces if it is words, such as `Friday` or `\\text{no solution}`. Otherwise return ""."""
+    """Return the text in lower case with single spaces if it is words, such as `Friday` or `\\text{no solution}`.
+    Otherwise return ""."""
     bare = " ".join(_bare(text).lower().split())
     letters = bare.replace(" ", "").replace("-", "").replace("'", "")
     styled = _STYLES.fullmatch(text.strip().strip("$")) is not None
@@ -153,7 +159,8 @@ def based(text: str) -> tuple[str, str] | None:
 
 
 def latex(text: str, *, letter_units: bool = False) -> str:
-    r"""Return the whole text as LaTeX without delimiters and units. Return "" for prose and for numbers without an operator between them.
+    r"""Return the whole text as LaTeX without delimiters and units. Return "" for prose and for numbers without an
+    operator between them.
 
     `letter_units` also removes a unit of one letter, as in `5 m`. It must be False if the key has letters.
     """
@@ -201,7 +208,8 @@ def _bare(text: str, *, stops: bool = True) -> str:
 
 
 def _without_unit(text: str) -> str:
-    """Remove words behind a value, in `\\text{}` or plain, with their exponents: `5\\text{ cm}^2`, `18 dollars per day`."""
+    """Remove words behind a value, in `\\text{}` or plain, with their exponents: `5\\text{ cm}^2`, `18 dollars per
+    day`."""
     styled = _STYLED_UNIT.search(text)
     if styled and _ENDS_AS_VALUE.search(value := text[: styled.start()].rstrip()):
         return _without_unit_words(value)

@@ -1,4 +1,5 @@
-"""A process that compares mathematical answers. It reads one JSON object per line and writes one per line, until its input ends.
+"""A process that compares mathematical answers. It reads one JSON object per line and writes one per line, until its
+input ends.
 
 Request `{"answers": [...], "text": "...", "cpu_s": 2.0}`, reply `{"equal": bool, "understood": "..."}` or `{"error": "..."}`. The kernel
 ends this process by SIGPROF when a request has taken `cpu_s` of CPU, also in C code; time in which other processes run does not count. An
@@ -38,7 +39,8 @@ def main() -> None:
 
 
 class Comparer:
-    """Compares by choice, words, time of day or base if the key is of this kind, and else by value through math-verify."""
+    """Compares by choice, words, time of day or base if the key is of this kind, and else by value through
+    math-verify."""
 
     def __init__(self) -> None:
         import math_verify

@@ -46,10 +46,12 @@ class RewardNode(JoinedNode):
         tokenizer: Callable[[], PromptEncoder | None] = lambda: None,
         endpoints: EndpointsOfRun | None = None,
     ) -> None:
-        """Relative files in the config are relative to `base_dir`; `estimator` is the trainer's. Raises ConfigError or RecordError.
+        """Relative files in the config are relative to `base_dir`; `estimator` is the trainer's. Raises ConfigError or
+        RecordError.
 
-        Scorers that use the policy ask the nodes that serve `policy`, with `num_top` tokens in `top_k`. `tokenizer` loads that of the
-        model, and is called only for such scorers. `endpoints` are those that scorers with `use_endpoints` may ask.
+        Scorers that use the policy ask the nodes that serve `policy`, with `num_top` tokens in `top_k`. `tokenizer`
+        loads that of the model, and is called only for such scorers. `endpoints` are those that scorers with
+        `use_endpoints` may ask.
         """
         super().__init__(
             node_id=node_id,

@@ -6,7 +6,8 @@ A reference is `scheme:rest`. Every scheme has one oracle:
     calc:, code:, sql:          the task families of the demo
     other schemes               oracles of `reward.oracles`
 
-Only this service resolves references. It gives the key to scorers in this process, and writes it to no message, log line or error.
+Only this service resolves references. It gives the key to scorers in this process, and writes it to no message, log
+line or error.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ class AnswerFileConfig(Settings):
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. It may be empty if `tests` is set."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty means no tests."""
+    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
+    means no tests."""
     answer_pattern: str = ""
-    """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one."""
+    """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has
+    one."""
     num_lines_max: Annotated[int, Meta(ge=1, le=NUM_LINES_MAX)] = NUM_LINES_MAX
     """Maximum number of lines. The file is held in memory."""
 
@@ -91,7 +94,8 @@ class Oracles:
             if scheme not in ORACLES.names:
                 known = ", ".join(dict.fromkeys((*self._oracles, *ORACLES.names)))
                 raise UnknownOracle(
-                    f"oracle `{oracle_ref}`: the scheme `{scheme}` is unknown; known: {known}; name its oracle in reward.oracles",
+                    f"oracle `{oracle_ref}`: the scheme `{scheme}` is unknown; known: {known}; name its oracle in "
+                    "reward.oracles",
                     oracle_ref=oracle_ref,
                 )
             self._oracles[scheme] = ORACLES.make(scheme)

@@ -62,7 +62,7 @@ class PolicyClient:
     def _tokenizer(self) -> PromptEncoder:
         if self.encoder is None:
             raise ConfigError(
-                "the reward node has no tokenizer, because the configuration names neither `model` nor `rollout.model_dir`; "
-                "give token ids instead of text"
+                "the reward node has no tokenizer, because the configuration names neither `model` nor "
+                "`rollout.model_dir`; give token ids instead of text"
             )
         return self.encoder

@@ -1,7 +1,7 @@
 """The scorer port: computes named rewards with their evidence.
 
-Scorers are found by name, or loaded from user code as `file.py:Name`. An exception, a timeout or a return value that is not a reward becomes
-an INFRA_FAILURE (see `engine`), so a scorer raises instead of returning a guessed 0.
+Scorers are found by name, or loaded from user code as `file.py:Name`. An exception, a timeout or a return value that is
+not a reward becomes an INFRA_FAILURE (see `engine`), so a scorer raises instead of returning a guessed 0.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class UsesSandbox(Protocol):
 class Policy(Protocol):
     """Log-probs of given tokens under the weights that the inference nodes serve.
 
-    `under` is the prompt before the tokens: token ids [n], or messages, which the chat template encodes. The weights are the current ones,
-    or exactly those of a `step` of the first incarnation or of a version. All errors are those of `InferenceRouter.score`; a scorer that
-    does not catch them fails as an infra failure.
+    `under` is the prompt before the tokens: token ids [n], or messages, which the chat template encodes. The weights
+    are the current ones, or exactly those of a `step` of the first incarnation or of a version. All errors are those of
+    `InferenceRouter.score`; a scorer that does not catch them fails as an infra failure.
     """
 
     async def logprobs(

@@ -60,7 +60,8 @@ class Branches:
             async with self._sessions.using(session_id) as lease:
                 if snapshot.profile != lease.profile:
                     raise InvalidInput(
-                        f"snapshot {snapshot_id!r} has profile {snapshot.profile!r}, but the session has {lease.profile!r}"
+                        f"snapshot {snapshot_id!r} has profile {snapshot.profile!r}, but the session has "
+                        f"{lease.profile!r}"
                     )
                 with self._sessions.replacing(session_id):
                     await self._engine.end(session_id)

@@ -108,8 +108,10 @@ def missing_requirement(
     is_root = (user.uid if user else os.geteuid()) == 0
     if config.engine.name == "landlock" and not is_root and 0 < landlock.abi() < landlock.SCOPES_SINCE:
         return (
-            f"sandbox.engine=landlock without root needs Landlock {landlock.SCOPES_SINCE} (Linux 6.12), and this kernel has"
-            f" {landlock.abi()}: sessions could signal one another and the service. Remedy: run the service as root, or use the jail"
+            f"sandbox.engine=landlock without root needs Landlock {landlock.SCOPES_SINCE} (Linux 6.12), and this "
+            "kernel has"
+            f" {landlock.abi()}: sessions could signal one another and the service. Remedy: run the service as root, "
+            "or use the jail"
         )
     return next(filter(None, (_missing(status, config) for status in statuses)), "")
 
@@ -120,7 +122,8 @@ def _missing(status: MechanismStatus, config: SandboxConfig) -> str:
         return ""
     hint = "" if mechanism.core else f"; or disable it: sandbox.without=[{mechanism.name}]"
     return (
-        f"sandbox.engine={config.engine.name} needs the mechanism {mechanism.name!r}, which this host lacks ({status.detail})."
+        f"sandbox.engine={config.engine.name} needs the mechanism {mechanism.name!r}, which this host lacks "
+        f"({status.detail})."
         f" Without it {mechanism.without}. Remedy: {mechanism.remedy}{hint}"
     )
 

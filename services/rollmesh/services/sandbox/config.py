@@ -13,7 +13,14 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mechanisms import LANDLOCK, MECHANISMS
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.config.settings import FIXED, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import (
+    FIXED,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+)
 
 _COMMIT = "^([0-9a-f]{40}|[0-9a-f]{64})$"
 _NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -46,9 +53,9 @@ class ProfileConfig(Settings):
     prelude: str = ""
     """Source executed once per zygote; every session starts with its definitions."""
     stateless: tuple[str, ...] = ()
-    """Functions of `tools` or `prelude` whose result depends only on their arguments and that leave nothing behind. Their
-    calls run in live sessions that the episodes of a run share, see docs/sandbox/stateless.md. A function that executes
-    or evaluates its argument as code must not be named."""
+    """Functions of `tools` or `prelude` whose result depends only on their arguments and that leave nothing behind.
+    Their calls run in live sessions that the episodes of a run share, see docs/sandbox/stateless.md. A function that
+    executes or evaluates its argument as code must not be named."""
     library_lock: Annotated[str, Meta(pattern="^(/|$)")] = ""
     """Absolute path of a file that represents the content of `library_paths` in the environment's digest, e.g. a lock
     file with exact versions. If empty, every file of the libraries is hashed."""
@@ -66,7 +73,8 @@ class ProfileConfig(Settings):
             raise ValueError(f"`limits` must have keys of {', '.join(sorted(known))}, got {unknown[0]!r}")
         if self.stateless and (self.repository is not None or self.egress):
             raise ValueError(
-                f"`stateless` must be empty with a repository or egress, which sessions must not share, got {self.stateless!r}"
+                "`stateless` must be empty with a repository or egress, which sessions must not share, got "
+                f"{self.stateless!r}"
             )
         self.resolved_limits()
 
@@ -195,7 +203,8 @@ class SnapshotsConfig(Settings):
     """Number, size and lifetime of the snapshots on a node."""
 
     snapshots_max: PositiveInt = 1024
-    """Maximum number of snapshots on the node. More are rejected as OVERLOADED; the node never drops one to free space."""
+    """Maximum number of snapshots on the node. More are rejected as OVERLOADED; the node never drops one to free
+    space."""
     tenant_snapshots_max: PositiveInt = 256
     """Maximum number of snapshots per tenant. Sessions without a tenant count as one tenant."""
     bytes_max: PositiveInt = 8 << 30
@@ -218,8 +227,9 @@ class SandboxConfig(Settings):
     """Settings of one node: slots, leases and profiles."""
 
     engine: Extension = Extension("jail")
-    """Driver: `jail`; `landlock`, which guarantees less, for hosts that forbid namespaces (see docs/sandbox/isolation.md); `none`,
-    without isolation, for trusted code; `fake`, the calculator in the process of the service, for tests; or your own."""
+    """Driver: `jail`; `landlock`, which guarantees less, for hosts that forbid namespaces (see
+    docs/sandbox/isolation.md); `none`, without isolation, for trusted code; `fake`, the calculator in the process of
+    the service, for tests; or your own."""
     languages: Annotated[dict[str, Extension], FIXED] = {}
     """Languages besides those of the sandbox, by name: `command` with the commands in its options, or your own."""
     sessions_dir: str = ""
@@ -234,7 +244,8 @@ class SandboxConfig(Settings):
     egress: dict[str, EgressConfig] = {}
     """Egress policies by name. Profiles refer to them."""
     warm: tuple[str, ...] = ()
-    """Profiles whose zygotes start with the service (about 0.1 s each). Other zygotes start with their first session."""
+    """Profiles whose zygotes start with the service (about 0.1 s each). Other zygotes start with their first
+    session."""
     sessions_max: PositiveInt = 256
     """Maximum number of live sessions; more are rejected as OVERLOADED. Each costs about 3 MB and a uid."""
     starts_inflight_max: PositiveInt = 4
@@ -292,7 +303,8 @@ class SandboxConfig(Settings):
     judgments_queued_max: PositiveInt = 1024
     """Maximum number of waiting judgments; more are rejected as OVERLOADED."""
     python: str = ""
-    """Path of the interpreter of the zygotes, readable by the service's user. If empty, the interpreter of the service."""
+    """Path of the interpreter of the zygotes, readable by the service's user. If empty, the interpreter of the
+    service."""
 
     def check_fields(self) -> None:
         if self.ttl_s > self.ttl_s_max:

@@ -85,7 +85,8 @@ class CallsDone:
     """Result of a sequence of stateless calls in one session."""
 
     results: Sequence[RunResult | InvalidInput] = ()
-    """Results of the first calls, in order. The other calls were not begun. InvalidInput if the function does not exist."""
+    """Results of the first calls, in order. The other calls were not begun. InvalidInput if the function does not
+    exist."""
     changed: str = ""
     """State that the last of these calls left in the session, e.g. "global name 'total'"; empty if none was found."""
     end: RunResult | None = None

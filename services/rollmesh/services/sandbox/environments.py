@@ -26,9 +26,9 @@ def environment_digest(profile: ProfileConfig, python: str = "", languages: Mapp
     """Return the SHA-256 of the profile, its tools' sources, its libraries' files, the repository's commit, the
     interpreter and the machine.
 
-    `python` is `SandboxConfig.python`, `languages` the declared commands. Libraries are hashed by content, or by `library_lock` if the profile names one.
-    The digest does not cover the host's /usr and kernel, or the path of the repository, because the commit determines
-    its files. Raises OSError.
+    `python` is `SandboxConfig.python`, `languages` the declared commands. Libraries are hashed by content, or by
+    `library_lock` if the profile names one. The digest does not cover the host's /usr and kernel, or the path of the
+    repository, because the commit determines its files. Raises OSError.
     """
     digest = hashlib.sha256()
     declared = msgspec.to_builtins(profile)

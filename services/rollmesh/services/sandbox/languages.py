@@ -1,7 +1,7 @@
 """The language port: languages that the operator adds to those of the sandbox runtime.
 
-A language is a declaration of commands. The service resolves it, the zygotes get it as data, and the commands run in the jail, so that code
-of the extension runs only in the service.
+A language is a declaration of commands. The service resolves it, the zygotes get it as data, and the commands run in
+the jail, so that code of the extension runs only in the service.
 """
 
 from __future__ import annotations

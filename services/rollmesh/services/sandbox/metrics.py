@@ -41,8 +41,8 @@ SHARED_PENDING = gauge("rollmesh_sandbox_stateless_calls_pending", "Stateless ca
 SHARED_CALLS = histogram("rollmesh_sandbox_stateless_calls_per_request", "Stateless calls that a session ran at once.")
 SHARED_ENDED = counter(
     "rollmesh_sandbox_shared_sessions_ended_total",
-    "Shared sessions ended before they were idle: worn (number of calls or CPU time), fault (a limit, or the end of its process), "
-    "changed (a call left state), drained.",
+    "Shared sessions ended before they were idle: worn (number of calls or CPU time), fault (a limit, or the end of "
+    "its process), changed (a call left state), drained.",
     "reason",
     reason=("worn", "fault", "changed", "drained"),
 )

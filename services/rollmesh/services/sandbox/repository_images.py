@@ -45,7 +45,8 @@ class RepositoryImages:
         self._making: SharedTasks[Path, None] = SharedTasks("the creation of image")
 
     async def image(self, repository: RepositoryConfig, bytes_max: int) -> AsyncGenerator[bytes]:
-        """Return an image for a fresh session; the first use creates it. Raises SandboxFailed with the output of git."""
+        """Return an image for a fresh session; the first use creates it. Raises SandboxFailed with the output of
+        git."""
         return _pieces(await self._made(repository, bytes_max))
 
     async def _made(self, repository: RepositoryConfig, bytes_max: int) -> Path:

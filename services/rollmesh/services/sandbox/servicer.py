@@ -153,7 +153,8 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         permits: asyncio.Semaphore,
         holder: Holder,
     ) -> None:
-        """Start a task per command. After the last command of the client wait for all responses, then end the stream."""
+        """Start a task per command. After the last command of the client wait for all responses, then end the
+        stream."""
         started: set[asyncio.Future[None]] = set()
         results = ResultRelay(answers, self._message_bytes_max // 2)
         try:

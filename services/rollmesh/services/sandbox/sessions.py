@@ -9,8 +9,8 @@ locks are fair. Use renews a lease, and a lease cannot expire during use. Every 
 If the holder of a lease (the stream that used it last) is gone, the lease expires after `orphan_s` unless another
 holder uses it before.
 
-A lease of a shared session exists only for `StatelessCalls`. To all other callers its id is unknown, so that no code of a
-model can reach it.
+A lease of a shared session exists only for `StatelessCalls`. To all other callers its id is unknown, so that no code of
+a model can reach it.
 """
 
 from __future__ import annotations

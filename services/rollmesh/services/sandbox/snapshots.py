@@ -203,7 +203,8 @@ class Snapshots:
 
     def _overloaded(self, what: str) -> Overloaded:
         return Overloaded(
-            f"the snapshot quota ({what}) of this node is exhausted; drop snapshots, or raise the limits in sandbox.snapshots",
+            f"the snapshot quota ({what}) of this node is exhausted; drop snapshots, or raise the limits in "
+            "sandbox.snapshots",
             retry_after_s=_RETRY_AFTER_S,
         )
 

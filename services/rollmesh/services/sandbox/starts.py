@@ -60,8 +60,8 @@ class Starts:
             return
         if self.num_queued >= self._queued_max:
             raise Overloaded(
-                f"{self._queued_max} sessions already wait for a start on this sandbox node; wait, use another node, or raise "
-                "sandbox.starts_queued_max",
+                f"{self._queued_max} sessions already wait for a start on this sandbox node; wait, use another node, "
+                "or raise sandbox.starts_queued_max",
                 retry_after_s=self._retry_after_s,
                 tenant=tenant,
             )

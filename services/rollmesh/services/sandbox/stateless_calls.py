@@ -109,7 +109,8 @@ class StatelessCalls:
         declared = self._config.profiles[profile].stateless
         if function not in declared:
             raise InvalidInput(
-                f"function {function!r} of profile {profile!r} is not declared stateless; declared: {', '.join(declared) or 'none'}; "
+                f"function {function!r} of profile {profile!r} is not declared stateless; declared: "
+                f"{', '.join(declared) or 'none'}; "
                 f"call it in a session, or add it to sandbox.profiles.{profile}.stateless"
             )
         if not tenant:
@@ -121,8 +122,8 @@ class StatelessCalls:
             raise Draining("this sandbox node is draining and accepts no new calls; use another node")
         if self._num_calls >= self._config.shared.queued_max:
             raise Overloaded(
-                f"{self._num_calls} stateless calls already wait on this sandbox node; wait, use another node, or raise "
-                "sandbox.shared.queued_max",
+                f"{self._num_calls} stateless calls already wait on this sandbox node; wait, use another node, or "
+                "raise sandbox.shared.queued_max",
                 retry_after_s=self._config.retry_after_s,
                 tenant=tenant,
             )
@@ -244,7 +245,8 @@ class StatelessCalls:
         return items
 
     async def _session(self, group: _Group, shared: _SharedSession | None, *, fresh: bool) -> _SharedSession:
-        """Return the session for the next request: the given one, or a new one. Raises the errors of `Sessions.open`."""
+        """Return the session for the next request: the given one, or a new one. Raises the errors of
+        `Sessions.open`."""
         if shared is not None and fresh and shared.num_calls:
             await self._retire(shared, "fault")
             shared = None
@@ -289,8 +291,8 @@ class StatelessCalls:
         if done.changed:
             call = items[len(done.results) - 1].call
             _log.warning(
-                "function %s of profile %r is declared stateless and left state: %s; its session was ended. Fix the function, or "
-                "remove it from `stateless`", call.function, group.profile, done.changed,
+                "function %s of profile %r is declared stateless and left state: %s; its session was ended. Fix the "
+                "function, or remove it from `stateless`", call.function, group.profile, done.changed,
             )  # fmt: skip
         if reason := self._end_reason(group, shared, done, results):
             await self._retire(shared, reason)

@@ -68,7 +68,8 @@ class Tenants:
     def _require(self, num: int, most: int, tenant: str, what: str, setting: str) -> None:
         if most and num >= most:
             raise Overloaded(
-                f"tenant {tenant!r} has reached its quota of {most} {what} on this sandbox node; wait, or raise {setting} in sandbox.tenants",
+                f"tenant {tenant!r} has reached its quota of {most} {what} on this sandbox node; wait, or raise "
+                f"{setting} in sandbox.tenants",
                 retry_after_s=self._retry_after_s,
                 tenant=tenant,
             )

@@ -17,7 +17,8 @@ from rollmesh.v1 import weights_pb2
 _OWNER = re.compile(r"weights:(?P<policy>.+)@(?P<step>\d+)\.(?P<incarnation>\d+)")
 """The owner of the blobs of a version. Releasing the owner deletes them."""
 LEFT_OVER_S = 600.0
-"""Age from which a file that an upload did not finish is left over, in seconds. An upload that is only slow sends the file again."""
+"""Age from which a file that an upload did not finish is left over, in seconds. An upload that is only slow sends the
+file again."""
 
 
 class DepotBlobServicer(BlobServicer):
@@ -64,7 +65,8 @@ def _no_engine() -> Unimplemented:
 
 
 def outdated(owners: Iterable[str], *, versions_max: int) -> list[str]:
-    """Return the owners beyond the newest `versions_max` of their run's policy; owners that are not versions are ignored.
+    """Return the owners beyond the newest `versions_max` of their run's policy; owners that are not versions are
+    ignored.
 
     Any step of a newer incarnation is newer than all steps of an older one, because a roll-back makes those void.
     """

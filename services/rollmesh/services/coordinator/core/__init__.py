@@ -6,8 +6,8 @@
                    +---- Decision(facts, effects) <+
 
 `Core.handle(input, now)` returns facts and effects. The driver stores the facts as one ledger record and then releases
-the effects: replies, and calls to other services. `apply` is the only code that changes durable state. It never decides,
-and it serves live operation, recovery, audit and simulator.
+the effects: replies, and calls to other services. `apply` is the only code that changes durable state. It never
+decides, and it serves live operation, recovery, audit and simulator.
 
 | file                | contents                                                                       |
 | ------------------- | ------------------------------------------------------------------------------ |

@@ -54,8 +54,8 @@ PROGRESS = (
     f.CheckpointReported,
     f.VersionPublished,
 )
-"""Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they also occur in
-a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
+"""Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they
+also occur in a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
 REPLAYED_KEPT_MAX = 4096
 """Number of replayed dead letters that are kept. An older letter could be replayed twice."""
 

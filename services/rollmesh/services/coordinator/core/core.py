@@ -167,7 +167,8 @@ class Core:
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def weight_goal(self) -> WeightGoal:
-        """Return what nodes should serve: announced versions without a refusal, pins, and the oldest step that the next update may use."""
+        """Return what nodes should serve: announced versions without a refusal, pins, and the oldest step that the next
+        update may use."""
         clock = self.state.the_clock
         return WeightGoal(
             versions=[version for version in clock.versions if version not in clock.quarantined],
@@ -183,7 +184,8 @@ class Core:
         return sorted(self.ephemeral.eval_deadlines, key=lambda key: (key[1], key[0]))
 
     def waiting(self) -> dict[str, str]:
-        """Return the waiting components and what each waits for, for display. Nothing waits for a run that has ended."""
+        """Return the waiting components and what each waits for, for display. Nothing waits for a run that has
+        ended."""
         if self.state.ended:
             return {}
         ctx = DecisionContext(self.state, self.ephemeral, 0.0)

@@ -136,7 +136,8 @@ class FailedAttempts:
     traceback: str = ""
 
     def note(self, cause: str, traceback: str, num_undecided: int) -> None:
-        """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not decide."""
+        """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not
+        decide."""
         self.num += 1
         self.num_undecided += num_undecided
         self.num_alike = self.num_alike + 1 if _kind(cause) == _kind(self.cause) else 1
@@ -204,7 +205,8 @@ class EphemeralState:
     """The newest scored training episodes, the newest last."""
 
     def note_failure(self, cause: str, traceback: str = "", *, num_undecided: int = 0) -> None:
-        """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not decide."""
+        """Count a failed attempt, or a group of `num_undecided` samples on which the reward service could not
+        decide."""
         self.failed.note(cause, traceback, num_undecided)
         where = cause.partition(":")[0].partition(" ")[0]
         if where in self.failing or len(self.failing) < FAILING_MAX:

@@ -1,20 +1,23 @@
 """Admission on demand: how many groups the learner needs ahead, so that it does not wait for them.
 
-The bound admits a group while n < (p + 1)·b + eta·b (bound.py). If the learner is the bottleneck, that fills the queue of
-READY groups, and every sample waits in it until it is almost eta updates old. Demand lowers the allowance from eta·b to
+The bound admits a group while n < (p + 1)·b + eta·b (bound.py). If the learner is the bottleneck, that fills the queue
+of READY groups, and every sample waits in it until it is almost eta updates old. Demand lowers the allowance from eta·b
+to
 
     ahead = min(eta·b, needed + slack)
 
-- `needed` is a base stock. After each commit, `_measure` computes the smallest allowance under which the next batch would have been
-  READY: a batch, and the groups that were still on their way although they had been admitted before the commit. The
-  largest of the last `WINDOW` measurements counts.
-- `slack` repairs what these measurements do not predict, such as a stall of all workers. The time for which the learner waits for a
-  batch is a debt. The allowance grows by `GAIN` batches for a debt of one update's duration. The debt decays by `WAIT_SHARE`
-  of the time that passes, so a learner that waits for more than this share gets as much ahead as the bound allows.
+- `needed` is a base stock. After each commit, `_measure` computes the smallest allowance under which the next batch
+  would have been READY: a batch, and the groups that were still on their way although they had been admitted before the
+  commit. The largest of the last `WINDOW` measurements counts.
+- `slack` repairs what these measurements do not predict, such as a stall of all workers. The time for which the learner
+  waits for a batch is a debt. The allowance grows by `GAIN` batches for a debt of one update's duration. The debt
+  decays by `WAIT_SHARE` of the time that passes, so a learner that waits for more than this share gets as much ahead as
+  the bound allows.
 
-The allowance is that of the bound until the first measurement, and while the learner waits and no group is on its way. Demand
-never admits more than the bound. An error here costs time or freshness, never the bound. All of it follows from the inputs and
-their times, and it is not in the ledger: after a recovery the allowance begins with the groups that are live.
+The allowance is that of the bound until the first measurement, and while the learner waits and no group is on its way.
+Demand never admits more than the bound. An error here costs time or freshness, never the bound. All of it follows from
+the inputs and their times, and it is not in the ledger: after a recovery the allowance begins with the groups that are
+live.
 """
 
 from __future__ import annotations

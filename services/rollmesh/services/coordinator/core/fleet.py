@@ -1,10 +1,10 @@
 """Nodes and the weight rollout plan. Pure and ephemeral: nodes report all of it again when they join again.
 
-A version rolls out in two phases. Every node prepares it while serving. One node (the canary) activates it as soon as it has
-prepared it, and scores its probes; if they match, the other nodes activate it. If a single node fails, only that node is excluded. If
-the canary fails, or no node can prepare the version, the version is rejected and the fleet keeps its weights. An
-evaluation pins its step: nodes activate pinned versions in order. While episodes of a pinned version are open, a node
-passes it only if its engine can hold that version beside the next one.
+A version rolls out in two phases. Every node prepares it while serving. One node (the canary) activates it as soon as
+it has prepared it, and scores its probes; if they match, the other nodes activate it. If a single node fails, only that
+node is excluded. If the canary fails, or no node can prepare the version, the version is rejected and the fleet keeps
+its weights. An evaluation pins its step: nodes activate pinned versions in order. While episodes of a pinned version
+are open, a node passes it only if its engine can hold that version beside the next one.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ class FleetConfig(Settings):
     suspect_after_s: PositiveFloat = 5.0
     """Time without a report after which a node gets no new work, seconds."""
     dead_after_s: PositiveFloat = 15.0
-    """Time without a report after which the work of a node is given to others, seconds. A short time wastes work on a busy machine. A long
-    time delays recovery after a crash."""
+    """Time without a report after which the work of a node is given to others, seconds. A short time wastes work on a
+    busy machine. A long time delays recovery after a crash."""
     prepare_s_max: PositiveFloat = 120.0
     """Time that a node has for one weight command before the command is sent again, seconds."""
 
     keep_steps: tuple[NonNegativeInt, ...] = ()
-    """Steps of the policy that nodes keep serving beside newer ones, if their engine has room (`versions_max`). Versions of open evaluations
-    come first. The steps of endpoints of kind `policy_step` are added."""
+    """Steps of the policy that nodes keep serving beside newer ones, if their engine has room (`versions_max`).
+    Versions of open evaluations come first. The steps of endpoints of kind `policy_step` are added."""
 
     def check_fields(self) -> None:
         if not self.heartbeat_s < self.suspect_after_s <= self.dead_after_s:
             raise ValueError(
-                f"`suspect_after_s` must be in (heartbeat_s, dead_after_s] = ({self.heartbeat_s}, {self.dead_after_s}], got "
-                f"{self.suspect_after_s}"
+                f"`suspect_after_s` must be in (heartbeat_s, dead_after_s] = ({self.heartbeat_s}, "
+                f"{self.dead_after_s}], got {self.suspect_after_s}"
             )
 
 
@@ -219,7 +219,8 @@ class Fleet:
     verified: set[PolicyVersion] = field(default_factory=set)
     """Versions with matching probes on some serving node."""
     rejected: set[PolicyVersion] = field(default_factory=set)
-    """Versions that the canary could not serve. No node activates one, also before the run has recorded the rejection."""
+    """Versions that the canary could not serve. No node activates one, also before the run has recorded the
+    rejection."""
     refused: list[Refused] = field(default_factory=list)
     """Effects that `plan` has not returned yet."""
     departed: dict[NodeKind, Node] = field(default_factory=dict)
@@ -265,7 +266,8 @@ class Fleet:
     def rejected_node(
         self, node_id: str, *, kind: NodeKind, process: ProcessInfo, protocol: ProtocolVersion, cause: str, now: float
     ) -> None:
-        """List a node that may not join, as DEAD. A node of that id which is in the mesh, or whose work is not released yet, stays."""
+        """List a node that may not join, as DEAD. A node of that id which is in the mesh, or whose work is not released
+        yet, stays."""
         if (before := self.nodes.get(node_id)) is not None and before.state is not NodeState.DEAD:
             before.cause = before.cause if before.connected else cause
             return
@@ -376,9 +378,9 @@ class Fleet:
     def feeders(self, node_id: str, version: PolicyVersion) -> list[Node]:
         """Return the nodes from which a node fetches a version before it asks the depot, best first.
 
-        The nodes that fetch a version at the same time form a line by id, in which each forwards the chunks that it has stored. So the
-        depot sends a version once, and every link carries it once. The second feeder helps when the first fails. A node that comes later
-        fetches from those that have the version.
+        The nodes that fetch a version at the same time form a line by id, in which each forwards the chunks that it has
+        stored. So the depot sends a version once, and every link carries it once. The second feeder helps when the
+        first fails. A node that comes later fetches from those that have the version.
         """
         line = []
         for node in sorted(self._healthy(), key=lambda n: n.node_id):
@@ -458,8 +460,8 @@ class Fleet:
         if node.prepared is not None and node.prepared != wanted:
             yield SendWeights(node.node_id, WeightVerb.DISCARD, node.prepared)
             node.prepared = None
-        # Known before the node has prepared it: evaluations pin a version when it is the newest published one, so no evaluation of
-        # the weights that the node serves now can begin until then.
+        # Known before the node has prepared it: evaluations pin a version when it is the newest published one, so no
+        # evaluation of the weights that the node serves now can begin until then.
         may_activate = wanted in self.verified or node.node_id == self._canary(wanted, goals, now)
         if node.prepared != wanted:
             yield self._command(
@@ -485,8 +487,8 @@ class Fleet:
         return SendWeights(node.node_id, verb, version, retain, activate and verb is WeightVerb.PREPARE)
 
     def _canary(self, version: PolicyVersion, goals: Mapping[str, WeightGoal], now: float) -> str:
-        """Return the id of the canary: the node with a command to activate `version`, else the first one by id of those that can take it
-        now. A node that an evaluation delays cannot."""
+        """Return the id of the canary: the node with a command to activate `version`, else the first one by id of those
+        that can take it now. A node that an evaluation delays cannot."""
         taking = [n for n in self._healthy() if (g := goals.get(run_of(n, goals))) and choose(n, g)[0] == version]
         begun = [
             n
@@ -518,7 +520,8 @@ def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
 
 
 def contradiction(version: PolicyVersion, goal: WeightGoal) -> str:
-    """Return why no node can have the weights of `version`; empty if one may have them, such as those of an older step."""
+    """Return why no node can have the weights of `version`; empty if one may have them, such as those of an older
+    step."""
     known = [*goal.versions, *goal.refused]
     if version in known:
         return ""
@@ -535,9 +538,9 @@ def contradiction(version: PolicyVersion, goal: WeightGoal) -> str:
 def choose(node: Node, goal: WeightGoal) -> tuple[PolicyVersion | None, tuple[PolicyVersion, ...]]:
     """Return the version that a node should activate next, and the versions that it must keep beside it.
 
-    The next version is the oldest pinned one that it neither serves nor has passed, else the newest. It keeps the pinned
-    versions that it serves. If its engine cannot hold them beside the next version, it stays at its active version. Of the kept
-    steps it keeps those for which there is room, oldest first.
+    The next version is the oldest pinned one that it neither serves nor has passed, else the newest. It keeps the
+    pinned versions that it serves. If its engine cannot hold them beside the next version, it stays at its active
+    version. Of the kept steps it keeps those for which there is room, oldest first.
     """
     at = age(node.active) if node.active is not None and node.active in goal.versions else (-1, -1)
     pinned = [v for v in goal.versions if (v.step, v.incarnation) in goal.pins]

@@ -24,7 +24,8 @@ from rollmesh.services.coordinator.core.state import (
 
 EVALS_KEPT_MAX = 1000
 LABELS_MAX = 256
-"""Number of labels whose success an evaluation keeps. A label with another value for each task is not a group of tasks."""
+"""Number of labels whose success an evaluation keeps. A label with another value for each task is not a group of
+tasks."""
 
 
 def add_episodes(state: State, group: GroupState, num: int) -> None:
@@ -46,8 +47,8 @@ def finish(state: State, group: GroupState, episode: EpisodeState, status: Episo
 
 
 def without_evidence(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
-    """Return the rewards as groups, batches and finalizers have them. The evidence remains in EpisodeScored and in the payload,
-    because no decision reads it."""
+    """Return the rewards as groups, batches and finalizers have them. The evidence remains in EpisodeScored and in the
+    payload, because no decision reads it."""
     if not any(reward.evidence for reward in rewards):
         return rewards
     return tuple(msgspec.structs.replace(reward, evidence="") for reward in rewards)

@@ -126,7 +126,8 @@ class EpisodeReport:
     invalid: str = ""
     """Why the report cannot be recorded as it is. Its attempt then counts as an infra failure."""
     counts: bool = True
-    """Whether a failure counts towards `tries_max`. It does not if no node of a kind served, which is not due to the episode."""
+    """Whether a failure counts towards `tries_max`. It does not if no node of a kind served, which is not due to the
+    episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +178,8 @@ class GroupDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalizeFailed:
-    """Failure of `FinalizeGroup`: the reward service cannot decide on this group. `traceback` has the lines of the user's code."""
+    """Failure of `FinalizeGroup`: the reward service cannot decide on this group. `traceback` has the lines of the
+    user's code."""
 
     group: str
     cause: str

@@ -46,7 +46,8 @@ _Duration = Annotated[float, Meta(ge=0.01, le=604_800)]
 
 
 class RunSettings(Settings):
-    """The parameters of a run, each declared here only. `RunSpec` is the recorded form, `RunConfig` (mesh/config.py) the form in files.
+    """The parameters of a run, each declared here only. `RunSpec` is the recorded form, `RunConfig` (mesh/config.py)
+    the form in files.
 
     A field of a running run is fixed unless it is marked LIVE. `rollmesh/v1/events.proto` states the same ranges.
     """
@@ -56,14 +57,15 @@ class RunSettings(Settings):
     learner: SpecName = "main"
     """Name of the consumer of its samples."""
     max_staleness: Annotated[int, Meta(ge=0, le=EPISODES_LIVE_MAX - 1), LIVE] = 2
-    """eta: largest number of updates between the oldest trained token and its update. 0 is on-policy. A larger value hides longer tails
-    and trains on older samples (docs/staleness.md)."""
+    """eta: largest number of updates between the oldest trained token and its update. 0 is on-policy. A larger value
+    hides longer tails and trains on older samples (docs/staleness.md)."""
     admit_early: Annotated[bool, LIVE] = False
-    """Whether groups are admitted as early as the bound allows. By default they are admitted on demand: samples that would only wait for a
-    busy learner are generated later, from newer weights (docs/staleness.md)."""
+    """Whether groups are admitted as early as the bound allows. By default they are admitted on demand: samples that
+    would only wait for a busy learner are generated later, from newer weights (docs/staleness.md)."""
     external_sources: Annotated[tuple[ExternalSource, ...], LIVE] = ()
-    """Sources other than the policy whose tokens the run trains, such as `dataset` for given solutions. The staleness bound does not concern
-    them (docs/staleness.md). Without the source here, an attempt that trains such tokens is rejected at its report."""
+    """Sources other than the policy whose tokens the run trains, such as `dataset` for given solutions. The staleness
+    bound does not concern them (docs/staleness.md). Without the source here, an attempt that trains such tokens is
+    rejected at its report."""
     batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Groups (tasks) per update."""
     group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16
@@ -91,21 +93,26 @@ class RunSettings(Settings):
     seed: NonNegativeInt = 0
     """Key of all draws: tasks, sampling, minibatches."""
     success_reward: SpecName = "correct"
-    """Name of the reward whose mean evaluations report as success: 1 is success, 0 is failure, and values between them are averaged."""
+    """Name of the reward whose mean evaluations report as success: 1 is success, 0 is failure, and values between them
+    are averaged."""
     seconds_max: Annotated[float, Meta(ge=0, le=1e9), LIVE] = 0.0
-    """The run ends after this many seconds. Only time counts in which a coordinator leads the run, over all restarts. 0: no limit."""
+    """The run ends after this many seconds. Only time counts in which a coordinator leads the run, over all restarts.
+    0: no limit."""
     success_target: Annotated[Share, LIVE] = 0.0
-    """The run ends with the first evaluation in which at least this share of all evaluation tasks succeeds. 0: no target."""
+    """The run ends with the first evaluation in which at least this share of all evaluation tasks succeeds. 0: no
+    target."""
     tokens_max: Annotated[int, Meta(ge=0, le=10**15), LIVE] = 0
-    """The run ends once this many tokens were sampled for its training samples. Prompts and tool results do not count. 0: no limit."""
+    """The run ends once this many tokens were sampled for its training samples. Prompts and tool results do not count.
+    0: no limit."""
     export_groups: _Count = 0
-    """0: train. Above 0: export this many groups without a learner. They are generated with the initial weights, StreamSamples returns the
-    samples, and the run ends. Settings of updates, staleness and evaluation then have no effect."""
+    """0: train. Above 0: export this many groups without a learner. They are generated with the initial weights,
+    StreamSamples returns the samples, and the run ends. Settings of updates, staleness and evaluation then have no
+    effect."""
     export_split: SpecName = "test"
     """Split from which an export draws its tasks, in the order of the source."""
     stall_s: Annotated[float, Meta(ge=0, le=604_800), LIVE] = 300.0
-    """Seconds without progress after which the run is reported as stalled, with the cause (docs/reliability.md). It must exceed the longest
-    update and the longest episode. 0: never."""
+    """Seconds without progress after which the run is reported as stalled, with the cause (docs/reliability.md). It
+    must exceed the longest update and the longest episode. 0: never."""
 
     @property
     def exports(self) -> bool:
@@ -125,8 +132,8 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
         episodes = (self.max_staleness + 1) * self.batch_groups * self.group_size
         if not self.exports and episodes > EPISODES_LIVE_MAX:
             raise ValueError(
-                f"`batch_groups` must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, got "
-                f"{self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}"
+                f"`batch_groups` must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, "
+                f"got {self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}"
             )
         for name in ("updates_max", "eval_every"):
             if self.exports and getattr(self, name):
@@ -136,17 +143,18 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 )
         if self.eval_every and not self.eval_tasks:
             raise ValueError(
-                f"`eval_tasks` must be >= 1 in a run that evaluates (eval_every = {self.eval_every}), got 0; set it, or set eval_every to 0"
+                f"`eval_tasks` must be >= 1 in a run that evaluates (eval_every = {self.eval_every}), got 0; set it, "
+                "or set eval_every to 0"
             )
         if self.success_target and not (self.eval_every and self.eval_tasks):
             raise ValueError(
-                f"`success_target` must be 0 without evaluations, got {self.success_target} with eval_every = {self.eval_every}, "
-                f"eval_tasks = {self.eval_tasks}; set both above 0"
+                f"`success_target` must be 0 without evaluations, got {self.success_target} with eval_every = "
+                f"{self.eval_every}, eval_tasks = {self.eval_tasks}; set both above 0"
             )
         if self.publish_every > self.max_staleness + 1:
             raise ValueError(
-                f"`publish_every` must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: otherwise no new "
-                "sample could be within the bound; raise max_staleness or lower publish_every"
+                f"`publish_every` must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: "
+                "otherwise no new sample could be within the bound; raise max_staleness or lower publish_every"
             )
 
     @property

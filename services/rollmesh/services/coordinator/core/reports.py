@@ -18,9 +18,9 @@ def report(ctx: DecisionContext, request: i.ReportEpisodes) -> None:
 
 
 def _record(ctx: DecisionContext, node_id: str, report: i.EpisodeReport) -> str:
-    """Record one report of the node with the lease. Idempotent by (episode, attempt). A late report counts if no other worker has the
-    episode. A report of another node changes nothing, so that the ledger names the node that made the samples. The coordinator, which has
-    no node id, returns leases of any node.
+    """Record one report of the node with the lease. Idempotent by (episode, attempt). A late report counts if no other
+    worker has the episode. A report of another node changes nothing, so that the ledger names the node that made the
+    samples. The coordinator, which has no node id, returns leases of any node.
 
     A report that cannot be recorded counts as a failed attempt, so that a broken worker cannot hold an episode.
     """
@@ -51,10 +51,16 @@ def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeRepor
     """Return what in the report contradicts the run; empty if nothing does."""
     for sample in report.samples:
         if sample.trainable and sample.policy != group.policy:
-            return f"sample {sample.sample_id}: `policy` must be that of the lease, {group.policy!r}, got {sample.policy!r}"
+            return (
+                f"sample {sample.sample_id}: `policy` must be that of the lease, {group.policy!r}, got "
+                f"{sample.policy!r}"
+            )
         for span in sample.steps:
             if not bound.was_published(span, ctx.clock):
-                return f"sample {sample.sample_id}: no weights of step {span.step}, incarnation {span.incarnation} were published"
+                return (
+                    f"sample {sample.sample_id}: no weights of step {span.step}, incarnation {span.incarnation} "
+                    "were published"
+                )
         if sample.trainable and group.purpose is Purpose.TRAIN and (what := _why_not_admitted(ctx, sample)):
             return f"sample {sample.sample_id}: {what}"
     return ""
@@ -66,8 +72,8 @@ def _why_not_admitted(ctx: DecisionContext, sample: SampleMeta) -> str:
     for span in sample.external:
         if (name := span.source.name.lower()) not in admitted:
             return (
-                f"it trains {span.num_tokens} tokens of source {name}, but `run.external_sources` is [{', '.join(admitted)}]; add {name} "
-                "to it, or give these tokens no loss"
+                f"it trains {span.num_tokens} tokens of source {name}, but `run.external_sources` is "
+                f"[{', '.join(admitted)}]; add {name} to it, or give these tokens no loss"
             )
     return ""
 

@@ -25,7 +25,8 @@ from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState
 
 REWARDS_BYTES_MAX = 3 * 1024 * 1024
-"""Maximum size of the rewards of a group, bytes. The decision on a group names them up to twice, and must fit into a ledger record."""
+"""Maximum size of the rewards of a group, bytes. The decision on a group names them up to twice, and must fit into a
+ledger record."""
 _REWARD_BYTES = 40
 """Size of a reward without its texts, bytes, rounded up."""
 LEASES_BYTES_MAX = 4 * 1024 * 1024
@@ -51,7 +52,8 @@ def grant(ctx: DecisionContext) -> None:
 
 
 def _leases(ctx: DecisionContext, worker: WorkerWait) -> tuple[i.EpisodeLease, ...]:
-    """Lease pending episodes to a worker: at least one, at most `num_max`, and at most as many as fit into the reply."""
+    """Lease pending episodes to a worker: at least one, at most `num_max`, and at most as many as fit into the
+    reply."""
     leases: list[i.EpisodeLease] = []
     num_bytes = 0
     while len(leases) < worker.num_max and (pending := ctx.state.pending_eval or ctx.state.pending):
@@ -251,8 +253,8 @@ def return_episode(
     traceback: str = "",
     failed: bool = False,
 ) -> None:
-    """Retry an episode, or end it and write a dead letter when its attempts are used up. `failed` reports the cause of an attempt that does
-    not count."""
+    """Retry an episode, or end it and write a dead letter when its attempts are used up. `failed` reports the cause of
+    an attempt that does not count."""
     ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
     if counts or failed:
         ctx.ephemeral.note_failure(cause, traceback)
@@ -378,7 +380,8 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
     )
     if (size := _rewards_bytes(members)) > REWARDS_BYTES_MAX:
         cause = (
-            f"scorer: the rewards of group {group.group} have {size} bytes, expected at most {REWARDS_BYTES_MAX}: let scorers and the "
+            f"scorer: the rewards of group {group.group} have {size} bytes, expected at most {REWARDS_BYTES_MAX}: let "
+            "scorers and the "
             f"finalizer return fewer rewards or shorter answers, or lower `run.group_size` (now {ctx.spec.group_size})"
         )
         finalize_failed(ctx, i.FinalizeFailed(group=group.group, cause=cause))
@@ -412,7 +415,8 @@ def _rewards_bytes(members: Iterable[SampleRewards]) -> int:
 
 
 def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
-    """End a group that the reward service cannot decide on. This is an infra failure; the task becomes a dead letter."""
+    """End a group that the reward service cannot decide on. This is an infra failure; the task becomes a dead
+    letter."""
     ctx.ephemeral.finalizing.discard(answer.group)
     group = ctx.state.groups.get(answer.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:

@@ -3,7 +3,8 @@
 Only `apply.py` writes it, with `group_changes.py`. Ended samples leave memory and remain in the counters. A group
 leaves when its last sample has ended. Samples follow the phase of their group unless they have ended before:
 
-    OPEN --all episodes ended or scored--> FINALIZING --keep--> READY --lease--> LEASED --commit--> APPLIED --checkpoint--> gone
+    OPEN --all episodes ended or scored--> FINALIZING --keep--> READY --lease--> LEASED --commit--> APPLIED
+    --checkpoint--> gone
       ^                                       |                  ^                |   ^                 |
       +---------------- extend ---------------+                  +---- returned --+   +-- IN_DOUBT --+  |
                                                                  +----------------- rolled back --------+
@@ -191,11 +192,12 @@ class PolicyClock(msgspec.Struct, kw_only=True):
 REASON_CHARS_MAX = 64
 """Maximum length of a reason that is counted separately. Ledgers of older releases may have longer ones."""
 REASONS_MAX = 256
-"""Number of reasons that are counted separately. Later ones are counted together as `OTHER`, because the state of a run must fit into a
-message."""
+"""Number of reasons that are counted separately. Later ones are counted together as `OTHER`, because the state of a run
+must fit into a message."""
 OTHER = "OTHER"
 REWARD_NAMES_MAX = 256
-"""Number of named rewards whose means a summary of many samples has, because the state of a run must fit into a message."""
+"""Number of named rewards whose means a summary of many samples has, because the state of a run must fit into a
+message."""
 
 
 class SampleCounters(msgspec.Struct, kw_only=True):
@@ -247,7 +249,8 @@ class EvalState(msgspec.Struct, kw_only=True):
     label_sums: dict[str, float] = {}
     label_nums: dict[str, int] = {}
     graded: bool = False
-    """Whether a value of the run's success reward was neither 0 nor 1, so that its mean is not a share of solved tasks."""
+    """Whether a value of the run's success reward was neither 0 nor 1, so that its mean is not a share of solved
+    tasks."""
 
 
 class Replay(msgspec.Struct, kw_only=True, frozen=True):

@@ -1,10 +1,12 @@
 """Difficulty targeting: a Beta posterior over each prompt's success rate, and Thompson sampling towards a target rate.
 
-After VADE (2025-11, variance-aware dynamic sampling): the learning signal is in prompts whose groups are neither all correct nor all
-wrong, the posterior predicts these prompts, and old evidence decays because the policy changes. Deviations: the prior of a prompt is
-the estimate of its level, which covers prompts that were never drawn, and a share of draws is uniform.
+After VADE (2025-11, variance-aware dynamic sampling): the learning signal is in prompts whose groups are neither all
+correct nor all wrong, the posterior predicts these prompts, and old evidence decays because the policy changes.
+Deviations: the prior of a prompt is the estimate of its level, which covers prompts that were never drawn, and a share
+of draws is uniform.
 
-t is the number of observed groups including this one; s and f are the sums of p and 1 - p over a group's members (p in [0, 1]):
+t is the number of observed groups including this one; s and f are the sums of p and 1 - p over a group's members (p in
+[0, 1]):
 
     level l, per group of that level:    A_l <- d A_l + s/(s+f)     B_l <- d B_l + f/(s+f)     d = 2^(-1 / level_half_life)
                                          m_l  = (A_l + 1) / (A_l + B_l + 2)
@@ -57,8 +59,8 @@ class ThompsonOptions(Settings):
     prompt_half_life_groups: PositiveFloat = 256.0
     """Half-life of the evidence of a prompt, in groups of any prompt: the long time scale."""
     prompt_evidence_max: PositiveFloat = 32.0
-    """Maximum evidence of a prompt, in members; the default is about two groups. Prompts of a small pool are drawn often. Without the
-    limit, their old evidence would hide a changed policy for many half-lives."""
+    """Maximum evidence of a prompt, in members; the default is about two groups. Prompts of a small pool are drawn
+    often. Without the limit, their old evidence would hide a changed policy for many half-lives."""
     num_candidates: PositiveInt = 4096
     """Number of prompts considered per draw, a random subset of a larger pool. It bounds the cost of a draw."""
 
@@ -88,8 +90,8 @@ class ThompsonSelector:
             return int(rng.choice(candidates))
         alpha, beta = self.posterior(candidates)
         distance = np.abs(rng.beta(alpha, beta) - self._options.target)
-        # If a whole pool is impossible or solved, samples underflow to exactly 0 or 1. The random choice among equal distances
-        # keeps such a pool from being drawn in order.
+        # If a whole pool is impossible or solved, samples underflow to exactly 0 or 1. The random choice among equal
+        # distances keeps such a pool from being drawn in order.
         return int(rng.choice(candidates[distance == distance.min()]))
 
     def posterior(self, positions: Ints) -> tuple[Floats, Floats]:

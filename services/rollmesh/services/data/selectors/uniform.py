@@ -1,7 +1,8 @@
 """Uniform selection: each prompt once per epoch, in an order that differs between epochs.
 
-Draw i of a pool of N tasks is entry i mod N of a permutation with the key (seed, i div N). The selector has no state, so a restart at any
-draw neither skips nor repeats a prompt. It ignores tasks in flight, because skipping them would break the epoch.
+Draw i of a pool of N tasks is entry i mod N of a permutation with the key (seed, i div N). The selector has no state,
+so a restart at any draw neither skips nor repeats a prompt. It ignores tasks in flight, because skipping them would
+break the epoch.
 """
 
 from __future__ import annotations

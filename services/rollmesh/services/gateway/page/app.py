@@ -61,7 +61,8 @@ AUDIT_POLL_S = 10.0
 CATCH_UP_S = 5.0
 """An answer about the history waits for the ledger to be read for at most this time, and then has what was read."""
 HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -207,7 +208,10 @@ class PageApp:
             )
         else:
             session = self._login.open_with_token(given.token)
-            wrong = "this is not the token of the mesh; it is in the file `token` of the run folder, or in `security.token_file`"
+            wrong = (
+                "this is not the token of the mesh; it is in the file `token` of the run folder, or in "
+                "`security.token_file`"
+            )
         if session is None:
             raise Unauthenticated(wrong)
         response = _json({"ok": True})

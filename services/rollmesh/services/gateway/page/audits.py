@@ -67,8 +67,8 @@ class Audits:
     def request(self, run: str, position: int = 0) -> AuditVerdict:
         """Start an audit unless one is running, or the last one is younger than the interval. Return the verdict.
 
-        `position`: the newest ledger record that is known. If it is the same as at the last request that started an audit, and not 0,
-        there is nothing new to audit.
+        `position`: the newest ledger record that is known. If it is the same as at the last request that started an
+        audit, and not 0, there is nothing new to audit.
         """
         known = position > 0 and position == self._positions.get(run)
         busy = run in self._verdicts and self._verdicts[run].state in ("waiting", "running")

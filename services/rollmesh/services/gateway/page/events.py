@@ -1,7 +1,8 @@
 """A stream of server-sent events: the newest values of some sections, for one browser.
 
-Each event has the name of its section and a line of JSON. A browser that reads slowly delays only its own stream: while an event is being
-sent, newer values replace each other. If an event is not received within a limit, the connection ends, and the browser reconnects.
+Each event has the name of its section and a line of JSON. A browser that reads slowly delays only its own stream: while
+an event is being sent, newer values replace each other. If an event is not received within a limit, the connection
+ends, and the browser reconnects.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class PageEvents:
         closing: asyncio.Event,
         limit_s: float | None = None,
     ) -> None:
-        """`interval_s` is the shortest time between two sets of events. The stream lasts for at most `limit_s`, if it is given."""
+        """`interval_s` is the shortest time between two sets of events. The stream lasts for at most `limit_s`, if it
+        is given."""
         self._sections = sections
         self._send_s_max = send_s_max
         self._interval_s = interval_s

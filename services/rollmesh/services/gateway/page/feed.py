@@ -1,7 +1,7 @@
 """What open pages follow: the nodes and runs of the mesh, the state of a run, and its history.
 
-The mesh is read only while a page is open. Each run has one set of readers, whatever the number of pages. A page that reads slowly gets
-the newest values: per run there is one value of each kind, and no queue.
+The mesh is read only while a page is open. Each run has one set of readers, whatever the number of pages. A page that
+reads slowly gets the newest values: per run there is one value of each kind, and no queue.
 
     reader              reads                     until
     _read_mesh          GetFleet, GetMesh         no page has been open for IDLE_S
@@ -189,7 +189,8 @@ class RunFeed:
                 await self._clock.sleep(_BACKOFF_S)
 
     async def _continues(self, log: StreamLog) -> bool:
-        """Return whether the ledger has the newest record of the history. A run that was deleted and created again has another ledger."""
+        """Return whether the ledger has the newest record of the history. A run that was deleted and created again has
+        another ledger."""
         if not self.history.position:
             return True
         try:
@@ -273,7 +274,8 @@ class Feed:
 
     @asynccontextmanager
     async def page(self, run: str) -> AsyncIterator[tuple[Sections, ...]]:
-        """Yield the sections of an open page: those of the mesh and, if `run` is not empty, of the run. Raise as `run_feed`."""
+        """Yield the sections of an open page: those of the mesh and, if `run` is not empty, of the run. Raise as
+        `run_feed`."""
         self.touch()
         feed = await self.run_feed(run) if run else None
         self._num_pages += 1
@@ -289,7 +291,8 @@ class Feed:
                 feed.used_s = self._used_s
 
     async def run_feed(self, run: str) -> RunFeed:
-        """Return the feed of a run, started. Raise UnknownRun, Unavailable, InvalidInput, or Overloaded if too many runs are open."""
+        """Return the feed of a run, started. Raise UnknownRun, Unavailable, InvalidInput, or Overloaded if too many
+        runs are open."""
         self.touch()
         feed = self._runs.get(run)
         if feed is None or feed.gone:
@@ -352,7 +355,8 @@ class Feed:
         return {"nodes": [plain(node) for node in fleet.nodes], "runs": runs, "error": ""}
 
     async def _progress(self, run: str, ended: bool) -> dict[str, Any] | None:
-        """Return what the list of runs shows; None for a run that was deleted meanwhile. The progress of an ended run does not change."""
+        """Return what the list of runs shows; None for a run that was deleted meanwhile. The progress of an ended run
+        does not change."""
         if not ended:  # a run that was resumed, or another one with this name
             self._ended.pop(run, None)
         elif run in self._ended:

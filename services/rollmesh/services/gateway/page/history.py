@@ -1,7 +1,8 @@
-"""The history of a run as the page shows it, folded from its ledger: updates, the ends of samples, evaluations, recent samples.
+"""The history of a run as the page shows it, folded from its ledger: updates, the ends of samples, evaluations, recent
+samples.
 
-It reads the facts as protobuf messages and verifies nothing; the audit does that. Memory is bounded: updates are a few numbers each, and
-of groups and samples only the newest are kept.
+It reads the facts as protobuf messages and verifies nothing; the audit does that. Memory is bounded: updates are a few
+numbers each, and of groups and samples only the newest are kept.
 """
 
 from __future__ import annotations

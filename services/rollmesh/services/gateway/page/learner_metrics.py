@@ -1,6 +1,7 @@
 """The metrics of the learner, which are in a file on its host: metrics.jsonl of the run folder.
 
-A gateway on another host answers with the reason why it has none. What the trainer reports to the coordinator is in the history.
+A gateway on another host answers with the reason why it has none. What the trainer reports to the coordinator is in the
+history.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Check who may read the page: holders of the token, of a login link, or of a session cookie.
 
-A link contains a ticket instead of the token. It is valid once and for a limited time. Tickets and sessions are signed with the token, so
-that a restarted gateway, and each gateway of a mesh, accepts the sessions of the others. A new token invalidates all of them.
+A link contains a ticket instead of the token. It is valid once and for a limited time. Tickets and sessions are signed
+with the token, so that a restarted gateway, and each gateway of a mesh, accepts the sessions of the others. A new token
+invalidates all of them.
 
     ticket or session = EXPIRY.NONCE.HMAC-SHA256(token, PURPOSE EXPIRY NONCE)
 """
@@ -38,7 +39,8 @@ class PageLogin:
         self._ids = ids or RandomIds()
         self._used: OrderedDict[str, None] = OrderedDict()
         self.cookie = f"rollmesh_{_mac(token, _COOKIE, '')[:12]}"
-        """Name of the cookie. It depends on the token, because browsers send cookies of one host to all of its ports."""
+        """Name of the cookie. It depends on the token, because browsers send cookies of one host to all of its
+        ports."""
 
     @property
     def session_s(self) -> float:

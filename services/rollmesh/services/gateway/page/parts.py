@@ -26,7 +26,8 @@ class LedgerAuditor(Protocol):
     """Audits a run outside this process."""
 
     async def __call__(self, run: str, heads: Sequence[tuple[str, LedgerHead]]) -> bytes:
-        """Return the report as JSON, as `rollmesh audit --json` prints it. `heads`: heads of its ledger, and where they are stored.
+        """Return the report as JSON, as `rollmesh audit --json` prints it. `heads`: heads of its ledger, and where they
+        are stored.
 
         Raise MeshError.
         """
@@ -54,7 +55,8 @@ class PageParts:
     estimator: str = ""
     """Name of the estimator of the run; empty if it is unknown."""
     advantages: Callable[[GroupContext], Mapping[str, float]] | None = None
-    """Returns the advantage of each sample of a group, as the estimator of the run gives it. Raises MeshError. Called in a thread."""
+    """Returns the advantage of each sample of a group, as the estimator of the run gives it. Raises MeshError. Called
+    in a thread."""
     auditor: LedgerAuditor | None = None
     """None: the page has no audit."""
     history: Callable[[Sequence[StreamRecord], str], Sequence[LifeLine]] | None = None

@@ -1,4 +1,5 @@
-"""Protobuf messages as plain values for JSON: fields as in the protos, numbers as numbers, zeros included, enums by name."""
+"""Protobuf messages as plain values for JSON: fields as in the protos, numbers as numbers, zeros included, enums by
+name."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _EXACT_MAX = 1 << 53
 
 
 def plain(message: Message, *omit: str) -> dict[str, Any]:
-    """Return the fields of a message. Absent messages and bytes are omitted, and so are the fields that `omit` names."""
+    """Return the fields of a message. Absent messages and bytes are omitted, and so are the fields that `omit`
+    names."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         if field.name in omit or field.type == FieldDescriptor.TYPE_BYTES:

@@ -46,9 +46,11 @@ def page_url(config: PageConfig, port: int, *, secure: bool) -> str:
 
 
 def listen_http(address: str, *, unread_s_max: float) -> socket.socket:
-    """Return a listener. Its connections end when a client does not receive what was sent within `unread_s_max` seconds.
+    """Return a listener. Its connections end when a client does not receive what was sent within `unread_s_max`
+    seconds.
 
-    Otherwise a connection that the server has closed stays open while its client does not read. Raise ConfigError as `bind_http`.
+    Otherwise a connection that the server has closed stays open while its client does not read. Raise ConfigError as
+    `bind_http`.
     """
     listener = bind_http(address, "gateway.page.address")
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * unread_s_max)))
@@ -89,7 +91,8 @@ class LivePage:
         """Address of the page; empty until it listens."""
 
     def start(self) -> None:
-        """Listen. Raise ConfigError if the address cannot be used, or if a library is missing and the page must be served."""
+        """Listen. Raise ConfigError if the address cannot be used, or if a library is missing and the page must be
+        served."""
         if self._config.serve == "always":
             with libraries_needed("the live page (gateway.page)"):
                 for name in _LIBRARIES:

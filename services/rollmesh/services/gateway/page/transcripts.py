@@ -1,7 +1,8 @@
-"""One sample as the page shows it: its tokens with text, source, version and log-prob, its rewards, advantage and history.
+"""One sample as the page shows it: its tokens with text, source, version and log-prob, its rewards, advantage and
+history.
 
-The record of the sample is found in the ledger, its tokens in the payload. Texts of tasks and models are data: the page inserts them
-as text.
+The record of the sample is found in the ledger, its tokens in the payload. Texts of tasks and models are data: the page
+inserts them as text.
 """
 
 from __future__ import annotations
@@ -118,14 +119,15 @@ class Transcripts:
         self._reading = asyncio.Semaphore(2)
 
     async def read(self, run: str, name: str, history: RunHistory) -> Transcript:
-        """Return the sample `name`, or the first one of an episode. Raise UnknownSample, BusUnavailable, DataLoss, DeadlineExceeded."""
+        """Return the sample `name`, or the first one of an episode. Raise UnknownSample, BusUnavailable, DataLoss,
+        DeadlineExceeded."""
         try:
             async with asyncio.timeout(READ_S_MAX):
                 return await self._read(run, name, history)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"sample {name} was not found within {READ_S_MAX:.0f} s, because it is not recent and the ledger is long; "
-                f"`rollmesh show RUN {name}` has no limit"
+                f"sample {name} was not found within {READ_S_MAX:.0f} s, because it is not recent and the ledger is "
+                f"long; `rollmesh show RUN {name}` has no limit"
             ) from error
         except DecodeError as error:
             raise DataLoss(
@@ -211,8 +213,8 @@ class Transcripts:
             read: Read = await read_episode(log, episode_ref(scored.payload.sequence, [sample]))
         except (PayloadLost, UnknownStream):
             shown.missing.append(
-                "The payload is no longer stored, so the tokens cannot be shown. Payloads are removed when a checkpoint contains their "
-                "samples, or when the samples have ended without an update."
+                "The payload is no longer stored, so the tokens cannot be shown. Payloads are removed when a "
+                "checkpoint contains their samples, or when the samples have ended without an update."
             )
             return
         if read.episode is None:
@@ -332,7 +334,8 @@ def _token_runs(
 
 
 def token_texts(ids: IntArray, decoder: TokenDecoder | None) -> list[str]:
-    """Return the text of each token after the token before it. The text of a character of several tokens is that of the first one."""
+    """Return the text of each token after the token before it. The text of a character of several tokens is that of the
+    first one."""
     if decoder is None:
         return [f"{number} " for number in ids.tolist()]
     texts: list[str] = []

@@ -1,14 +1,17 @@
-"""The rank processes of a torch trainer: how they start, how rank 0 makes them call along, and what it reports when one fails.
+"""The rank processes of a torch trainer: how they start, how rank 0 makes them call along, and what it reports when one
+fails.
 
     rank 0 (the learner)    start -> send(call) -> the same call here -> ... -> close
     every other rank        join  -> receive -> the same call -> ...         -> exit
 
-The ranks either are started here, on this host, or exist already because torchrun started the learner on each of them (`WORLD_SIZE` is
-set). A rank waits for its next call on a key of the store, without a practical timeout, because the learner may wait long for a batch. The
-broadcast of a call and the collectives inside it are bounded by `learner.compute.rank_timeout_s`.
+The ranks either are started here, on this host, or exist already because torchrun started the learner on each of them
+(`WORLD_SIZE` is set). A rank waits for its next call on a key of the store, without a practical timeout, because the
+learner may wait long for a batch. The broadcast of a call and the collectives inside it are bounded by
+`learner.compute.rank_timeout_s`.
 
-Ranks that were started here die with the thread that started them. A failure ends all of them, and the next session starts new ones.
-Ranks of torchrun cannot be replaced, so the learner ends with them, and torchrun restarts all ranks (`--max-restarts`).
+Ranks that were started here die with the thread that started them. A failure ends all of them, and the next session
+starts new ones. Ranks of torchrun cannot be replaced, so the learner ends with them, and torchrun restarts all ranks
+(`--max-restarts`).
 """
 
 from __future__ import annotations
@@ -100,8 +103,8 @@ def device_of(config: LearnerConfig, size: int, local_rank: int) -> str:
         return config.device
     if ":" in config.device:
         raise ConfigError(
-            f"`learner.device` must be a kind of device with {size} ranks, such as `cuda`, got {config.device}; rank r of a host uses its "
-            "r-th device",
+            f"`learner.device` must be a kind of device with {size} ranks, such as `cuda`, got {config.device}; rank r "
+            "of a host uses its r-th device",
             key="learner.device",
         )
     return f"{config.device}:{local_rank}"
@@ -134,14 +137,15 @@ class RankGroup:
         compute, logs = config.compute, Path(config.directory) / "ranks"
         if dist.is_initialized():
             raise ConfigError(
-                "`learner.compute.ranks` > 1 needs a separate process, and this process has another trainer with ranks or in bfloat16; run "
-                "each learner in its own process",
+                "`learner.compute.ranks` > 1 needs a separate process, and this process has another trainer with ranks "
+                "or in bfloat16; run each learner in its own process",
                 key="learner.compute.ranks",
             )
         if (size := size_of_torchrun()) > 1:
             if compute.ranks not in (1, size):
                 raise ConfigError(
-                    f"`learner.compute.ranks` must be {size}, the number of processes of torchrun, or 1, got {compute.ranks}",
+                    f"`learner.compute.ranks` must be {size}, the number of processes of torchrun, or 1, got "
+                    f"{compute.ranks}",
                     key="learner.compute.ranks",
                 )
             return cls(join(0, size, None, config.device, compute.rank_timeout_s), {}, logs, compute.rank_timeout_s)
@@ -195,7 +199,8 @@ class RankGroup:
             dist.destroy_process_group()
 
     def _cause(self, err: RuntimeError) -> Exception:
-        """Return the error of the first rank that exited or reported one; else that of the ranks that did not respond; else `err`."""
+        """Return the error of the first rank that exited or reported one; else that of the ranks that did not respond;
+        else `err`."""
         for rank in range(1, self.ranks.size):
             process = self._started.get(rank)
             if process is not None:

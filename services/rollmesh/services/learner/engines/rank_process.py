@@ -31,7 +31,8 @@ from rollmesh.shared.errors import MeshError
 
 
 def run_rank(member: RankMember, own: LearnerConfig | None = None) -> None:
-    """Make the calls of rank 0 until it ends this rank. `own` is the configuration of this host, by default that of rank 0."""
+    """Make the calls of rank 0 until it ends this rank. `own` is the configuration of this host, by default that of
+    rank 0."""
     trainer: TorchTrainer | None = None
     try:
         while (call := member.receive()) is not None:

@@ -1,7 +1,7 @@
 """Implement the learner's port with `rollmesh.trainer`. No other module of the learner imports torch.
 
-The compute thread opens and calls the trainer, and sets the number of torch threads. The default is one, because torch threads spin on
-barriers and become very slow when cores are busy.
+The compute thread opens and calls the trainer, and sets the number of torch threads. The default is one, because torch
+threads spin on barriers and become very slow when cores are busy.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class TorchTrainer:
         return path
 
     def _published_dtype(self) -> torch.dtype | None:
-        """Return the type to which published weights are rounded. The matrices of an adapter are not: nodes add them in float32."""
+        """Return the type to which published weights are rounded. The matrices of an adapter are not: nodes add them in
+        float32."""
         return torch.bfloat16 if self._config.publish.dtype == "bfloat16" else None
 
     def _place(self, position: Position) -> CheckpointPosition:
@@ -168,7 +169,8 @@ class RankedTrainer:
 
     @classmethod
     def open(cls, config: LearnerConfig, found: Checkpoint | None) -> Restored:
-        """Start the ranks, or those of torchrun again, and open the trainer on all of them. Ranks of a session before end first."""
+        """Start the ranks, or those of torchrun again, and open the trainer on all of them. Ranks of a session before
+        end first."""
         global _group
         if (
             config.checkpoint_async
@@ -179,7 +181,8 @@ class RankedTrainer:
             )
         if _group is not None and _group.failed and _group.lasting:
             raise FailedPrecondition(
-                "the ranks that torchrun started have ended after an error; restart all of them, as `torchrun --max-restarts N` does"
+                "the ranks that torchrun started have ended after an error; restart all of them, as `torchrun "
+                "--max-restarts N` does"
             )
         if _group is not None and not _group.lasting:
             _group.close()
@@ -223,13 +226,15 @@ class RankedTrainer:
 
 
 _group: RankGroup | None = None
-"""The ranks of this process, which has at most one trainer with ranks, because torch has one default process group per process."""
+"""The ranks of this process, which has at most one trainer with ranks, because torch has one default process group per
+process."""
 
 
 def open_part(
     config: LearnerConfig, found: Checkpoint | None, ranks: Ranks = ONE_RANK, local_rank: int = 0
 ) -> Restored:
-    """Open the trainer of this rank, from a checkpoint or from the initial model. `local_rank` is its number on this host.
+    """Open the trainer of this rank, from a checkpoint or from the initial model. `local_rank` is its number on this
+    host.
 
     Returns when all ranks have opened theirs. Raises ConfigError for a checkpoint that does not fit."""
     torch.set_num_threads(config.threads)

@@ -1,8 +1,9 @@
 """Filter groups in which every advantage is zero, because nothing can be learned from them.
 
-Source: dynamic sampling of DAPO (2025-03). The estimator of the trainer gives the advantages of the survivors, which are the members with
-usable rewards. Infra failures are not zeros and are omitted. Too few survivors cannot be compared. With `extend_by`, a group without
-variance first gets more episodes (adaptive group size). It is filtered when `members_max` is reached or its deadline has passed.
+Source: dynamic sampling of DAPO (2025-03). The estimator of the trainer gives the advantages of the survivors, which
+are the members with usable rewards. Infra failures are not zeros and are omitted. Too few survivors cannot be compared.
+With `extend_by`, a group without variance first gets more episodes (adaptive group size). It is filtered when
+`members_max` is reached or its deadline has passed.
 """
 
 from __future__ import annotations

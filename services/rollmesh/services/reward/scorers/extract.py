@@ -18,8 +18,8 @@ class AnswerOptions(Settings):
     """Location of the answer in the text of the model."""
 
     pattern: str = ANSWER_TAG
-    """Regular expression of the answer. The last match counts, and its group 1 if the expression has one. `.` matches newlines. Empty
-    means the whole text."""
+    """Regular expression of the answer. The last match counts, and its group 1 if the expression has one. `.` matches
+    newlines. Empty means the whole text."""
     where: Where = "final"
     """`final`: the last assistant message; `episode`: all assistant messages."""
 

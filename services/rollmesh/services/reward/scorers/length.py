@@ -1,8 +1,8 @@
 """Reward brevity by the number n of sampled tokens.
 
-`budget`: 1 if n <= budget, else 0. `linear`: -n / scale. A linear reward has no lower bound. If its
-weight is similar to that of correctness, the policy learns to skip the work (on the demo within 30 updates at weight 0.5). Use a
-small weight or the budget.
+`budget`: 1 if n <= budget, else 0. `linear`: -n / scale. A linear reward has no lower bound. If its weight is similar
+to that of correctness, the policy learns to skip the work (on the demo within 30 updates at weight 0.5). Use a small
+weight or the budget.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Compare the extracted answer with the accepted ones by value: 1 if one is equal, else 0.
 
-math-verify defines equality of values: 1/2 = 0.5, 1,000 = 1000, x+1 = 1+x, and also 10 % = 10. The text is first rewritten as LaTeX, with
-or without dollar signs, and is compared as a whole: `8, 7` is two values and `7x` is a product, so neither is 7. A key that is the letter of
-an option, words, a time of day or a number with its base is compared as such.
+math-verify defines equality of values: 1/2 = 0.5, 1,000 = 1000, x+1 = 1+x, and also 10 % = 10. The text is first
+rewritten as LaTeX, with or without dollar signs, and is compared as a whole: `8, 7` is two values and `7x` is a
+product, so neither is 7. A key that is the letter of an option, words, a time of day or a number with its base is
+compared as such.
 
-The comparison runs in worker processes, because a short expression can keep sympy busy for minutes, and neither a thread nor the alarm
-signal of math-verify ends it reliably. An answer that exceeds the CPU time or the memory of a worker is a wrong answer.
+The comparison runs in worker processes, because a short expression can keep sympy busy for minutes, and neither a
+thread nor the alarm signal of math-verify ends it reliably. An answer that exceeds the CPU time or the memory of a
+worker is a wrong answer.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from rollmesh.shared.errors import ConfigError
 
 
 class MathOptions(AnswerOptions):
-    """Settings of the math scorer. With an empty `pattern`, the answer is the last `\\boxed`, or what follows "answer is", or else the last
-    number."""
+    """Settings of the math scorer. With an empty `pattern`, the answer is the last `\\boxed`, or what follows "answer
+    is", or else the last number."""
 
     num_workers: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of worker processes. Each uses about 80 MiB for sympy and makes some hundred comparisons per second."""

@@ -1,8 +1,9 @@
 """Run hidden tests on the code of the model: 1 if every test accepts it, else 0, and the share of accepting tests.
 
-The tests run on sandbox nodes in another jail than the candidate, so its output and side effects cannot become a verdict. A failure of a
-jail or a node is an infra failure of the sample, never a reward of 0. The time that the candidate takes is limited by `timeout_s` of the
-entry. A wait for a sandbox is not: the client of the sandbox nodes limits it.
+The tests run on sandbox nodes in another jail than the candidate, so its output and side effects cannot become a
+verdict. A failure of a jail or a node is an infra failure of the sample, never a reward of 0. The time that the
+candidate takes is limited by `timeout_s` of the entry. A wait for a sandbox is not: the client of the sandbox nodes
+limits it.
 
 Source: execution-based scoring by hidden unit tests, as in HumanEval (2021) and APPS (2021).
 """
@@ -31,11 +32,13 @@ class TestsOptions(AnswerOptions):
     """Settings of the tests scorer."""
 
     pattern: str = CODE_BLOCK
-    """Regular expression of the code. The last match counts, and its group 1 if the expression has one. Empty means the whole text."""
+    """Regular expression of the code. The last match counts, and its group 1 if the expression has one. Empty means the
+    whole text."""
     path: NonEmptyStr = "solution.py"
     """Name of the file with the code, which is the `entry` of the manifests."""
     wall_s: NonNegativeFloat = 0.0
-    """Limit of one test, in wall seconds, if it is lower than that of the manifest. 0 means the limit of the manifest."""
+    """Limit of one test, in wall seconds, if it is lower than that of the manifest. 0 means the limit of the
+    manifest."""
 
 
 class TestsScorer:

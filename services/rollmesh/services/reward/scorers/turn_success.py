@@ -1,9 +1,9 @@
 """Reward each turn with a tool call by whether the call succeeded, for methods with rewards of turns.
 
-A turn has a call if the model observed the result of a tool after it. The call failed if the result matches `error_pattern`, as the
-built-in agent and tools write errors: a line that begins with `error:`. One reward per such turn, for the last segment of the turn. A
-sample without a call gets none (NOT_APPLICABLE). The reward is not one of the whole sample, so a run needs another scorer for that.
-A model may earn it by calls without use; give it a small weight.
+A turn has a call if the model observed the result of a tool after it. The call failed if the result matches
+`error_pattern`, as the built-in agent and tools write errors: a line that begins with `error:`. One reward per such
+turn, for the last segment of the turn. A sample without a call gets none (NOT_APPLICABLE). The reward is not one of the
+whole sample, so a run needs another scorer for that. A model may earn it by calls without use; give it a small weight.
 """
 
 from __future__ import annotations

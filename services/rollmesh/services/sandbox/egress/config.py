@@ -31,7 +31,8 @@ class EgressRule(Settings):
     methods: tuple[str, ...] = ("GET", "HEAD")
     """Allowed methods. Methods other than GET and HEAD can change external state and carry data out of a session."""
     path_prefix: Annotated[str, Meta(pattern="^/")] = "/"
-    """Allowed path and the paths below it, by whole segments: `/wiki` allows `/wiki` and `/wiki/x`, but not `/wikis`."""
+    """Allowed path and the paths below it, by whole segments: `/wiki` allows `/wiki` and `/wiki/x`, but not
+    `/wikis`."""
     allow_private: bool = False
     """Whether the host may resolve to a loopback or private address, e.g. of an internal search server. The proxy never
     connects to link-local addresses (metadata services of clouds)."""
@@ -98,5 +99,6 @@ class EgressConfig(Settings):
     def check_fields(self) -> None:
         if self.untaken_bytes_max < self.response_bytes_max:
             raise ValueError(
-                f"`untaken_bytes_max` must be >= response_bytes_max = {self.response_bytes_max}, got {self.untaken_bytes_max}"
+                f"`untaken_bytes_max` must be >= response_bytes_max = {self.response_bytes_max}, got "
+                f"{self.untaken_bytes_max}"
             )

@@ -67,7 +67,8 @@ class EgressReply:
 
 
 def wire(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Encode headers for h11. Values keep their original bytes, also above 127; h11 itself encodes text as ASCII only."""
+    """Encode headers for h11. Values keep their original bytes, also above 127; h11 itself encodes text as ASCII
+    only."""
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 

@@ -110,7 +110,8 @@ class Proxy:
         return await self._retrieval.answer(request)
 
     async def _recordable(self, request: EgressRequest) -> EgressReply:
-        """Return a reply to be recorded. `not_found` is recorded too, so that a repeated request gets the same reply."""
+        """Return a reply to be recorded. `not_found` is recorded too, so that a repeated request gets the same
+        reply."""
         try:
             return await self._fresh(request)
         except EgressRefused as error:

@@ -12,8 +12,8 @@ class RetrievalConfig(Settings):
     """Backend and limits of the tools `search`, `browse` and `retrieve`."""
 
     backend: Extension
-    """`corpus`: documents of a file, without external requests; `endpoint`: searches and pages from external servers; or
-    your own."""
+    """`corpus`: documents of a file, without external requests; `endpoint`: searches and pages from external servers;
+    or your own."""
     results_max: PositiveInt = 5
     """Maximum number of results of one search."""
     snippet_chars_max: PositiveInt = 300

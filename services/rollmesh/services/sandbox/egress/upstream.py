@@ -24,7 +24,8 @@ from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
 _PIECE_BYTES = 1 << 16
 _CONNECT_S = 5.0
 _PASSED_ON = ("accept", "accept-language", "content-type", "if-modified-since", "if-none-match")
-"""Headers of a session that are forwarded. An allow-list, because credentials and hop-by-hop headers have many names."""
+"""Headers of a session that are forwarded. An allow-list, because credentials and hop-by-hop headers have many
+names."""
 _PASSED_BACK = ("content-language", "content-type", "etag", "last-modified", "location", "retry-after")
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
 """Content encodings that are decompressed -> zlib's window bits."""

@@ -127,7 +127,8 @@ def _end_recorded(record: dict[str, int]) -> bool:
 
 
 def _end_folders(record: Path) -> None:
-    """Delete a recorded directory. It stays recorded if it cannot be deleted. A directory of another user is skipped."""
+    """Delete a recorded directory. It stays recorded if it cannot be deleted. A directory of another user is
+    skipped."""
     path = record.read_text()
     try:
         if os.lstat(path).st_uid == os.geteuid():

@@ -148,7 +148,8 @@ class Forks:
         raise SandboxFailed(f"cannot create the jail: {ended.refused or reason}", session=session_id)
 
     async def gone(self, live: LiveSession) -> SessionExit:
-        """Wait until the kernel has reaped all processes. If the zygote does not report this in time, kill the zygote."""
+        """Wait until the kernel has reaped all processes. If the zygote does not report this in time, kill the
+        zygote."""
         waiting: Awaitable[SessionExit] = asyncio.shield(live.ended)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.start_timeout_s):

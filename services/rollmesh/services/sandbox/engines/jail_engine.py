@@ -289,7 +289,8 @@ class JailEngine:
         on_output: OnOutput | None = None,
     ) -> RunResult:
         message["wall_s"] = wall_s
-        # A rejection is the caller's mistake and never counts against the program. In Python the program could forge one.
+        # A rejection is the caller's mistake and never counts against the program. In Python the program could forge
+        # one.
         plain = message["verb"] == "run" and message["language"] == PYTHON
         always_runs = plain and not (message["stdin"] or message["arguments"])
         exchange = live.session.request(message, wall_s + self._config.grace_s, on_output)
@@ -359,7 +360,8 @@ class JailEngine:
     async def _handled(
         self, session_id: str, live: LiveSession, exchange: Coroutine[Any, Any, SessionReply]
     ) -> SessionReply:
-        """Return the reply to a request that runs no program. A session that fails or is left in the middle is ended."""
+        """Return the reply to a request that runs no program. A session that fails or is left in the middle is
+        ended."""
         try:
             return await exchange
         except (TimeoutError, SessionGone, ProtocolBroken) as error:

@@ -101,7 +101,8 @@ class Pools:
         return None
 
     async def acquire_slot(self) -> SessionSlot:
-        """Acquire a slot. If none is free, evict a ready session and take its slot. Raises Overloaded, SandboxFailed."""
+        """Acquire a slot. If none is free, evict a ready session and take its slot. Raises Overloaded,
+        SandboxFailed."""
         while True:
             try:
                 return self._forks.slots.acquire()

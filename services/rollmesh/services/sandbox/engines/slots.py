@@ -64,7 +64,8 @@ class SessionSlots:
             return self._with_folder(self._free.pop())
         if len(self._made) == self._num_max:
             raise Overloaded(
-                f"all {self._num_max} slots of this sandbox node are in use; wait, use another node, or raise sessions_max",
+                f"all {self._num_max} slots of this sandbox node are in use; wait, use another node, or raise "
+                "sessions_max",
                 retry_after_s=self._retry_after_s,
             )
         slot = self._make(len(self._made))

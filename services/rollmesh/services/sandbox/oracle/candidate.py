@@ -90,7 +90,8 @@ class Candidate:
         return require_ok(await session.run(program))
 
     async def end_test(self) -> float:
-        """End a test; end the session if the next test must not share it. Return the seconds that the candidate took."""
+        """End a test; end the session if the next test must not share it. Return the seconds that the candidate
+        took."""
         spent_s, self._spent_s = self.spent_s, 0.0
         if self._session is not None:
             self._session.spent_s = 0.0

@@ -44,7 +44,8 @@ class CheckerSession:
         await self._stack.aclose()
 
     async def check(self, given: Any, expected: Any, answer: Any) -> None:
-        """Raise `CandidateFailed` with WA unless the checker accepts. Raises BrokenOracle if the checker does not load."""
+        """Raise `CandidateFailed` with WA unless the checker accepts. Raises BrokenOracle if the checker does not
+        load."""
         session = await self._loaded()
         text, spent_s = json.dumps([given, expected, answer]), session.spent_s
         accept, message = _read(await session.call("_checked", text, wall_s=self._checker.wall_s))

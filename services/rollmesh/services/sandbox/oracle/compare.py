@@ -1,8 +1,8 @@
 """Compare answers with expected ones. Runs in the service: the given side is hostile plain data, never an object with
 methods.
 
-Values are JSON values. The CPU time is linear in the length of both sides, so `output_bytes` limits it. Long answers are
-compared in a thread (`off_loop`), because 64 KB take up to 40 ms, in which no other session would be served.
+Values are JSON values. The CPU time is linear in the length of both sides, so `output_bytes` limits it. Long answers
+are compared in a thread (`off_loop`), because 64 KB take up to 40 ms, in which no other session would be served.
 """
 
 from __future__ import annotations

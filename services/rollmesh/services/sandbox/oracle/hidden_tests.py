@@ -68,7 +68,8 @@ def require_hidden(config: SandboxConfig) -> None:
         path = Path(os.path.realpath(shown))
         if oracles.is_relative_to(path) or path.is_relative_to(oracles):
             raise ConfigError(
-                f"oracles: {config.oracles} overlaps {shown}, which jails can read; move the hidden tests to another directory",
+                f"oracles: {config.oracles} overlaps {shown}, which jails can read; move the hidden tests to another "
+                "directory",
                 path=config.oracles,
             )
 

@@ -188,7 +188,8 @@ class Judge:
         repository = self._profile(profile).repository
         if repository is None:
             raise UnknownProfile(
-                f"sandbox profile {profile!r} has no repository on this node; configure `repository`, or name another profile in the manifest",
+                f"sandbox profile {profile!r} has no repository on this node; configure `repository`, or name another "
+                "profile in the manifest",
                 profile=profile,
             )
         return repository.name

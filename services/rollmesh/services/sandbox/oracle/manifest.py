@@ -1,4 +1,5 @@
-"""Manifests: the hidden tests of one task, which an operator writes in JSON. docs/sandbox/judging.md has an example of each kind.
+"""Manifests: the hidden tests of one task, which an operator writes in JSON. docs/sandbox/judging.md has an example of
+each kind.
 
 A manifest is decoded strictly: an unknown field, a wrong type or a duplicate key is an error with its location, because
 a test that is silently not run is worse than one that fails.
@@ -40,7 +41,8 @@ class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of one test. 0 means the profile's limit, which is also the maximum."""
 
     wall_s: float = 0.0
-    """Wall seconds of one request to the candidate, and of its loading; for a unit test, of all its requests together."""
+    """Wall seconds of one request to the candidate, and of its loading; for a unit test, of all its requests
+    together."""
     cpu_s: float = 0.0
     """CPU seconds of one request to the candidate, and of its loading."""
     memory_bytes: int = 0
@@ -145,8 +147,8 @@ class StdioManifest(_CodeManifest, frozen=True, kw_only=True, forbid_unknown_fie
     compare: TextCompare = "exact"
     """`exact`: equal lines, ignoring trailing white space and empty lines at the end; equal tokens otherwise give PE.
     `lines`: equal words in each line, with numerals by value (7 = 7.0), without blank lines at both ends, as
-    LiveCodeBench compares. `tokens`: equal words, whatever the white space. `numbers`: the same, with numerals within `tolerance`. `checker`:
-    the checker decides. White space means ASCII white space."""
+    LiveCodeBench compares. `tokens`: equal words, whatever the white space. `numbers`: the same, with numerals within
+    `tolerance`. `checker`: the checker decides. White space means ASCII white space."""
     tolerance: float = 1e-6
     """Tolerance of `numbers`: relative, and absolute below 1. Two integers must be equal. 0 also compares decimal
     fractions exactly."""
@@ -216,7 +218,8 @@ class UnitManifest(_CodeManifest, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"source is not valid Python: {error.msg}, line {error.lineno}") from None
         if target := replaced_name(self.source, self.module):
             raise ValueError(
-                f"source: patch({target!r}) cannot work, because the candidate runs in another process; pass the value as an argument"
+                f"source: patch({target!r}) cannot work, because the candidate runs in another process; pass the value "
+                "as an argument"
             )
         if not self.tests:
             msgspec.structs.force_setattr(self, "tests", tuple(UnitTest(name=name) for name in known))

@@ -1,4 +1,5 @@
-"""Judge SQL queries: the candidate's runs in its session, the reference in another, and the service compares the rows."""
+"""Judge SQL queries: the candidate's runs in its session, the reference in another, and the service compares the
+rows."""
 
 from __future__ import annotations
 

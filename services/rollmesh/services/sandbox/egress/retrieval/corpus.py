@@ -61,7 +61,8 @@ class CorpusOptions(Settings):
     """Settings of the corpus."""
 
     path: str
-    """JSON Lines of {id, url, title, text}; id and text are required. Indexed once per content, by BM25 over title and text."""
+    """JSON Lines of {id, url, title, text}; id and text are required. Indexed once per content, by BM25 over title and
+    text."""
     index_dir: str = ""
     """Directory of the index, which is about twice as large as the corpus. Default: the state directory of the node."""
 

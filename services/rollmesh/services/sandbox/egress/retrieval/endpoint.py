@@ -1,4 +1,5 @@
-"""Retrieval from external servers: a search endpoint that returns JSON, and pages. Every request passes the allow-list."""
+"""Retrieval from external servers: a search endpoint that returns JSON, and pages. Every request passes the
+allow-list."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _ACCEPT_PAGE = {"accept": "text/html, text/plain;q=0.9, */*;q=0.1"}
 
 
 class EndpointOptions(Settings):
-    """A search endpoint that returns JSON to GET. The policy's rules must allow its URL, and that rule holds its key."""
+    """A search endpoint that returns JSON to GET. The policy's rules must allow its URL, and that rule holds its
+    key."""
 
     url: str
     """URL template, e.g. `https://search.internal/v1?q={query}&n={count}`. Values are percent-encoded."""
