@@ -17,8 +17,8 @@ from rollmesh.trainer.samples import TokenTable
 class UpdateBatch:
     """S samples that can be trained on, with M trained tokens, and their groups.
 
-    A column [M] has one value per trained token, sample by sample. `batch["sample"]` numbers the sample of each token from 0.
-    `samples.TokenTable` lists the columns; the requested features are among them.
+    A column [M] has one value per trained token, sample by sample. `batch["sample"]` numbers the sample of each token
+    from 0. `samples.TokenTable` lists the columns; the requested features are among them.
     """
 
     update: int
@@ -46,7 +46,8 @@ class UpdateBatch:
 
     @property
     def members(self) -> tuple[MemberOutcome, ...]:
-        """The samples as members of their groups, [S]: with all rewards, turns and answers, as the members that are not trained."""
+        """The samples as members of their groups, [S]: with all rewards, turns and answers, as the members that are not
+        trained."""
         found = {(group.group, m.sample_id): m for group in self.groups for m in group.members}
         return tuple(found[one.group, one.sample.sample_id] for one in self.samples)
 
@@ -57,14 +58,16 @@ class UpdateBatch:
         return tuple(found[sample.group] for sample in self.samples)
 
     def per_turn(self, values: Sequence[NDArray[Any]]) -> FloatArray:
-        """Return [M]: the value of each token's turn. `values` has one array per sample with one value per turn, as `turn_rewards`.
+        """Return [M]: the value of each token's turn. `values` has one array per sample with one value per turn, as
+        `turn_rewards`.
 
         A turn beyond the array has the last value, because a summary has at most 512 turns; 0 for an empty array.
         """
         return self._gathered(values, self["turn"])
 
     def per_segment(self, values: Sequence[NDArray[Any]]) -> FloatArray:
-        """Return [M]: the value of each token's segment. `values` has one array per sample with one value per segment of its path."""
+        """Return [M]: the value of each token's segment. `values` has one array per sample with one value per segment
+        of its path."""
         return self._gathered(values, self["segment"])
 
     def _gathered(self, values: Sequence[NDArray[Any]], numbers: NDArray[np.int64]) -> FloatArray:
@@ -101,7 +104,8 @@ class UpdateBatch:
 
 
 def check_membership(groups: Sequence[GroupContext], samples: Sequence[TrainingSample]) -> None:
-    """Raise ValueError for a sample whose group is missing or does not list it, because its baseline would miss its own reward."""
+    """Raise ValueError for a sample whose group is missing or does not list it, because its baseline would miss its own
+    reward."""
     members = {g.group: {m.sample_id for m in g.members} for g in groups}
     for sample in samples:
         sample_id = sample.sample.sample_id

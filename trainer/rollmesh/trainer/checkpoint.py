@@ -13,14 +13,15 @@ A checkpoint is one folder `<root>/update-00000012.0` (update, incarnation):
     data_snapshot.bin     state of the data service, opaque here
     rollmesh.json         position and SHA-256 of every other file
 
-A save is atomic: all files are written and synced in a hidden temporary folder, which is then renamed. A leftover temporary folder is
-ignored, and the next save removes it. Files are compared with their hashes before they are loaded (`checkpoint_files`).
+A save is atomic: all files are written and synced in a hidden temporary folder, which is then renamed. A leftover
+temporary folder is ignored, and the next save removes it. Files are compared with their hashes before they are loaded
+(`checkpoint_files`).
 
-A checkpoint does not depend on the number of ranks: any number can resume from it. Several ranks save together. Rank 0 calls
-`save_checkpoint` and every other rank `save_part`, over one file system.
+A checkpoint does not depend on the number of ranks: any number can resume from it. Several ranks save together. Rank 0
+calls `save_checkpoint` and every other rank `save_part`, over one file system.
 
-There is no random-generator state, because `BatchTrainer` derives all randomness from (seed, update), and the schedule from the update.
-Other files in `<root>` are never changed.
+There is no random-generator state, because `BatchTrainer` derives all randomness from (seed, update), and the schedule
+from the update. Other files in `<root>` are never changed.
 
 `copy_checkpoint` divides a save of one rank into a copy in memory and its writing, which may run beside the next update.
 """
@@ -112,7 +113,8 @@ class Checkpoint:
         return TrainedLog(self.trained, update=self.meta.update, digest=self.meta.digest)
 
     def changed_settings(self, current: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the settings of the recipe that differ from the `current` ones, e.g. "optimizer.lr 0.001 -> 0.0001"."""
+        """Return the settings of the recipe that differ from the `current` ones, e.g. "optimizer.lr 0.001 ->
+        0.0001"."""
         path = self.path / SETTINGS_NAME
         if not path.exists():  # written by an older version
             return ()
@@ -125,20 +127,21 @@ class Checkpoint:
         )
 
     def model_folder(self, lora: LoraSettings, initial: Path | str) -> Path:
-        """Return the folder whose model a trainer loads to resume: the checkpoint, or, with adapters, their base: `initial` if it is given.
+        """Return the folder whose model a trainer loads to resume: the checkpoint, or, with adapters, their base:
+        `initial` if it is given.
 
         Raises CheckpointError if the checkpoint has adapters and the settings do not, or the reverse.
         """
         has_adapters = (self.path / ADAPTER_CONFIG).is_file()
         if has_adapters and not lora.rank:
             raise CheckpointError(
-                f"{self.path} has low-rank adapters, and `learner.lora.rank` is 0; resume with the settings with which they were written, or "
-                "merge them into the base and begin a new run from it"
+                f"{self.path} has low-rank adapters, and `learner.lora.rank` is 0; resume with the settings with which "
+                "they were written, or merge them into the base and begin a new run from it"
             )
         if lora.rank and not has_adapters:
             raise CheckpointError(
-                f"{self.path} has whole weights, and `learner.lora.rank` is {lora.rank}; resume with rank 0, or begin a new run with "
-                "this checkpoint as its model"
+                f"{self.path} has whole weights, and `learner.lora.rank` is {lora.rank}; resume with rank 0, or begin "
+                "a new run with this checkpoint as its model"
             )
         if not has_adapters:
             return self.path
@@ -147,10 +150,11 @@ class Checkpoint:
     def restore(self, trainer: BatchTrainer) -> tuple[str, ...]:
         """Load weights, optimizer state and step into a trainer of the same model and optimizer.
 
-        Only the moments of the optimizer are loaded; its settings stay the trainer's. Returns the settings that differ, e.g.
-        "betas (0.9, 0.95) -> (0.9, 0.99)", without the learning rate, which is a function of the update.
+        Only the moments of the optimizer are loaded; its settings stay the trainer's. Returns the settings that differ,
+        e.g. "betas (0.9, 0.95) -> (0.9, 0.99)", without the learning rate, which is a function of the update.
 
-        Raises CheckpointError if they do not fit, or if the trainer's seed differs, because it would then draw other minibatches.
+        Raises CheckpointError if they do not fit, or if the trainer's seed differs, because it would then draw other
+        minibatches.
         """
         if trainer.seed != self.meta.seed:
             raise CheckpointError(f"{self.path} was trained with seed {self.meta.seed}, not {trainer.seed}")
@@ -197,8 +201,8 @@ def save_checkpoint(
     settings: Mapping[str, Any] | None = None,
     keep_last: int = 3,
 ) -> Checkpoint:
-    """Write a checkpoint durably, then remove all except the newest `keep_last`. The log continues from the new file. `settings` are
-    those of the recipe.
+    """Write a checkpoint durably, then remove all except the newest `keep_last`. The log continues from the new file.
+    `settings` are those of the recipe.
 
     Raises ValueError if position, trainer and log have different updates, or if the folder exists.
     """
@@ -221,11 +225,11 @@ def copy_checkpoint(
     settings: Mapping[str, Any] | None = None,
     keep_last: int = 3,
 ) -> Callable[[], Checkpoint]:
-    """Copy what a checkpoint holds into the memory of the CPU. Return a function that writes the copy like `save_checkpoint`, in any thread,
-    while the trainer continues.
+    """Copy what a checkpoint holds into the memory of the CPU. Return a function that writes the copy like
+    `save_checkpoint`, in any thread, while the trainer continues.
 
-    The log does not continue from the new file; its caller calls `TrainedLog.rebase`. The trainer must have one rank, and one copy may be
-    written at a time. Raises ValueError if position, trainer and log have different updates.
+    The log does not continue from the new file; its caller calls `TrainedLog.rebase`. The trainer must have one rank,
+    and one copy may be written at a time. Raises ValueError if position, trainer and log have different updates.
     """
     _check_agreement(trainer, log, position, keep_last)
     if trainer.ranks.size > 1 or trainer.adapters is not None:
@@ -285,7 +289,8 @@ def save_part(root: Path, trainer: BatchTrainer, position: CheckpointPosition) -
 
 
 def latest_checkpoint(root: Path) -> Checkpoint | None:
-    """Return the newest intact checkpoint; None without a checkpoint. Raises CheckpointError if no checkpoint is intact."""
+    """Return the newest intact checkpoint; None without a checkpoint. Raises CheckpointError if no checkpoint is
+    intact."""
     found = newest_whole(root)
     return None if found is None else Checkpoint(found.path, found.meta, found.passed_by)
 
@@ -293,8 +298,8 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
 def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[str, ...]:
     """Load the moments of an optimizer, and keep its settings. Return the settings that differ.
 
-    Raises ValueError if the moments are those of other parameters. A checkpoint of an older version has no names; its groups must have the
-    sizes of the present ones."""
+    Raises ValueError if the moments are those of other parameters. A checkpoint of an older version has no names; its
+    groups must have the sizes of the present ones."""
     present = optimizer.state_dict()["param_groups"]
     before = state["param_groups"]
     if all("param_names" in group for group in before):
@@ -337,7 +342,8 @@ def _check_agreement(trainer: BatchTrainer, log: TrainedLog, position: Checkpoin
         raise ValueError(f"trainer at {trainer.step}, list at {log.update}, position at {position.update}")
     if position.digest != log.digest:
         raise ValueError(
-            f"position.digest must equal the digest {log.digest} of update {position.update} in the list, got {position.digest}"
+            f"position.digest must equal the digest {log.digest} of update {position.update} in the list, got "
+            f"{position.digest}"
         )
     if position.seed != trainer.seed:
         raise ValueError(f"position.seed must equal the trainer's seed {trainer.seed}, got {position.seed}")
@@ -370,7 +376,8 @@ def _write_files(
 
 
 def _write_state(folder: Path, trainer: BatchTrainer) -> None:
-    """Write the optimizer's state, and the memory of the parts. Every rank must call it; all write the former, rank 0 the latter."""
+    """Write the optimizer's state, and the memory of the parts. Every rank must call it; all write the former, rank 0
+    the latter."""
     trainer.ranks.gathered(None)  # rank 0 has made the folder
     if trainer.ranks.size == 1:
         torch.save(tree_map_only(DTensor, whole, trainer.optimizer.state_dict()), folder / OPTIMIZER_NAME)
@@ -389,7 +396,8 @@ def _write_state(folder: Path, trainer: BatchTrainer) -> None:
 
 
 def _load_memory(path: Path, device: torch.device) -> dict[str, Any]:
-    """Return the memory of the parts, on the device. The weights of a moving average stay in the file until they are read."""
+    """Return the memory of the parts, on the device. The weights of a moving average stay in the file until they are
+    read."""
     memory: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return {
         name: value if name == "reference" else tree_map_only(Tensor, partial(_moved, device=device), value)
@@ -402,7 +410,8 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _load_parts(trainer: BatchTrainer, folder: Path) -> None:
-    """Load the optimizer's state that several ranks wrote, each rank its part of it. Raises KeyError for another model."""
+    """Load the optimizer's state that several ranks wrote, each rank its part of it. Raises KeyError for another
+    model."""
     reader, parameters = FileSystemReader(folder), _parameters(trainer)
     found: dict[str, Tensor] = {}
     for key, stored in reader.read_metadata().state_dict_metadata.items():

@@ -1,9 +1,10 @@
 """List and verify the checkpoint folders on disk, and set damaged ones aside. Free of torch.
 
-`rollmesh.json` in each folder has its position and the SHA-256 of every other file. A folder with its final name was complete when it
-was renamed, and the hashes show whether it still is. A damaged folder is renamed to `corrupt-update-...`, which no code reads, and kept
-for inspection. The next older one is used, and this is reported, because a return to older weights is a roll-back with a new
-incarnation. If no checkpoint is intact, nothing is renamed and the trainer does not start.
+`rollmesh.json` in each folder has its position and the SHA-256 of every other file. A folder with its final name was
+complete when it was renamed, and the hashes show whether it still is. A damaged folder is renamed to
+`corrupt-update-...`, which no code reads, and kept for inspection. The next older one is used, and this is reported,
+because a return to older weights is a roll-back with a new incarnation. If no checkpoint is intact, nothing is renamed
+and the trainer does not start.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def folder_name(position: CheckpointPosition) -> str:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Return the checkpoints, oldest first: by incarnation, then update, because a roll-back replaces updates of the older incarnation."""
+    """Return the checkpoints, oldest first: by incarnation, then update, because a roll-back replaces updates of the
+    older incarnation."""
     entries = root.iterdir() if root.is_dir() else ()
     return sorted((path for path in entries if _FOLDER.match(path.name) and path.is_dir()), key=age)
 
@@ -100,8 +102,9 @@ def age(folder: Path) -> tuple[int, int]:
 def newest_whole(root: Path) -> WholeCheckpoint | None:
     """Return the newest intact checkpoint, and set aside damaged newer ones. Return None if there is no checkpoint.
 
-    Raises CheckpointError if no checkpoint is intact, because an operator must decide to start from the initial weights. Raises
-    NewerCheckpoint without renaming anything if a later release wrote the newest one, because its updates would be undone.
+    Raises CheckpointError if no checkpoint is intact, because an operator must decide to start from the initial
+    weights. Raises NewerCheckpoint without renaming anything if a later release wrote the newest one, because its
+    updates would be undone.
     """
     damage: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(root)):
@@ -116,13 +119,15 @@ def newest_whole(root: Path) -> WholeCheckpoint | None:
         return WholeCheckpoint(path, meta, passed_by)
     if damage:
         raise CheckpointError(
-            f"{damage[0][1]}; no checkpoint in {root} is intact: restore one, or remove {root} to start from the initial weights"
+            f"{damage[0][1]}; no checkpoint in {root} is intact: restore one, or remove {root} to start from the "
+            "initial weights"
         )
     return None
 
 
 def verify(path: Path) -> CheckpointMeta:
-    """Compare one folder with its hashes. Raises CheckpointError naming the file that is missing, malformed or changed, NewerCheckpoint."""
+    """Compare one folder with its hashes. Raises CheckpointError naming the file that is missing, malformed or changed,
+    NewerCheckpoint."""
     meta_path = path / META_NAME
     try:
         content = meta_path.read_bytes()

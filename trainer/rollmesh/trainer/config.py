@@ -28,10 +28,11 @@ class Normalization(Enum):
     TOKEN = "token"
     """Every trained token counts alike: 1 / tokens of the step (DAPO, arXiv:2503.14476). Long samples weigh more."""
     SEQUENCE_MEAN = "sequence_mean"
-    """Every sample counts alike: 1 / (samples x its tokens), as in GRPO. Favors brevity when right, length when wrong."""
+    """Every sample counts alike: 1 / (samples x its tokens), as in GRPO. Favors brevity when right, length when
+    wrong."""
     CONSTANT = "constant"
-    """The sum over a sample's tokens, divided by a constant: 1 / (samples x `normalization_tokens`). The gradient of a token does not
-    depend on the length of its sample (Dr. GRPO, arXiv:2503.20783)."""
+    """The sum over a sample's tokens, divided by a constant: 1 / (samples x `normalization_tokens`). The gradient of a
+    token does not depend on the length of its sample (Dr. GRPO, arXiv:2503.20783)."""
 
 
 _Decay = Annotated[float, Meta(ge=0, lt=1)]
@@ -43,14 +44,14 @@ class PackingConfig(Settings):
     row_tokens: PositiveInt = 128
     """Length of a row, in tokens. Longer: less padding, more attention work on masked pairs."""
     micro_batch_tokens: int = 1024
-    """Maximum tokens (padding included) per forward and backward. A longer sequence runs alone. Bounds activation memory; a GPU
-    wants 16384 and more."""
+    """Maximum tokens (padding included) per forward and backward. A longer sequence runs alone. Bounds activation
+    memory; a GPU wants 16384 and more."""
     shared_row_tokens: NonNegativeInt = 0
-    """Maximum length of a row in which sequences share a common prefix, such as the samples of a group their prompt: the prefix is computed
-    once, for g samples p + g r tokens instead of g (p + r). 0 shares nothing. More samples than fit are divided between rows, and samples
-    share only where that saves a tenth of the estimated work, because attention costs the square of a row. A row needs a mask of 4 bytes (2
-    in bfloat16) per pair of its tokens. Log-probs and gradients are the same within rounding. Not every model allows it: a start and
-    `rollmesh check` verify it."""
+    """Maximum length of a row in which sequences share a common prefix, such as the samples of a group their prompt:
+    the prefix is computed once, for g samples p + g r tokens instead of g (p + r). 0 shares nothing. More samples than
+    fit are divided between rows, and samples share only where that saves a tenth of the estimated work, because
+    attention costs the square of a row. A row needs a mask of 4 bytes (2 in bfloat16) per pair of its tokens. Log-probs
+    and gradients are the same within rounding. Not every model allows it: a start and `rollmesh check` verify it."""
 
     def check_fields(self) -> None:
         for name in ("row_tokens", "shared_row_tokens"):
@@ -61,37 +62,43 @@ class PackingConfig(Settings):
 
 
 class ComputeConfig(Settings):
-    """How the model is computed: memory, precision, devices. Values stay the same within rounding unless a key says otherwise."""
+    """How the model is computed: memory, precision, devices. Values stay the same within rounding unless a key says
+    otherwise."""
 
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the forward and the backward. With `bfloat16` the optimizer updates weights in float32, of which each forward and
-    backward gets a rounded copy, layer by layer; the gradients of micro-batches are summed in float32, and log-probs are computed in
-    float32 from the logits. Log-probs differ from those in float32 by rounding."""
+    """Precision of the forward and the backward. With `bfloat16` the optimizer updates weights in float32, of which
+    each forward and backward gets a rounded copy, layer by layer; the gradients of micro-batches are summed in float32,
+    and log-probs are computed in float32 from the logits. Log-probs differ from those in float32 by rounding."""
     attention: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
-    """Implementation of attention in transformers. `flash_attention_2` needs the package flash-attn, a CUDA device and `precision:
-    bfloat16`; it holds no mask of tokens x tokens for packed rows. `auto` selects it where it runs, and else what transformers selects."""
+    """Implementation of attention in transformers. `flash_attention_2` needs the package flash-attn, a CUDA device and
+    `precision: bfloat16`; it holds no mask of tokens x tokens for packed rows. `auto` selects it where it runs, and
+    else what transformers selects."""
     offload: Literal["none", "reference", "optimizer"] = "none"
-    """What is stored in the memory of the host and not in that of the device. `reference`: the weights of the reference model, which a
-    pass copies to the device layer by layer. `optimizer`: also the float32 weights, their gradients and the optimizer state; the
-    optimizer step then runs on the CPU. On a CPU it saves nothing."""
+    """What is stored in the memory of the host and not in that of the device. `reference`: the weights of the reference
+    model, which a pass copies to the device layer by layer. `optimizer`: also the float32 weights, their gradients and
+    the optimizer state; the optimizer step then runs on the CPU. On a CPU it saves nothing."""
     gradient_checkpointing: bool = False
-    """Keep only the input of each decoder layer, and compute the inside of a layer again in the backward pass. It saves most of the
-    activations, and costs one more forward pass of the layers per micro-batch. The results are the same."""
+    """Keep only the input of each decoder layer, and compute the inside of a layer again in the backward pass. It saves
+    most of the activations, and costs one more forward pass of the layers per micro-batch. The results are the same."""
     logprob_chunk_tokens: NonNegativeInt = 1024
-    """Maximum number of trained tokens whose distributions over the vocabulary exist at once. A micro-batch with more runs its output layer
-    in parts, and the backward pass computes each part again. The results are the same up to the order of sums. 0 never cuts; the
-    memory of the logits is then proportional to the trained tokens of a micro-batch."""
+    """Maximum number of trained tokens whose distributions over the vocabulary exist at once. A micro-batch with more
+    runs its output layer in parts, and the backward pass computes each part again. The results are the same up to the
+    order of sums. 0 never cuts; the memory of the logits is then proportional to the trained tokens of a
+    micro-batch."""
     ranks: PositiveInt = 1
-    """Processes that train together, on this host. Each holds a part of the weights, gradients and optimizer state, and runs a part of the
-    micro-batches. With torchrun the processes exist already, also on several hosts, and their number applies."""
+    """Processes that train together, on this host. Each holds a part of the weights, gradients and optimizer state, and
+    runs a part of the micro-batches. With torchrun the processes exist already, also on several hosts, and their number
+    applies."""
     rank_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
-    """Maximum time that a rank waits for the others inside a computation, in seconds. Then the session ends, and training resumes from the
-    newest checkpoint. It must exceed the difference between the ranks' times for their micro-batches."""
+    """Maximum time that a rank waits for the others inside a computation, in seconds. Then the session ends, and
+    training resumes from the newest checkpoint. It must exceed the difference between the ranks' times for their
+    micro-batches."""
 
     def check_fields(self) -> None:
         if self.attention == "flash_attention_2" and self.precision != "bfloat16":
             raise ValueError(
-                f"`precision` must be bfloat16 with attention: flash_attention_2, whose kernels compute in half precision, got {self.precision}"
+                "`precision` must be bfloat16 with attention: flash_attention_2, whose kernels compute in half "
+                f"precision, got {self.precision}"
             )
 
     @property
@@ -101,20 +108,20 @@ class ComputeConfig(Settings):
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685), by the package peft: the weight W of a linear layer becomes W + (alpha / rank) B A,
-    and only A and B are trained. It needs the optimizer's memory for them alone, and a learning rate of about ten times that of full
-    training."""
+    """Low-rank adapters (LoRA, Hu et al., arXiv:2106.09685), by the package peft: the weight W of a linear layer
+    becomes W + (alpha / rank) B A, and only A and B are trained. It needs the optimizer's memory for them alone, and a
+    learning rate of about ten times that of full training."""
 
     rank: NonNegativeInt = 0
     """Rank of the adapters: the rows of A and the columns of B. 0 trains all weights, without adapters."""
     alpha: PositiveFloat = 32.0
     """Scale of the adapters: B A is multiplied by alpha / rank."""
     targets: tuple[NonEmptyStr, ...] = ()
-    """Linear layers that get an adapter, by the last parts of their names, e.g. `q_proj` or `mlp.down_proj`. Empty: all linear layers
-    except the output layer. Stacked matrices of experts are not linear layers, and get none."""
+    """Linear layers that get an adapter, by the last parts of their names, e.g. `q_proj` or `mlp.down_proj`. Empty: all
+    linear layers except the output layer. Stacked matrices of experts are not linear layers, and get none."""
     publish: Literal["adapter", "merged"] = "adapter"
-    """`adapter` publishes the base once and then the adapter alone, which every node merges into its copy of the base. `merged` publishes
-    whole weights, which servers that rollmesh does not start need."""
+    """`adapter` publishes the base once and then the adapter alone, which every node merges into its copy of the base.
+    `merged` publishes whole weights, which servers that rollmesh does not start need."""
 
 
 class ParameterGroup(Settings):
@@ -125,20 +132,22 @@ class ParameterGroup(Settings):
     lr_factor: NonNegativeFloat = 1.0
     """Factor of the learning rate. 0 keeps the parameters as they are."""
     weight_decay: NonNegativeFloat | None = None
-    """Decoupled decay of these parameters, vectors included. Absent: that of the optimizer for matrices, and none for vectors."""
+    """Decoupled decay of these parameters, vectors included. Absent: that of the optimizer for matrices, and none for
+    vectors."""
 
 
 class OptimizerConfig(Settings):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with linear warm-up, and linear or cosine decay over updates."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit` keeps the moments in 8 bits (Dettmers et al., arXiv:2110.02861), by the package torchao: 2 instead of 8 bytes per
-    parameter. It compiles its kernel at the first step."""
+    """`adamw_8bit` keeps the moments in 8 bits (Dettmers et al., arXiv:2110.02861), by the package torchao: 2 instead
+    of 8 bytes per parameter. It compiles its kernel at the first step."""
     lr: PositiveFloat = 1e-6
-    """Peak learning rate. The default suits models of about 0.5 to 10 billion parameters; smaller models need more (the demo's, of
-    0.36 million, trains at 7e-4)."""
+    """Peak learning rate. The default suits models of about 0.5 to 10 billion parameters; smaller models need more (the
+    demo's, of 0.36 million, trains at 7e-4)."""
     modules_factor: PositiveFloat = 1.0
-    """Factor of the learning rate of modules of loss terms, such as value heads, which begin untrained and often need a larger one."""
+    """Factor of the learning rate of modules of loss terms, such as value heads, which begin untrained and often need a
+    larger one."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameters with another learning rate or decay. The first group whose pattern matches a name applies."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
@@ -152,7 +161,8 @@ class OptimizerConfig(Settings):
     warmup_updates: NonNegativeInt = 3
     """Updates until `lr` is reached, linearly from lr / warmup_updates."""
     decay: Literal["linear", "cosine"] = "linear"
-    """Shape of the decay from `lr` to `lr * final_fraction`. `cosine` is half a period (Loshchilov & Hutter, arXiv:1608.03983)."""
+    """Shape of the decay from `lr` to `lr * final_fraction`. `cosine` is half a period (Loshchilov & Hutter,
+    arXiv:1608.03983)."""
     decay_updates: NonNegativeInt = 0
     """Updates after which the rate is `lr * final_fraction`, and stays; 0 keeps it constant."""
     final_fraction: Share = 0.05
@@ -169,17 +179,18 @@ class LossTerm(Extension):
     weight: float = 1.0
     """Factor of the term."""
     where: Literal["policy", "external", "all"] | None = None
-    """Tokens of the term by their source: those that the `policy` sampled, `external` ones, such as those of a given solution, or `all`.
-    Absent: the choice of the term, which is `all` unless its documentation says otherwise. A term that reads behavior log-probs never
-    gets a token without one. `learner.normalization` averages over the tokens of the term."""
+    """Tokens of the term by their source: those that the `policy` sampled, `external` ones, such as those of a given
+    solution, or `all`. Absent: the choice of the term, which is `all` unless its documentation says otherwise. A term
+    that reads behavior log-probs never gets a token without one. `learner.normalization` averages over the tokens of
+    the term."""
 
 
 class FeatureChoice(Extension):
     """A feature that every update computes: a built-in such as `entropy` or `other_prompt_logprob`, or your own."""
 
     under: Literal["start", "reference", "step", "current"] = "start"
-    """Weights: the policy at the `start` of the update, the `reference` model, the policy before each optimizer `step`, or the `current`
-    policy in the forward of the loss."""
+    """Weights: the policy at the `start` of the update, the `reference` model, the policy before each optimizer `step`,
+    or the `current` policy in the forward of the loss."""
     grad: bool = False
     """Whether the loss gets its gradient; under `current` only."""
 
@@ -190,13 +201,15 @@ class FeatureChoice(Extension):
 
 
 class ReferenceConfig(Settings):
-    """The reference model. It is loaded only if the estimator, the loss or a feature needs it, and takes as much memory as the policy."""
+    """The reference model. It is loaded only if the estimator, the loss or a feature needs it, and takes as much memory
+    as the policy."""
 
     kind: Literal["initial", "path", "average"] = "initial"
-    """`initial` has the weights with which the run began, `path` those of a folder, and `average` a moving average of the policy's."""
+    """`initial` has the weights with which the run began, `path` those of a folder, and `average` a moving average of
+    the policy's."""
     path: str = ""
-    """Folder of the model in transformers format, for `path`, relative to the config file. It has the architecture and the vocabulary of
-    the policy; its size may differ."""
+    """Folder of the model in transformers format, for `path`, relative to the config file. It has the architecture and
+    the vocabulary of the policy; its size may differ."""
     decay: Annotated[float, Meta(ge=0, lt=1)] = 0.99
     """Share of the old average that an update keeps, for `average`."""
 
@@ -214,8 +227,8 @@ class UpdateConfig(Settings):
     loss: tuple[LossTerm, ...] = (LossTerm("ppo_clip"),)
     """Terms whose weighted sum is the loss. A list in a configuration file replaces the list of the recipe."""
     normalization: Normalization = Normalization.TOKEN
-    """What the loss of an optimizer step averages over: `token` counts every trained token alike, `sequence_mean` every sample;
-    `constant` divides by samples x `normalization_tokens`."""
+    """What the loss of an optimizer step averages over: `token` counts every trained token alike, `sequence_mean` every
+    sample; `constant` divides by samples x `normalization_tokens`."""
     normalization_tokens: PositiveInt = 1024
     """The constant of the normalization `constant`, in tokens. Choose the longest possible response of a sample."""
     optimizer: Annotated[OptimizerConfig, LIVE] = OptimizerConfig()
@@ -227,15 +240,16 @@ class UpdateConfig(Settings):
     lora: LoraSettings = LoraSettings()
     """Train low-rank adapters instead of the weights of the model."""
     update_rule: Extension = Extension("minibatches", {"num_minibatches": 2})
-    """How a batch is cut into optimizer steps: `minibatches` takes random parts of the samples, for one or several epochs. Your own:
-    `file.py:Name`."""
+    """How a batch is cut into optimizer steps: `minibatches` takes random parts of the samples, for one or several
+    epochs. Your own: `file.py:Name`."""
     features: dict[str, FeatureChoice] = {}
-    """Further columns by name, which the trainer computes, for estimators, loss terms and update rules that read them."""
+    """Further columns by name, which the trainer computes, for estimators, loss terms and update rules that read
+    them."""
     reference: ReferenceConfig = ReferenceConfig()
     """The reference model."""
     report_entropy: Annotated[bool, LIVE] = True
-    """Report the policy's entropy on trained tokens, at the temperature they were sampled at and without top-p and top-k; costs one
-    softmax over the vocabulary per token."""
+    """Report the policy's entropy on trained tokens, at the temperature they were sampled at and without top-p and
+    top-k; costs one softmax over the vocabulary per token."""
 
     def check_fields(self) -> None:
         names = [term.short_name for term in self.loss]
@@ -245,31 +259,35 @@ class UpdateConfig(Settings):
             )
         if self.lora.rank and (self.compute.precision != "float32" or self.compute.offload != "none"):
             raise ValueError(
-                f"`lora.rank` must be 0 with compute.precision {self.compute.precision} and compute.offload {self.compute.offload}, got "
-                f"{self.lora.rank}: adapters train in float32 on the device"
+                f"`lora.rank` must be 0 with compute.precision {self.compute.precision} and compute.offload "
+                f"{self.compute.offload}, got {self.lora.rank}: adapters train in float32 on the device"
             )
         if self.compute.shards and self.optimizer.kind != "adamw":
             raise ValueError(
-                f"`optimizer.kind` must be adamw with compute.ranks = {self.compute.ranks}, compute.precision {self.compute.precision} and "
-                f"compute.offload {self.compute.offload}, got {self.optimizer.kind}: its state is not divided between ranks, and it does "
-                "not take the weights of a trainer in bfloat16 or on the host"
+                f"`optimizer.kind` must be adamw with compute.ranks = {self.compute.ranks}, compute.precision "
+                f"{self.compute.precision} and compute.offload {self.compute.offload}, got {self.optimizer.kind}: its "
+                "state is not divided between ranks, and it does not take the weights of a trainer in bfloat16 or on "
+                "the host"
             )
         if self.packing.shared_row_tokens and self.compute.attention == "flash_attention_2":
             raise ValueError(
-                f"`packing.shared_row_tokens` must be 0 with compute.attention: flash_attention_2, got {self.packing.shared_row_tokens}: "
-                "its kernels take no mask; set compute.attention to auto or sdpa"
+                "`packing.shared_row_tokens` must be 0 with compute.attention: flash_attention_2, got "
+                f"{self.packing.shared_row_tokens}: its kernels take no mask; set compute.attention to auto or sdpa"
             )
         if self.lora.rank and self.compute.ranks > 1:
             raise ValueError(
-                f"`lora.rank` must be 0 with compute.ranks = {self.compute.ranks}, got {self.lora.rank}: adapters train on one rank"
+                f"`lora.rank` must be 0 with compute.ranks = {self.compute.ranks}, got {self.lora.rank}: adapters "
+                "train on one rank"
             )
         if self.lora.rank and self.reference.kind == "average":
             raise ValueError(
-                "`reference.kind` must be initial or path with lora.rank > 0, got average: the average of A and B is not that of the weights"
+                "`reference.kind` must be initial or path with lora.rank > 0, got average: the average of A and B is "
+                "not that of the weights"
             )
 
     def located(self, base_dir: Path) -> Self:
-        """Return the same settings with absolute files of the user. Raises ConfigError if the reference model does not exist."""
+        """Return the same settings with absolute files of the user. Raises ConfigError if the reference model does not
+        exist."""
         reference = self.reference
         if reference.kind == "path":
             folder = find_model(reference.path, base_dir, "learner.reference.path")

@@ -1,6 +1,7 @@
 """Compute features: over a table of tokens without gradient, or over a micro-batch.
 
-Equal requests are computed once. All features of the sampled sequences share one forward, and a feature of other sequences has its own.
+Equal requests are computed once. All features of the sampled sequences share one forward, and a feature of other
+sequences has its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def forward_features(
 ) -> tuple[FeatureInputs, dict[Hashable, Tensor]]:
     """Run the forward of a micro-batch. Return the inputs of all of its tokens, and the requested features by key.
 
-    `columns` are those of the whole table; the inputs have those of the micro-batch. Without the column `temperature` it is 1. `hidden` requests the hidden states.
+    `columns` are those of the whole table; the inputs have those of the micro-batch. Without the column `temperature`
+    it is 1. `hidden` requests the hidden states.
     """
     tokens = {name: values[batch.target_index] for name, values in columns.items()}
     token_ids, heat = batch.target_ids, tokens.get("temperature")
@@ -92,7 +94,8 @@ def computed_features(
     requests: Mapping[str, FeatureRequest],
     plan: ForwardPlan,
 ) -> dict[str, NDArray[np.float32]]:
-    """Return the requested features [M] or [M, k] by name, from one pass over the table, and one per feature of other sequences.
+    """Return the requested features [M] or [M, k] by name, from one pass over the table, and one per feature of other
+    sequences.
 
     Each rank computes those of its micro-batches, and all ranks return all of them."""
     if not requests:
@@ -123,10 +126,11 @@ def current_features(
     *,
     hidden: bool,
 ) -> tuple[FeatureInputs, dict[str, Tensor], list[Tensor]]:
-    """Run the forward of a micro-batch of the table. Return its inputs and the requested features, with gradient where a request asks.
+    """Run the forward of a micro-batch of the table. Return its inputs and the requested features, with gradient where
+    a request asks.
 
-    The list has the log-probs of its forwards with gradient. A micro-batch without targets has no features, but its rank makes as many
-    forwards as the others."""
+    The list has the log-probs of its forwards with gradient. A micro-batch without targets has no features, but its
+    rank makes as many forwards as the others."""
     different = {request.key: request for request in requests.values()}
     sampled = [request for request in different.values() if not isinstance(request.feature, OtherSequences)]
     inputs, found = forward_features(model, batch, columns, plan, plan.ranks.computing(sampled, batch), hidden=hidden)
@@ -161,9 +165,11 @@ def _passes(
 
 
 def gradient_squares(model: PreTrainedModel, table: TokenTable, plan: ForwardPlan) -> NDArray[np.float32]:
-    """Return [M]: for each token, the squared norm of the gradient of its sample's summed log-prob. One backward per sample.
+    """Return [M]: for each token, the squared norm of the gradient of its sample's summed log-prob. One backward per
+    sample.
 
-    The gradients of a sharded model are sums over the ranks, so every rank runs every sample and contributes an equal share."""
+    The gradients of a sharded model are sums over the ranks, so every rank runs every sample and contributes an equal
+    share."""
     squares = []
     parameters = [p for p in model.parameters() if p.requires_grad]
     sharded = isinstance(model, FSDPModule)

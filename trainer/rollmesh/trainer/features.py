@@ -7,7 +7,8 @@ A request says which feature, and under which weights:
     step        the policy before each optimizer step, without gradient, over all tokens of the step; costs one more forward
     current     the policy in the forward of the micro-batch, with gradient if the request asks
 
-`needs` of an estimator, a loss term or an update rule names outputs of the engine, features of `learner.features`, and these:
+`needs` of an estimator, a loss term or an update rule names outputs of the engine, features of `learner.features`, and
+these:
 
     proximal         log-prob of the token under `start`
     reference        log-prob of the token under `reference`
@@ -52,8 +53,8 @@ GRADIENT_SQUARE = "gradient_square"
 
 
 class FeatureInputs:
-    """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are possible, except for a
-    feature with `by_token`, which gets the tokens of a micro-batch in one or several parts.
+    """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are
+    possible, except for a feature with `by_token`, which gets the tokens of a micro-batch in one or several parts.
 
     An `OtherSequences` gets the inputs of the sequences that it made.
     """
@@ -76,18 +77,20 @@ class FeatureInputs:
         self.logprobs = logprobs
         """[m] their log-probs."""
         self.hidden = hidden
-        """[m, d] last hidden states, from which the logits are computed; None unless some feature of the pass has `reads_hidden`."""
+        """[m, d] last hidden states, from which the logits are computed; None unless some feature of the pass has
+        `reads_hidden`."""
         self.columns = columns
         """The columns of the table for these tokens."""
         self.after = after
         """[m, d] last hidden states that have read the tokens; None where `hidden` is."""
         self.router = router
-        """Router logits at the positions from which the tokens are predicted; None unless some feature of the pass has `reads_router`."""
+        """Router logits at the positions from which the tokens are predicted; None unless some feature of the pass has
+        `reads_router`."""
 
     @property
     def logits(self) -> Tensor:
-        """[m, V] float32 at the sampling temperature, from which the tokens are predicted. They are computed again for a feature without
-        `by_token` if the output layer runs in parts."""
+        """[m, V] float32 at the sampling temperature, from which the tokens are predicted. They are computed again for
+        a feature without `by_token` if the output layer runs in parts."""
         return self._logits if isinstance(self._logits, Tensor) else self._logits()
 
 
@@ -185,7 +188,8 @@ BUILT_IN = {
 
 
 def merged_requests(*parts: tuple[str, Mapping[str, FeatureRequest]]) -> dict[str, FeatureRequest]:
-    """Return the requests of all parts, given with their names. Raises ValueError if two of them use one name for different requests."""
+    """Return the requests of all parts, given with their names. Raises ValueError if two of them use one name for
+    different requests."""
     found: dict[str, FeatureRequest] = {}
     for part, requests in parts:
         for name, request in requests.items():

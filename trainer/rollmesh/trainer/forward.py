@@ -1,11 +1,11 @@
 """Compute log-probs of wanted tokens under a model, packed or one sequence at a time.
 
-The output layer runs on wanted positions only, because for a real vocabulary its logits would be the largest tensor of a step. With many
-wanted positions it runs in parts (`in_parts`), so that the logits of all of them never exist at once.
-Log-probs are computed at the temperature of the sampled token, because the behavior log-probs are under the sampling distribution.
-Truncation (top-p, top-k) is NOT reproduced. The behavior log-probs of truncated samples are renormalized over the kept tokens; the
-log-probs here are not, so the ratio is biased low. `metrics` reports the share of such tokens.
-Collaborators: `packing` (micro-batches), `update`, `sft`.
+The output layer runs on wanted positions only, because for a real vocabulary its logits would be the largest tensor of
+a step. With many wanted positions it runs in parts (`in_parts`), so that the logits of all of them never exist at once.
+Log-probs are computed at the temperature of the sampled token, because the behavior log-probs are under the sampling
+distribution. Truncation (top-p, top-k) is NOT reproduced. The behavior log-probs of truncated samples are renormalized
+over the kept tokens; the log-probs here are not, so the ratio is biased low. `metrics` reports the share of such
+tokens. Collaborators: `packing` (micro-batches), `update`, `sft`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ForwardMode(Enum):
     """How sequences run through the model. `self_test` chooses it."""
 
     PACKED = "packed"
-    """Several sequences per row. The output layer runs on wanted positions only, and `logits_rule` scales and caps its numbers."""
+    """Several sequences per row. The output layer runs on wanted positions only, and `logits_rule` scales and caps its
+    numbers."""
     UNPACKED = "unpacked"
     """One sequence per forward. The logits are those of the model's own forward."""
 
@@ -87,7 +88,8 @@ class TargetOutputs:
 
 
 def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode = ForwardMode.PACKED) -> Tensor:
-    """Return logits [m, V] in float32 at the positions that predict the wanted tokens. `batch` must be packed for `mode`."""
+    """Return logits [m, V] in float32 at the positions that predict the wanted tokens. `batch` must be packed for
+    `mode`."""
     outputs = target_outputs(model, batch, mode, hidden=False)
     return outputs.logits(outputs.before_logits)
 
@@ -95,7 +97,8 @@ def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode =
 def target_outputs(
     model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode, *, hidden: bool, router: bool = False
 ) -> TargetOutputs:
-    """Run the layers of the model. `batch` must be packed for `mode`. `hidden` and `router` request the hidden states and the router logits.
+    """Run the layers of the model. `batch` must be packed for `mode`. `hidden` and `router` request the hidden states
+    and the router logits.
 
     Raises ValueError if router logits are requested of a model without routers."""
     more = {"output_router_logits": True} if router else {}
@@ -120,14 +123,16 @@ def packed_states(
     router: bool = False,
     parts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the last hidden states [rows, columns, d] of packed rows, and the logits [rows x columns, E] of each router if requested.
+    """Return the last hidden states [rows, columns, d] of packed rows, and the logits [rows x columns, E] of each
+    router if requested.
 
     `parts` is that of `MicroBatch`. `sharding` makes it a method of a sharded model."""
     if model.config._attn_implementation == FLASH and len(token_ids) > 1:  # it finds the sequences of a single row only
         states, *layers = packed_states(model, token_ids.reshape(1, -1), position_ids.reshape(1, -1), router)
         return states.view(*token_ids.shape, -1).clone(), *layers
     more = {"output_router_logits": True} if router else {}
-    # Without a mask, transformers finds the sequences of a row in their positions, and every layer applies its own window.
+    # Without a mask, transformers finds the sequences of a row in their positions, and every layer applies its own
+    # window.
     mask = None
     if parts is not None:
         embeddings: Any = model.get_input_embeddings()
@@ -148,10 +153,11 @@ def _packed(model: PreTrainedModel) -> Callable[[Tensor, Tensor, bool, Tensor | 
 def in_parts(
     rows: Tensor, part_rows: int, function: Callable[[Tensor, slice], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return the tensors [m, ...] that `function` makes of `rows` [m, d], from parts of at most `part_rows` rows and their places.
+    """Return the tensors [m, ...] that `function` makes of `rows` [m, d], from parts of at most `part_rows` rows and
+    their places.
 
-    The value of a row must not depend on the other rows. What the function computes for a part is discarded, and the backward pass computes
-    it again, so that it exists for one part at a time.
+    The value of a row must not depend on the other rows. What the function computes for a part is discarded, and the
+    backward pass computes it again, so that it exists for one part at a time.
     """
     made = []
     for number, part in enumerate(torch.split(rows, part_rows)):
@@ -164,7 +170,8 @@ def in_parts(
 
 
 def _states(states: Tensor | None, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-    """Return the states [m, d] that predict the wanted tokens, and those that have read them, of `states` [rows, columns, d]."""
+    """Return the states [m, d] that predict the wanted tokens, and those that have read them, of `states` [rows,
+    columns, d]."""
     if states is None:
         return None, None
     before = states[batch.target_row, batch.target_col].float()
@@ -206,8 +213,8 @@ def logprobs_of(
     mode: ForwardMode = ForwardMode.PACKED,
     chunk_tokens: int = 0,
 ) -> Tensor:
-    """Return the log-probs [M] of all wanted tokens, sequence by sequence. `temperature` [M] has the same order. `chunk_tokens` is that of
-    `ForwardPlan`."""
+    """Return the log-probs [M] of all wanted tokens, sequence by sequence. `temperature` [M] has the same order.
+    `chunk_tokens` is that of `ForwardPlan`."""
     device = compute_device(model)
     result = torch.zeros(num_targets(sequences), device=device)
     for batch in pack(sequences, mode.packing(packing), device=device):
@@ -234,8 +241,8 @@ def _logprobs(
 
 @torch.no_grad()
 def scores(model: PreTrainedModel, sequences: Sequence[IntArray]) -> list[FloatArray]:
-    """Return the log-prob [n] of each token of each sequence given those before it, under the plain softmax, as engines score probes; entry 0
-    is 0.
+    """Return the log-prob [n] of each token of each sequence given those before it, under the plain softmax, as engines
+    score probes; entry 0 is 0.
 
     The sequences run in one forward, padded at the end, which a causal model does not see.
     """

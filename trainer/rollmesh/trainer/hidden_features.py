@@ -1,6 +1,7 @@
 """Built-in features of the last hidden states: effective rank along a response, and its projected mean.
 
-A row of the states of a sample is the state from which one of its trained tokens is predicted. No feature here has a gradient.
+A row of the states of a sample is the state from which one of its trained tokens is predicted. No feature here has a
+gradient.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ class EffectiveRankOptions(Settings):
 class EffectiveRank:
     """Effective rank (Roy & Vetterli 2007) of the states of a sample, of its prefixes, and the changes between them, [m, 4].
 
-    For a matrix with the singular values s_i after each column was centered, ER = exp(- sum p_i log p_i) with p_i = s_i / sum s. It is
-    between 1 and the number of dimensions; 1 if all rows are equal. ER_k is that of the first k * stride rows. The columns are
+    For a matrix with the singular values s_i after each column was centered, ER = exp(- sum p_i log p_i) with p_i = s_i
+    / sum s. It is between 1 and the number of dimensions; 1 if all rows are equal. ER_k is that of the first k * stride
+    rows. The columns are
 
         0   ER of all rows of the sample, the same at all of its tokens
         1   ER_k for the k-th stride of tokens
         2   velocity,      ER_k - mean of ER_1 .. ER_(k-1);   0 for k = 1
         3   acceleration,  velocity_k - velocity_(k-1);       0 for k < 3
 
-    Tokens after the last whole stride have its values. For a sample shorter than one stride, column 1 is column 0, and 2 and 3 are 0.
-    Costs an eigenvalue decomposition in float64 per stride, of min(rows, dimensions) squared.
+    Tokens after the last whole stride have its values. For a sample shorter than one stride, column 1 is column 0, and
+    2 and 3 are 0. Costs an eigenvalue decomposition in float64 per stride, of min(rows, dimensions) squared.
     """
 
     Options: ClassVar[type[Settings]] = EffectiveRankOptions
@@ -70,7 +72,8 @@ def effective_rank(states: Tensor) -> float:
     centered = states.double() - states.double().mean(0)
     gram = centered @ centered.T if len(centered) <= centered.shape[1] else centered.T @ centered
     singular = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
-    # Rounding of the eigenvalues appears as singular values of up to sqrt(epsilon) of the largest one, so these are noise.
+    # Rounding of the eigenvalues appears as singular values of up to sqrt(epsilon) of the largest one, so these are
+    # noise.
     singular = singular[singular > singular.max() * len(gram) ** 0.5 * 2e-8]
     if not len(singular):
         return 1.0
@@ -90,8 +93,9 @@ class MeanStateOptions(Settings):
 class MeanState:
     """Mean of the states of the token's sample, projected at random, [m, dimensions]; the same at all tokens of the sample.
 
-    The projection is sparse (Li, Hastie & Church 2006): with d the width of the states, an entry is not 0 with probability 1 / sqrt(d), and
-    then has a random sign and the value d^(1/4) / sqrt(dimensions). It keeps distances in expectation.
+    The projection is sparse (Li, Hastie & Church 2006): with d the width of the states, an entry is not 0 with
+    probability 1 / sqrt(d), and then has a random sign and the value d^(1/4) / sqrt(dimensions). It keeps distances in
+    expectation.
     """
 
     Options: ClassVar[type[Settings]] = MeanStateOptions

@@ -1,13 +1,14 @@
 """Low-rank adapters of a model (LoRA, Hu et al., arXiv:2106.09685), made and computed by the package `peft`.
 
-The weight W [out, in] of a linear layer becomes W + s B A, with A [r, in], B [out, r] and s = alpha / r. Only A and B are trained. B begins
-as zeros, so the model begins with the weights of its base. The model remains a `PreTrainedModel`, so every forward is that of whole weights.
+The weight W [out, in] of a linear layer becomes W + s B A, with A [r, in], B [out, r] and s = alpha / r. Only A and B
+are trained. B begins as zeros, so the model begins with the weights of its base. The model remains a `PreTrainedModel`,
+so every forward is that of whole weights.
 
     adapter_model.safetensors, adapter_config.json    as `peft.PeftModel.from_pretrained` reads them
     base.json                                         folder and fingerprint of the base
 
-Collaborators: `update` (owns the adapters), `checkpoint` (writes and loads them), `reference` (the base as the initial model),
-`model_files` (whole weights of a model with adapters).
+Collaborators: `update` (owns the adapters), `checkpoint` (writes and loads them), `reference` (the base as the initial
+model), `model_files` (whole weights of a model with adapters).
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, config: LoraSettings, seed: int) -> None:
         """Add adapters to `model`, in place, and freeze its other weights. A is drawn from the seed.
 
-        Raises ConfigError for a target that no linear layer matches, for a rank larger than a layer, and without the package peft.
+        Raises ConfigError for a target that no linear layer matches, for a rank larger than a layer, and without the
+        package peft.
         """
         self.base = {
             "model": os.path.abspath(model.name_or_path) if model.name_or_path else "",
@@ -78,19 +80,20 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Load the adapter that `write` and `write_base` wrote. Raises ValueError if it has other settings, or another base."""
+        """Load the adapter that `write` and `write_base` wrote. Raises ValueError if it has other settings, or another
+        base."""
         stored = json.loads((folder / ADAPTER_CONFIG).read_text())
         if changed := [k for k in _COMPARED if stored.get(k) != self.settings[k]]:
             differences = ", ".join(f"{k} {stored.get(k)} -> {self.settings[k]}" for k in changed)
             raise ValueError(
-                f"its adapters differ from those of `{_KEY}` ({differences}); resume with the settings with which they were written, or "
-                "merge them into the base and begin a new run from it"
+                f"its adapters differ from those of `{_KEY}` ({differences}); resume with the settings with which they "
+                "were written, or merge them into the base and begin a new run from it"
             )
         base = json.loads((folder / BASE_NAME).read_text())
         if base["sha256"] != self.base["sha256"]:
             raise ValueError(
-                f"its adapters belong to the weights that {base['model'] or 'the model'} had when the run began, and those of "
-                f"{self.base['model'] or 'the model'} differ; restore them, or begin a new run"
+                f"its adapters belong to the weights that {base['model'] or 'the model'} had when the run began, and "
+                f"those of {self.base['model'] or 'the model'} differ; restore them, or begin a new run"
             )
         tensors, parameters = load_file(folder / ADAPTER_WEIGHTS), self._parameters()
         if set(tensors) != set(parameters):
@@ -119,7 +122,8 @@ class Adapters:
 
 
 def inject(model: PreTrainedModel, config: LoraSettings, seed: int = 0) -> dict[str, Any]:
-    """Add adapters to a model, see `Adapters`. Return peft's settings of them, in an order that does not depend on the process."""
+    """Add adapters to a model, see `Adapters`. Return peft's settings of them, in an order that does not depend on the
+    process."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as err:
@@ -143,8 +147,8 @@ def inject(model: PreTrainedModel, config: LoraSettings, seed: int = 0) -> dict[
             inject_adapter_in_model(settings, model)
         except ValueError as error:
             raise ConfigError(
-                f"`{_KEY}.targets` {list(config.targets)}: peft cannot adapt these layers of {type(model).__name__}: {error}; the model has the "
-                f"linear layers {layers}; name those to adapt",
+                f"`{_KEY}.targets` {list(config.targets)}: peft cannot adapt these layers of {type(model).__name__}: "
+                f"{error}; the model has the linear layers {layers}; name those to adapt",
                 key=f"{_KEY}.targets",
             ) from error
     _warn_of_stacks(model)
@@ -161,7 +165,8 @@ def _warn_of_stacks(model: PreTrainedModel) -> None:
     if stacks:
         count, total = (sum(p.numel() for p in parts) for parts in (stacks.values(), model.parameters()))
         _log.warning(
-            "experts get no low-rank adapter, because their matrices are stacked in one tensor: model=%s tensors=%s first=%s share_of_weights=%.2f",
+            "experts get no low-rank adapter, because their matrices are stacked in one tensor: model=%s tensors=%s "
+            "first=%s share_of_weights=%.2f",
             type(model).__name__,
             len(stacks),
             next(iter(stacks)),
@@ -188,7 +193,8 @@ def _check(model: PreTrainedModel, config: LoraSettings) -> None:
         if not any(_matches(name, target) for name in linear):
             if any(_matches(name, target) for name in _stacks(model)):
                 raise ConfigError(
-                    f"`{_KEY}.targets`: {target!r} of {type(model).__name__} is a stack of the matrices of experts, for which adapters are not "
+                    f"`{_KEY}.targets`: {target!r} of {type(model).__name__} is a stack of the matrices of experts, "
+                    "for which adapters are not "
                     f"implemented; name linear layers: {', '.join(_all_targets(model)) or 'it has none'}",
                     key=f"{_KEY}.targets",
                 )
@@ -201,8 +207,8 @@ def _check(model: PreTrainedModel, config: LoraSettings) -> None:
         smaller = min(layer.in_features, layer.out_features)
         if config.rank > smaller and any(_matches(name, t) for t in config.targets or _all_targets(model)):
             raise ConfigError(
-                f"`{_KEY}.rank` must be <= {smaller}, the smaller side of {name} [{layer.out_features}, {layer.in_features}], got "
-                f"{config.rank}; lower it, or leave the layer out of `{_KEY}.targets`",
+                f"`{_KEY}.rank` must be <= {smaller}, the smaller side of {name} [{layer.out_features}, "
+                f"{layer.in_features}], got {config.rank}; lower it, or leave the layer out of `{_KEY}.targets`",
                 key=f"{_KEY}.rank",
             )
     if not linear:
@@ -217,7 +223,8 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def _all_targets(model: PreTrainedModel) -> list[str]:
-    """Return the last parts of the names of all linear layers, sorted; the whole name where another module ends with it."""
+    """Return the last parts of the names of all linear layers, sorted; the whole name where another module ends with
+    it."""
     linear = _linear_layers(model)
     others = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in linear}
     return sorted({last if (last := name.rpartition(".")[2]) not in others else name for name in linear})

@@ -1,15 +1,18 @@
-"""Plan the memory of a trainer before its model is loaded: run an optimizer step on tensors without storage, and count what would live.
+"""Plan the memory of a trainer before its model is loaded: run an optimizer step on tensors without storage, and count
+what would live.
 
-The layers, the output layer and their backward run under torch's FakeTensorMode, which computes shapes but no values, on the largest
-micro-batch that the settings allow, with every token trained. A dispatch mode counts the bytes of the tensors that live. So the plan holds
-for any architecture, and needs neither the weights nor the device. It does not see what kernels allocate inside, nor the memory of the
-process itself (Python and libraries, about 0.4 GiB; on a GPU the context, about 0.5 GiB).
+The layers, the output layer and their backward run under torch's FakeTensorMode, which computes shapes but no values,
+on the largest micro-batch that the settings allow, with every token trained. A dispatch mode counts the bytes of the
+tensors that live. So the plan holds for any architecture, and needs neither the weights nor the device. It does not see
+what kernels allocate inside, nor the memory of the process itself (Python and libraries, about 0.4 GiB; on a GPU the
+context, about 0.5 GiB).
 
-The plan is for one device. Several ranks divide weights, gradients, optimizer state and reference between them (`sharding`). Then the whole
-weights and gradients that a rank gathers at a time are added by formula: those outside the layers, those of two layers, and the buffers in
-float32 in which the gradients of one layer are summed. The same holds for the rounded copies of a trainer in bfloat16, and for weights that
-are stored on the host. Only rank 0 loads whole models, one after another, and the plan is that of rank 0. A single rank that divides its
-models or stores them on the host holds policy and reference whole at once.
+The plan is for one device. Several ranks divide weights, gradients, optimizer state and reference between them
+(`sharding`). Then the whole weights and gradients that a rank gathers at a time are added by formula: those outside the
+layers, those of two layers, and the buffers in float32 in which the gradients of one layer are summed. The same holds
+for the rounded copies of a trainer in bfloat16, and for weights that are stored on the host. Only rank 0 loads whole
+models, one after another, and the plan is that of rank 0. A single rank that divides its models or stores them on the
+host holds policy and reference whole at once.
 """
 
 from __future__ import annotations
@@ -76,13 +79,15 @@ class MemoryPlan:
     copied: int = 0
     """Copy of weights and optimizer state for a checkpoint that is written beside the next update, on a CPU."""
     gathered: int = 0
-    """Whole weights and gradients, in the precision of the computation, that exist for a time beside the stored ones."""
+    """Whole weights and gradients, in the precision of the computation, that exist for a time beside the stored
+    ones."""
     loading: int = 0
-    """Whole weights before they are divided between ranks or moved to the host: on a single rank of policy and reference; on rank 0 of
-    several those of the policy, or its part of the policy and the whole reference. Nothing else exists then."""
+    """Whole weights before they are divided between ranks or moved to the host: on a single rank of policy and
+    reference; on rank 0 of several those of the policy, or its part of the policy and the whole reference. Nothing else
+    exists then."""
     reading: int = 0
-    """Whole weights of one model in the memory of the host, from which they are moved to the device; 0 if the device is the CPU. Only
-    rank 0 needs it. `total` does not contain it."""
+    """Whole weights of one model in the memory of the host, from which they are moved to the device; 0 if the device is
+    the CPU. Only rank 0 needs it. `total` does not contain it."""
     host: int = 0
     """What `compute.offload` stores in the memory of the host, which `total` does not contain."""
     activations: int
@@ -130,10 +135,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Return the plan for a model of `model_config`.
 
-    `longest` is the length of the longest sequence in tokens, which runs alone if it exceeds `packing.micro_batch_tokens`.
-    `reference_config` is the configuration of a reference model of another size. The plan is that of one of `ranks` ranks.
-    `copies` states that checkpoints are copied into the memory of the device. On the `device` cpu, what `compute.offload` stores on the
-    host is stored on the device.
+    `longest` is the length of the longest sequence in tokens, which runs alone if it exceeds
+    `packing.micro_batch_tokens`. `reference_config` is the configuration of a reference model of another size. The plan
+    is that of one of `ranks` ranks. `copies` states that checkpoints are copied into the memory of the device. On the
+    `device` cpu, what `compute.offload` stores on the host is stored on the device.
 
     Raises NoMemoryPlan for a model whose code reads the values of tensors, such as the choice of experts.
     """
@@ -144,7 +149,8 @@ def plan_memory(
         plans = [_planned(config, model_config, plugins, shape, mode, reference_config, ranks) for shape in shapes]
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise NoMemoryPlan(
-            f"the forward of model_type `{model_config.model_type}` cannot be run without values: {type(error).__name__}: {error}"
+            f"the forward of model_type `{model_config.model_type}` cannot be run without values: "
+            f"{type(error).__name__}: {error}"
         ) from error
     plan = max(plans, key=_total)
     if copies:
@@ -166,7 +172,8 @@ def plan_folder(
     copies: bool = False,
     device: str = "cpu",
 ) -> MemoryPlan:
-    """Return the plan for the model in a folder, see `plan_memory`. Raises ValueError if transformers cannot read the folder."""
+    """Return the plan for the model in a folder, see `plan_memory`. Raises ValueError if transformers cannot read the
+    folder."""
     try:
         model_config, other = AutoConfig.from_pretrained(folder), None
         if config.reference.kind == "path" and plugins.under("reference"):
@@ -186,7 +193,8 @@ def plan_folder(
 
 
 def is_small(folder: Path, device: str) -> bool:
-    """Return whether the weights of a model folder are so small for the device that a plan at start, which takes seconds, is omitted."""
+    """Return whether the weights of a model folder are so small for the device that a plan at start, which takes
+    seconds, is omitted."""
     num_bytes = sum(file.stat().st_size for file in (*folder.glob("*.safetensors"), *folder.glob("*.bin")))
     return num_bytes * _SMALL < device_bytes(device)
 
@@ -201,7 +209,8 @@ def plan_start(
     ranks: int = 1,
     copies: bool = False,
 ) -> MemoryPlan | None:
-    """Log the plan of a trainer that is about to load the model of a folder; None, if it is small or has no plan, which is logged.
+    """Log the plan of a trainer that is about to load the model of a folder; None, if it is small or has no plan, which
+    is logged.
 
     Raises ConfigError if the device has less memory, and ValueError if transformers cannot read the folder.
     """
@@ -218,7 +227,8 @@ def plan_start(
 
 
 def check_memory(plan: MemoryPlan, device: str, config: UpdateConfig) -> None:
-    """Raise ConfigError that names the remedies if the device has less memory for each of its ranks than the plan needs."""
+    """Raise ConfigError that names the remedies if the device has less memory for each of its ranks than the plan
+    needs."""
     has, each, needed = device_bytes(device), "", plan.total
     if torch.device(device).type == "cpu" and (ranks := config.compute.ranks) > 1:  # they share the memory of the host
         has, each = has // ranks, " for each rank"
@@ -226,14 +236,14 @@ def check_memory(plan: MemoryPlan, device: str, config: UpdateConfig) -> None:
     of_host = device_bytes("cpu") // config.compute.ranks
     if plan.host > of_host:
         raise ConfigError(
-            f"`learner.compute.offload` {config.compute.offload} needs {_size(plan.host)} of the host for each rank, and the host has "
-            f"{_size(of_host)}; set it to none, or choose a smaller model or a host with more memory",
+            f"`learner.compute.offload` {config.compute.offload} needs {_size(plan.host)} of the host for each rank, "
+            f"and the host has {_size(of_host)}; set it to none, or choose a smaller model or a host with more memory",
             key="learner.compute.offload",
         )
     if plan.reading > device_bytes("cpu"):
         raise ConfigError(
-            f"`learner.model` needs {_size(plan.reading)} of the host while rank 0 loads it, and the host has {_size(device_bytes('cpu'))}; "
-            "choose a smaller model or a host with more memory",
+            f"`learner.model` needs {_size(plan.reading)} of the host while rank 0 loads it, and the host has "
+            f"{_size(device_bytes('cpu'))}; choose a smaller model or a host with more memory",
             key="learner.model",
         )
     if needed <= has:
@@ -253,7 +263,8 @@ def check_memory(plan: MemoryPlan, device: str, config: UpdateConfig) -> None:
         remedies.append(f"lower learner.packing.micro_batch_tokens and {keys}, or the longest sequence")
     remedies.append("choose a smaller model or a device with more memory")
     raise ConfigError(
-        f"`learner.compute`: training needs {plan}, and the device {device} has {_size(has)}{each}; {', '.join(remedies)}",
+        f"`learner.compute`: training needs {plan}, and the device {device} has {_size(has)}{each}; "
+        f"{', '.join(remedies)}",
         key="learner.compute",
     )
 
@@ -348,10 +359,12 @@ def _unit_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _gathered_bytes(model: PreTrainedModel, ranks: int, others: int) -> int:
-    """Return what `sharding` needs for whole weights and gradients beside `others`, the bytes of activations and logits.
+    """Return what `sharding` needs for whole weights and gradients beside `others`, the bytes of activations and
+    logits.
 
-    The gradients of a unit are copied to a buffer in float32, of which each rank gets its part of the sum. This happens layer by layer, and
-    for the parameters outside the layers at the end of the backward, when these, activations and logits have been freed."""
+    The gradients of a unit are copied to a buffer in float32, of which each rank gets its part of the sum. This happens
+    layer by layer, and for the parameters outside the layers at the end of the backward, when these, activations and
+    logits have been freed."""
     outside, two_layers = _unit_bytes(model)
 
     def summed(unit: int) -> int:
@@ -381,8 +394,8 @@ def _largest_shape(config: UpdateConfig, mode: ForwardMode, *, longest: int) -> 
 
 
 def _whole_batch(rows: int, row_tokens: int, *, masked: bool) -> MicroBatch:
-    """Return a micro-batch of one sequence per row, in which every token except the first of a row is wanted. `masked`: it has the mask of
-    rows with shared prefixes."""
+    """Return a micro-batch of one sequence per row, in which every token except the first of a row is wanted. `masked`:
+    it has the mask of rows with shared prefixes."""
     count = rows * (row_tokens - 1)
     places = torch.zeros(count, dtype=torch.long)
     return MicroBatch(
@@ -407,8 +420,8 @@ def _empty_model(model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrain
 def _maker(model_config: PretrainedConfig, lora: LoraSettings, dtype: torch.dtype) -> Callable[[], PreTrainedModel]:
     """Return a function that makes the empty model, with adapters if there are any, under FakeTensorMode.
 
-    Adapters and vision towers are made on the meta device before, because peft moves layers and the towers read values when they are
-    initialized, which tensors of FakeTensorMode do not support."""
+    Adapters and vision towers are made on the meta device before, because peft moves layers and the towers read values
+    when they are initialized, which tensors of FakeTensorMode do not support."""
     if not lora.rank and model_config.get_text_config(decoder=True) is model_config:
         return partial(_empty_model, model_config, dtype)
     with torch.device("meta"):

@@ -26,7 +26,8 @@ class _StoredSettings(msgspec.Struct, frozen=True):
 
 
 def base_of(checkpoint: Path) -> Path:
-    """Return the folder of the base of a checkpoint of adapters. Raises ConfigError for another folder, or if the base is unknown."""
+    """Return the folder of the base of a checkpoint of adapters. Raises ConfigError for another folder, or if the base
+    is unknown."""
     if not (checkpoint / BASE_NAME).is_file() or not (checkpoint / ADAPTER_CONFIG).is_file():
         whole = "is not one" if checkpoint.is_dir() else "does not exist"
         if (checkpoint / "config.json").is_file():
@@ -37,17 +38,18 @@ def base_of(checkpoint: Path) -> Path:
     base = msgspec.json.decode((checkpoint / BASE_NAME).read_bytes())["model"]
     if not base or not (Path(base) / "config.json").is_file():
         raise ConfigError(
-            f"{checkpoint} has adapters of the model {base or 'of another process'}, which is not a model folder on this host; name its "
-            "folder with --base"
+            f"{checkpoint} has adapters of the model {base or 'of another process'}, which is not a model folder on "
+            "this host; name its folder with --base"
         )
     return Path(base)
 
 
 def merge_checkpoint(checkpoint: Path, folder: Path, base: Path | None = None) -> None:
-    """Write the model with the adapters of a checkpoint merged, W + (alpha / rank) B A in float32, to a new folder, which appears whole.
+    """Write the model with the adapters of a checkpoint merged, W + (alpha / rank) B A in float32, to a new folder,
+    which appears whole.
 
-    `base` is the folder of the base, by default that of the checkpoint. Raises ConfigError if the base has other weights than those of the
-    checkpoint, if an adapter does not fit, or if `folder` exists.
+    `base` is the folder of the base, by default that of the checkpoint. Raises ConfigError if the base has other
+    weights than those of the checkpoint, if an adapter does not fit, or if `folder` exists.
     """
     base = base or base_of(checkpoint)
     if folder.exists():

@@ -1,13 +1,14 @@
 """Metrics of an update, from per-token log-probs.
 
-Drift from the sampling policy (k3 estimate of KL) predicts divergence better than the version count, as measured. A mean over all
-tokens hides it, so metrics are also grouped by lag. All numbers use natural logarithms.
+Drift from the sampling policy (k3 estimate of KL) predicts divergence better than the version count, as measured. A
+mean over all tokens hides it, so metrics are also grouped by lag. All numbers use natural logarithms.
 
-`kl`, `ess` and so on are over all trained tokens that were sampled, of which `tokens/external_share` is the complement; `lag/<n>/...` are over tokens of staleness n. `entropy` is that of the distribution
-at the sampling temperature. `clipped_share` counts the tokens without gradient: tokens beyond a clip bound, and tokens whose ratio is
-limited to stay finite. `terms_without_gradient` counts loss terms with a value without gradient, if any. `packed` is 1 if sequences share rows (see `self_test`).
-The policy's log-probs are taken when a token is trained on. With several optimizer steps per update, later ones include the effect of
-earlier steps.
+`kl`, `ess` and so on are over all trained tokens that were sampled, of which `tokens/external_share` is the complement;
+`lag/<n>/...` are over tokens of staleness n. `entropy` is that of the distribution at the sampling temperature.
+`clipped_share` counts the tokens without gradient: tokens beyond a clip bound, and tokens whose ratio is limited to
+stay finite. `terms_without_gradient` counts loss terms with a value without gradient, if any. `packed` is 1 if
+sequences share rows (see `self_test`). The policy's log-probs are taken when a token is trained on. With several
+optimizer steps per update, later ones include the effect of earlier steps.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def length_metrics(leased: Sequence[TrainingSample], used: Sequence[TrainingSamp
 
 
 def mean_stats(stats: Mapping[str, FloatArray]) -> dict[str, float]:
-    """Return the means of a loss's per-token statistics as `<name>_share`. They are NaN at tokens outside the token set of the term."""
+    """Return the means of a loss's per-token statistics as `<name>_share`. They are NaN at tokens outside the token set
+    of the term."""
     found = {name: values[~np.isnan(values)] for name, values in stats.items()}
     return {f"{name}_share": float(values.mean()) for name, values in found.items() if values.size}
 

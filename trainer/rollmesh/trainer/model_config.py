@@ -1,7 +1,8 @@
-"""Read values from a model's configuration, whose field names differ between architectures, and choose the class of the model.
+"""Read values from a model's configuration, whose field names differ between architectures, and choose the class of the
+model.
 
-A model that also takes images is loaded and written whole. Its text part is trained: the decoder, the embeddings and the output layer. The
-other weights are frozen, and published unchanged.
+A model that also takes images is loaded and written whole. Its text part is trained: the decoder, the embeddings and
+the output layer. The other weights are frozen, and published unchanged.
 """
 
 from __future__ import annotations
@@ -43,12 +44,15 @@ def one_line(error: BaseException) -> str:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return the class of transformers whose `from_pretrained` and `from_config` make the whole model of a configuration.
+    """Return the class of transformers whose `from_pretrained` and `from_config` make the whole model of a
+    configuration.
 
-    transformers loads a folder of some models that also take images as their text part only, and of some models with an encoder as their
-    decoder only, if it is asked for a causal language model. Here a part is chosen only if the configuration names its class.
+    transformers loads a folder of some models that also take images as their text part only, and of some models with an
+    encoder as their decoder only, if it is asked for a causal language model. Here a part is chosen only if the
+    configuration names its class.
 
-    Raises ValueError for a kind of model that transformers has neither as a causal language model nor with images and text.
+    Raises ValueError for a kind of model that transformers has neither as a causal language model nor with images and
+    text.
     """
     names: Any = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     causal, whole = (mapping.get(config.model_type) for mapping in names)
@@ -58,14 +62,15 @@ def auto_class(config: PretrainedConfig) -> Any:
     is_decoder_alone = config.is_encoder_decoder and causal not in (config.architectures or ())
     if type(config) not in known or is_decoder_alone:
         raise ValueError(
-            f"model_type `{config.model_type}` ({', '.join(config.architectures or ()) or 'without architectures'}) is neither a causal "
-            "language model nor a model of images and text that transformers has; choose one of those"
+            f"model_type `{config.model_type}` ({', '.join(config.architectures or ()) or 'without architectures'}) is "
+            "neither a causal language model nor a model of images and text that transformers has; choose one of those"
         )
     return AutoModelForCausalLM
 
 
 def text_part(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters of the decoder, the embeddings and the output layer. They are all parameters of a text model."""
+    """Return the names of the parameters of the decoder, the embeddings and the output layer. They are all parameters
+    of a text model."""
     names = [name for name, _ in model.named_parameters()]
     if text_config(model) is model.config:
         return set(names)
@@ -117,7 +122,8 @@ def context_length(model: PreTrainedModel | PretrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LogitsRule:
-    """What a model does with the numbers of its output layer: it multiplies them by `factor`, then caps them at +-`cap` (0: not)."""
+    """What a model does with the numbers of its output layer: it multiplies them by `factor`, then caps them at +-`cap`
+    (0: not)."""
 
     factor: float
     cap: float
@@ -131,7 +137,8 @@ class LogitsRule:
 
 
 def logits_rule(model: PreTrainedModel) -> LogitsRule:
-    """Return the rule by the fields of the configuration. The self-test compares its result with the model's own logits."""
+    """Return the rule by the fields of the configuration. The self-test compares its result with the model's own
+    logits."""
     config = text_config(model)
     cap, factor, either = (
         next((float(value) for name in names if isinstance(value := getattr(config, name, None), int | float)), default)
@@ -142,7 +149,8 @@ def logits_rule(model: PreTrainedModel) -> LogitsRule:
 
 
 def use_whole_attention(model: PreTrainedModel) -> None:
-    """Select an attention that caps its scores, for a model that needs it. The default attention of transformers omits the cap."""
+    """Select an attention that caps its scores, for a model that needs it. The default attention of transformers omits
+    the cap."""
     if getattr(text_config(model), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
 
@@ -158,8 +166,8 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 def choose_attention(
     model: PreTrainedModel, compute: ComputeConfig, device: torch.device, *, masked: bool = False
 ) -> None:
-    """Select the attention of `compute.attention` on a device, before the model is sharded. A model whose scores are capped keeps its own, see
-    `use_whole_attention`. `masked`: the attention must take a mask.
+    """Select the attention of `compute.attention` on a device, before the model is sharded. A model whose scores are
+    capped keeps its own, see `use_whole_attention`. `masked`: the attention must take a mask.
 
     Raises ConfigError if the package, the device or the model does not have it."""
     if getattr(text_config(model), "attn_logit_softcapping", None):
@@ -168,8 +176,8 @@ def choose_attention(
     runs = is_flash_attn_2_available() and device.type == "cuda"
     if chosen == FLASH and not runs:
         raise ConfigError(
-            "`learner.compute.attention` flash_attention_2 needs the package flash-attn and a CUDA device, got the device "
-            f"{device}; install it (pip install flash-attn), or set `auto`",
+            "`learner.compute.attention` flash_attention_2 needs the package flash-attn and a CUDA device, got the "
+            f"device {device}; install it (pip install flash-attn), or set `auto`",
             key=_ATTENTION_KEY,
         )
     if chosen == "auto" and compute.precision == "bfloat16" and runs and model._supports_flash_attn and not masked:
@@ -192,8 +200,8 @@ def check_trainable(model: object) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"the trainer takes a transformers.PreTrainedModel, got {type(model).__name__}; adapters (PEFT) are not supported, "
-            "merge them into the model first (merge_and_unload)"
+            f"the trainer takes a transformers.PreTrainedModel, got {type(model).__name__}; adapters (PEFT) are not "
+            "supported, merge them into the model first (merge_and_unload)"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(
@@ -206,6 +214,7 @@ def check_trainable(model: object) -> None:
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad} - {torch.float32}
     if dtypes:
         raise ValueError(
-            f"{type(model).__name__} has trainable parameters of {', '.join(sorted(map(str, dtypes)))}, expected torch.float32: "
-            "there is no float32 master copy, so small updates would be rounded away; load the model with dtype=torch.float32"
+            f"{type(model).__name__} has trainable parameters of {', '.join(sorted(map(str, dtypes)))}, expected "
+            "torch.float32: there is no float32 master copy, so small updates would be rounded away; load the model "
+            "with dtype=torch.float32"
         )

@@ -1,8 +1,8 @@
 """A model folder in plain transformers format: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-The model is written without `save_pretrained`, because a learner publishes the same single safetensors file, and one function must
-decide which tensors it has and their names. Tied weights are stored once.
-Collaborators: `checkpoint` (adds learner state), `update` (export for publishing).
+The model is written without `save_pretrained`, because a learner publishes the same single safetensors file, and one
+function must decide which tensors it has and their names. Tied weights are stored once. Collaborators: `checkpoint`
+(adds learner state), `update` (export for publishing).
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from rollmesh.trainer.sharding import assign, class_name, empty_model, parts_on_
 
 WEIGHTS_NAME = "model.safetensors"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a model that also takes images, which its folder keeps. The loaded model has their contents as `processor_files`."""
+"""Files of a model that also takes images, which its folder keeps. The loaded model has their contents as
+`processor_files`."""
 _CODES = {name: code for code, name in DTYPES.items()}
 """Names of element types in the header of a safetensors file, by their names in torch."""
 _log = logging.getLogger(__name__)
 
 
 def published_tensors(model: PreTrainedModel, *, merged: bool = True) -> dict[str, Tensor]:
-    """Return all tensors of the model by name, without a tied output layer. Those of a sharded model are its parts on this rank.
+    """Return all tensors of the model by name, without a tied output layer. Those of a sharded model are its parts on
+    this rank.
 
-    Of a model with adapters (`lora`) they are those of its base, into which the adapters are merged unless `merged` is False."""
+    Of a model with adapters (`lora`) they are those of its base, into which the adapters are merged unless `merged` is
+    False."""
     state = _without_adapters(model, model.state_dict(), merged=merged)
     if has_tied_head(model):
         for name in model._tied_weights_keys or ():
@@ -46,7 +49,8 @@ def published_tensors(model: PreTrainedModel, *, merged: bool = True) -> dict[st
 
 @torch.no_grad()
 def _without_adapters(model: PreTrainedModel, state: dict[str, Tensor], *, merged: bool) -> dict[str, Tensor]:
-    """Return a state dict under the names of the base, with W + s B A for W if `merged`. Without adapters it is the same."""
+    """Return a state dict under the names of the base, with W + s B A for W if `merged`. Without adapters it is the
+    same."""
     found = {}
     for name, tensor in state.items():
         module, is_adapted, rest = name.rpartition(".base_layer.")
@@ -60,7 +64,8 @@ def _without_adapters(model: PreTrainedModel, state: dict[str, Tensor], *, merge
 
 
 def published_state(model: PreTrainedModel, *, merged: bool = True, copied: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of `published_tensors`, contiguous on the CPU and whole. `copied` requests copies also of tensors on the CPU.
+    """Return the tensors of `published_tensors`, contiguous on the CPU and whole. `copied` requests copies also of
+    tensors on the CPU.
 
     Every rank must call it, and gets a whole copy."""
     return {
@@ -77,11 +82,11 @@ def write_weights(
     dtype: torch.dtype | None = None,
     merged: bool = True,
 ) -> None:
-    """Write the whole state dict, or a copy of it, to one safetensors file, with floating-point tensors rounded to `dtype`. Equal weights
-    give equal bytes.
+    """Write the whole state dict, or a copy of it, to one safetensors file, with floating-point tensors rounded to
+    `dtype`. Equal weights give equal bytes.
 
-    Rank 0 gathers one tensor at a time. Every rank of a divided model must call it; those with None in place of the path only contribute
-    their parts."""
+    Rank 0 gathers one tensor at a time. Every rank of a divided model must call it; those with None in place of the
+    path only contribute their parts."""
     found = published_tensors(model, merged=merged) if state is None else state
     types = {n: dtype if dtype is not None and t.is_floating_point() else t.dtype for n, t in found.items()}
     # The order of the library, which keeps values aligned.
@@ -112,7 +117,8 @@ def _header(tensors: Iterable[tuple[str, torch.dtype, torch.Size]]) -> bytes:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a text that is equal for equal weights: sums of the bits of each tensor, which do not depend on the machine."""
+    """Return a text that is equal for equal weights: sums of the bits of each tensor, which do not depend on the
+    machine."""
     lines = []
     for name, tensor in published_tensors(model).items():
         flat = tensor.detach().reshape(-1).contiguous()
@@ -128,8 +134,8 @@ def write_model_folder(
     folder: Path,
     state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write everything that transformers needs to load model and tokenizer into an existing folder. `state` is a copy of the weights; by
-    default the current ones are written."""
+    """Write everything that transformers needs to load model and tokenizer into an existing folder. `state` is a copy
+    of the weights; by default the current ones are written."""
     write_weights(model, folder / WEIGHTS_NAME, state)
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["architectures"] = [class_name(model)]
@@ -144,7 +150,8 @@ def write_model_folder(
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer's files so that transformers 4.x and 5.x both load them.
 
-    transformers 5 writes the name of a class that 4.x does not have (`TokenizersBackend`). This writes a name that exists in both.
+    transformers 5 writes the name of a class that 4.x does not have (`TokenizersBackend`). This writes a name that
+    exists in both.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -196,8 +203,8 @@ def load_model(folder: Path | str, *, device: str = "cpu") -> PreTrainedModel:
 
 
 def open_model(folder: Path | str, *, device: str = "cpu", ranks: Ranks = ONE_RANK) -> PreTrainedModel:
-    """Load a model folder like `load_model` on rank 0, which alone reads the weights. Every other rank gets the same model without values,
-    see `sharding.empty_model`, and raises RankFailed if rank 0 cannot load it."""
+    """Load a model folder like `load_model` on rank 0, which alone reads the weights. Every other rank gets the same
+    model without values, see `sharding.empty_model`, and raises RankFailed if rank 0 cannot load it."""
     loaded: list[PreTrainedModel] = []
 
     def load() -> tuple[type[PreTrainedModel], PretrainedConfig]:
@@ -209,8 +216,8 @@ def open_model(folder: Path | str, *, device: str = "cpu", ranks: Ranks = ONE_RA
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:
-    """Overwrite a model's weights in place with a file of `write_weights`, of which every rank reads its part. Raises ValueError on missing
-    or extra names, and if the file cannot be read."""
+    """Overwrite a model's weights in place with a file of `write_weights`, of which every rank reads its part. Raises
+    ValueError on missing or extra names, and if the file cannot be read."""
     targets = published_tensors(model)
     try:
         with safe_open(path, "pt") as file:

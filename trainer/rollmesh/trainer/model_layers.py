@@ -1,8 +1,8 @@
 """The decoder layers of a model, and gradient checkpointing: a backward pass that computes the inside of a layer again.
 
-With gradient checkpointing (Chen et al., arXiv:1604.06174) the forward keeps only the input of each layer, so that the inside of one layer
-exists at a time. It costs one more forward of the layers. transformers offers it for training mode only, and the trainer runs models in
-evaluation mode.
+With gradient checkpointing (Chen et al., arXiv:1604.06174) the forward keeps only the input of each layer, so that the
+inside of one layer exists at a time. It costs one more forward of the layers. transformers offers it for training mode
+only, and the trainer runs models in evaluation mode.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of the model in order, without modules inside other layers. Raises ValueError for a model without known layers."""
+    """Return the layers of the model in order, without modules inside other layers. Raises ValueError for a model
+    without known layers."""
     named = set(model._no_split_modules or ())
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -25,13 +26,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
             found[name] = module
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no layers of a kind that transformers names, so they cannot be computed one by one; "
-            "set `learner.compute.gradient_checkpointing` to false and `learner.compute.ranks` to 1"
+            f"{type(model).__name__} has no layers of a kind that transformers names, so they cannot be computed one "
+            "by one; set `learner.compute.gradient_checkpointing` to false and `learner.compute.ranks` to 1"
         )
     return list(found.values())
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Make each layer discard what its backward needs and compute it again. Names of parameters and values do not change."""
+    """Make each layer discard what its backward needs and compute it again. Names of parameters and values do not
+    change."""
     for layer in decoder_layers(model):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

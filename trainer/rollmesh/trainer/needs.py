@@ -1,4 +1,5 @@
-"""What a method needs of a run, derived from its parts: engine outputs, features, gradients, a reference, modules, rewards, groups."""
+"""What a method needs of a run, derived from its parts: engine outputs, features, gradients, a reference, modules,
+rewards, groups."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _REFERENCES = {
 
 
 class MethodNeeds(Settings):
-    """What a method needs. Every method also needs the tokens, their log-probs under the sampling policy, and rewards."""
+    """What a method needs. Every method also needs the tokens, their log-probs under the sampling policy, and
+    rewards."""
 
     outputs: tuple[str, ...] = ()
     """Outputs of the engine, which `rollout.outputs` must list."""

@@ -1,8 +1,8 @@
 """AdamW, its parameter groups, its learning-rate schedule, and the guarded step.
 
-The learning rate is a function of the update number alone, so there is no scheduler state to save.
-A step with a non-finite gradient is not taken, and parameters and moments stay bit for bit the same.
-Each group has the names of its parameters (`param_names`), by which a checkpoint finds the moments if the groups have changed.
+The learning rate is a function of the update number alone, so there is no scheduler state to save. A step with a
+non-finite gradient is not taken, and parameters and moments stay bit for bit the same. Each group has the names of its
+parameters (`param_names`), by which a checkpoint finds the moments if the groups have changed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over the trainable parameters: matrices with decay, vectors without, and `config.groups`.
 
-    `modules` are those of loss terms, which have parameter groups with `modules` True. The fused kernel also runs on the CPU.
-    Raises ConfigError for a group that matches no trainable parameter, and for a package that is not installed.
+    `modules` are those of loss terms, which have parameter groups with `modules` True. The fused kernel also runs on
+    the CPU. Raises ConfigError for a group that matches no trainable parameter, and for a package that is not
+    installed.
     """
     groups: list[dict[str, Any]] = []
     for part, factor, is_module in ((model, 1.0, False), (modules, config.modules_factor, True)):
@@ -45,7 +46,8 @@ def make_optimizer(
             chosen = [(n, p) for n, p in named if fnmatchcase(n, group.names)]
             if not chosen:
                 raise ConfigError(
-                    f"`{_KEY}.groups[{number}].names`: no trainable parameter matches {group.names!r} that an earlier group does "
+                    f"`{_KEY}.groups[{number}].names`: no trainable parameter matches {group.names!r} that an earlier "
+                    "group does "
                     f"not have; the model has, for example, {', '.join(n for n, _ in named[:3]) or 'none left'}",
                     key=f"{_KEY}.groups",
                 )
@@ -84,7 +86,8 @@ def _split(
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate, multiplied by the factor of each group. Raises ValueError for a rate that would ruin the weights."""
+    """Set the learning rate, multiplied by the factor of each group. Raises ValueError for a rate that would ruin the
+    weights."""
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"the learning rate must be finite and >= 0, got {lr}")
     for group in optimizer.param_groups:
@@ -98,8 +101,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def guarded_step(*optimizers: torch.optim.Optimizer, clip_norm: float, loss: float) -> float | None:
     """Clip, step and clear gradients. Several optimizers share one norm and step together or not at all.
 
-    Modules of loss terms have a separate norm, so that the large gradients of a new head do not shrink the step of the policy.
-    Return the norm of the policy before clipping, or None if the loss or a norm is not finite; nothing is changed then.
+    Modules of loss terms have a separate norm, so that the large gradients of a new head do not shrink the step of the
+    policy. Return the norm of the policy before clipping, or None if the loss or a norm is not finite; nothing is
+    changed then.
     """
     groups = [g for o in optimizers for g in o.param_groups]
     norms = []

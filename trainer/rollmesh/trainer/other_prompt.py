@@ -8,8 +8,8 @@ The other prompt of a sample is its path without some segments, after an optiona
     omit_roles: [action, observation]               every turn directly after the first context, as in the first turn of a conversation
     prefix: "Answer briefly.\n"                     after a text
 
-An answer is always whole. If the omission would remove trained tokens, every turn has a sequence: the remaining segments before it, then
-all actions of the turn. Otherwise one sequence has all of them.
+An answer is always whole. If the omission would remove trained tokens, every turn has a sequence: the remaining
+segments before it, then all actions of the turn. Otherwise one sequence has all of them.
 
 Limits: the forward is separate, so the feature costs as much as one more forward pass over the batch. With gradient under `current`, its
 activations stay in memory until the backward of the micro-batch, which about doubles the memory; halve `packing.micro_batch_tokens`. A text
@@ -52,8 +52,8 @@ class OtherPromptOptions(Settings):
     prefix_ids: tuple[NonNegativeInt, ...] = ()
     """Token ids before the other segments."""
     prompts: str = ""
-    """Absolute path of a JSON Lines file with the prefix of each task: `{"task": ID, "text": TEXT}` or `{"task": ID, "token_ids": [...]}`.
-    Samples of other tasks are dropped."""
+    """Absolute path of a JSON Lines file with the prefix of each task: `{"task": ID, "text": TEXT}` or `{"task": ID,
+    "token_ids": [...]}`. Samples of other tasks are dropped."""
 
     def check_fields(self) -> None:
         given = [name for name in ("prefix", "prefix_ids", "prompts") if getattr(self, name)]
@@ -85,8 +85,8 @@ class OtherPromptLogprob:
         texts = any(isinstance(prompt, str) for prompt in self._prompts.values())
         if encode is None and (self.options.prefix or texts):
             raise ConfigError(
-                "feature `other_prompt_logprob`: a prefix is text, and the folder of the model has no tokenizer; add the files of the "
-                "tokenizer, or give token ids"
+                "feature `other_prompt_logprob`: a prefix is text, and the folder of the model has no tokenizer; add "
+                "the files of the tokenizer, or give token ids"
             )
         self._encode = None if encode is None else lru_cache(maxsize=4096)(encode)
 
@@ -156,8 +156,8 @@ def _read_prompts(file: Path) -> dict[str, str | tuple[int, ...]]:
 
 
 def _joined(prefix: IntArray, parts: Sequence[tuple[Segment, bool]]) -> Sequence1D | None:
-    """Return prefix and segments as one sequence. The flag of a segment says whether its trained tokens are targets; None if no token
-    is before the first target."""
+    """Return prefix and segments as one sequence. The flag of a segment says whether its trained tokens are targets;
+    None if no token is before the first target."""
     ids = np.concatenate([prefix, *(segment.token_ids for segment, _ in parts)])
     masks = [trained_mask(s) if is_target else np.zeros(s.num_tokens, np.uint8) for s, is_target in parts]
     mask = np.concatenate([np.zeros(len(prefix), np.uint8), *masks])

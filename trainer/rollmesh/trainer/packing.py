@@ -1,19 +1,22 @@
 """Pack sequences of different lengths into micro-batches with almost no padding.
 
-Several sequences share a row. Position ids restart at each sequence, by which the model's attention separates them, so a packed
-forward equals one forward per sequence. If a model does not do so, `self_test` detects it, and each row has one sequence.
+Several sequences share a row. Position ids restart at each sequence, by which the model's attention separates them, so
+a packed forward equals one forward per sequence. If a model does not do so, `self_test` detects it, and each row has
+one sequence.
 
-Rows and micro-batches are short on purpose. The longest remaining sequence starts a row, which is filled up to `row_tokens` (or to the
-length of the first sequence, if longer) with shorter ones, longest first. Longer rows pack a little tighter, but attention costs the
-square of the row, and a micro-batch beyond the cache is slower. Measured for the 0.36M model, 256 conversations
-of 30-130 tokens, one core, forward + backward, thousand real tokens/s (share of positions that are not padding):
+Rows and micro-batches are short on purpose. The longest remaining sequence starts a row, which is filled up to
+`row_tokens` (or to the length of the first sequence, if longer) with shorter ones, longest first. Longer rows pack a
+little tighter, but attention costs the square of the row, and a micro-batch beyond the cache is slower. Measured for
+the 0.36M model, 256 conversations of 30-130 tokens, one core, forward + backward, thousand real tokens/s (share of
+positions that are not padding):
 
     row x micro-batch   128 x 1024: 20.5 (99 %)   128 x 4096: 11.7 (96 %)   256 x 2048: 11.4 (99 %)   512 x 2048: 9.6 (100 %)
     padded, in order of arrival, 8 / 32 at a time: 14.0 (66 %) / 11.7 (60 %);   one by one: 13.1
 
-With `shared_row_tokens`, sequences with a common prefix (the samples of a group) are placed together, with the prefix once
-(`shared_prefix`). They are in one row, and count with the tokens that are computed. Their rows are no longer than `shared_row_tokens`, and
-are in separate micro-batches, because every row of a micro-batch with a shared prefix needs a mask.
+With `shared_row_tokens`, sequences with a common prefix (the samples of a group) are placed together, with the prefix
+once (`shared_prefix`). They are in one row, and count with the tokens that are computed. Their rows are no longer than
+`shared_row_tokens`, and are in separate micro-batches, because every row of a micro-batch with a shared prefix needs a
+mask.
 
 Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths, and with shared prefixes of the
 sequences.
@@ -39,10 +42,10 @@ from rollmesh.trainer.shared_prefix import SQUARE_TOKENS, SharedPrefix, alone, s
 class MicroBatch:
     """Inputs of one forward, [R, T] = rows x row length, and the positions of its targets.
 
-    Positions restart at each sequence of a row, after a shared prefix at its length; padding has position 0. The wanted tokens are at
-    (`target_row`, `target_next`) [m], and are predicted at (`target_row`, `target_col`) [m]: one column before, or the last column of a
-    shared prefix. `target_index` [m] is the index of each target among all targets of the plan, in the order "sequence by sequence, token
-    by token".
+    Positions restart at each sequence of a row, after a shared prefix at its length; padding has position 0. The wanted
+    tokens are at (`target_row`, `target_next`) [m], and are predicted at (`target_row`, `target_col`) [m]: one column
+    before, or the last column of a shared prefix. `target_index` [m] is the index of each target among all targets of
+    the plan, in the order "sequence by sequence, token by token".
     """
 
     token_ids: Tensor
@@ -56,8 +59,9 @@ class MicroBatch:
     sequences: tuple[int, ...]
     """Indices of its sequences, in the order of their targets."""
     parts: Tensor | None = None
-    """[2, R, T] integers, if any of its sequences share a prefix: the part of its row that a token is in, and the part that is the prefix of
-    this one or the part itself. A token attends to the tokens before it in both. Padding is in part 0."""
+    """[2, R, T] integers, if any of its sequences share a prefix: the part of its row that a token is in, and the part
+    that is the prefix of this one or the part itself. A token attends to the tokens before it in both. Padding is in
+    part 0."""
 
     @property
     def target_ids(self) -> Tensor:
@@ -126,7 +130,8 @@ def fill_ratio(batches: Sequence[MicroBatch]) -> float:
 
 
 def saved_ratio(batches: Sequence[MicroBatch], sequences: Sequence[Sequence1D]) -> float:
-    """Return the share of the tokens of the sequences that are not computed, because they are in a prefix that others share."""
+    """Return the share of the tokens of the sequences that are not computed, because they are in a prefix that others
+    share."""
     total = sum(len(s.token_ids) for s in sequences)
     return 1 - sum(b.num_tokens for b in batches) / total if total else 0.0
 

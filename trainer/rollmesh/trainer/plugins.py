@@ -1,7 +1,7 @@
 """The estimator, the loss and the update rule of a trainer: what they need together, their modules, and their memory.
 
-Memory is what `state()` returns: nested dictionaries and lists of numbers, strings and tensors. A checkpoint holds it by the kind and
-name of the part, so that a resumed run continues bit for bit.
+Memory is what `state()` returns: nested dictionaries and lists of numbers, strings and tensors. A checkpoint holds it
+by the kind and name of the part, so that a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Plugins:
         reward_weights: Mapping[str, float] | None = None,
         base_dir: str | Path | None = None,
     ) -> None:
-        """Construct the parts. Raises ConfigError for a name or an option, and ValueError for requests that contradict each other."""
+        """Construct the parts. Raises ConfigError for a name or an option, and ValueError for requests that contradict
+        each other."""
         with located_at("learner.estimator"):
             self.estimator: Estimator = make_estimator(config.estimator, reward_weights, base_dir)
         self.loss = LossSum(config.loss, base_dir, config.normalization)
@@ -101,7 +102,8 @@ class Plugins:
         return {name: request for name, request in self.requests.items() if request.under in when}
 
     def use_tokenizer(self, encode: Callable[[str], list[int]] | None) -> None:
-        """Give the features the tokenizer of the model, if it has one. Raises ConfigError for a feature that needs it."""
+        """Give the features the tokenizer of the model, if it has one. Raises ConfigError for a feature that needs
+        it."""
         for request in self.requests.values():
             if isinstance(request.feature, EncodesText):
                 request.feature.use_tokenizer(encode)
@@ -114,8 +116,8 @@ class Plugins:
             wanted = ", ".join(dict.fromkeys(map(output_of, missing)))
             found = ", ".join(dict.fromkeys(map(output_of, outputs)))
             raise ValueError(
-                f"`rollout.outputs` must contain {wanted}, which {part} needs, got [{found}]; add it, if the engine can return it, "
-                "give a feature this name in `learner.features`, or choose an estimator that returns it"
+                f"`rollout.outputs` must contain {wanted}, which {part} needs, got [{found}]; add it, if the engine "
+                "can return it, give a feature this name in `learner.features`, or choose an estimator that returns it"
             )
 
     def check_rewards(self, known: Collection[str]) -> None:
@@ -150,7 +152,8 @@ class Plugins:
         term = next((name for name, term in self.loss.terms.items() if getattr(term, "whole_groups", False)), None)
         if term and not getattr(self.rule, "keeps_groups", False):
             raise ValueError(
-                f"the loss term {term} compares the samples of a group, so that each optimizer step must have whole groups, but the "
+                f"the loss term {term} compares the samples of a group, so that each optimizer step must have whole "
+                "groups, but the "
                 f"update rule {rule} may cut them; set `learner.update_rule` to "
                 "{name: minibatches, options: {num_minibatches: 2, whole_groups: true}}, or `num_minibatches` to 1"
             )

@@ -1,7 +1,7 @@
 """The ranks of a trainer: processes that make each update together, each on a part of its micro-batches.
 
-Every rank has the whole batch and computes the same table, advantages, minibatches and plan of micro-batches. The model runs on the
-micro-batches of the rank, and the values per token, the loss and the gradients are then exchanged:
+Every rank has the whole batch and computes the same table, advantages, minibatches and plan of micro-batches. The model
+runs on the micro-batches of the rank, and the values per token, the loss and the gradients are then exchanged:
 
     table, advantages, plan        the same on every rank, from the same inputs
     from_first                     rank 0 loads or tests a whole model, and the others wait for the result
@@ -46,7 +46,8 @@ class Ranks:
     def from_first(self, make: Callable[[], T]) -> T:
         """Return on every rank what `make` returns on rank 0, which alone calls it. It must be small.
 
-        The limit of the wait is that of reading a model, not that of a collective. Raises RankFailed on the other ranks if `make` raises.
+        The limit of the wait is that of reading a model, not that of a collective. Raises RankFailed on the other ranks
+        if `make` raises.
         """
         if self.size == 1:
             return make()
@@ -76,7 +77,8 @@ class Ranks:
         return mine + [empty_micro_batch(batches[0]) for _ in range(rounds - len(mine))]
 
     def computing(self, requests: Sequence[T], batch: MicroBatch) -> Sequence[T]:
-        """Return the requests that a micro-batch computes: none for one that only keeps the number of forwards equal."""
+        """Return the requests that a micro-batch computes: none for one that only keeps the number of forwards
+        equal."""
         return requests if self.size == 1 or len(batch.target_index) else ()
 
     def aligned(self, batches: list[MicroBatch], like: MicroBatch) -> list[MicroBatch]:
@@ -87,7 +89,8 @@ class Ranks:
         return batches + [empty_micro_batch(like) for _ in range(most - len(batches))]
 
     def merged(self, arrays: Sequence[NDArray[np.float32] | None], rows: int) -> list[NDArray[np.float32]]:
-        """Return the arrays [rows, ...] of all ranks as one. Each rank gives those of its tokens and 0 elsewhere, or None."""
+        """Return the arrays [rows, ...] of all ranks as one. Each rank gives those of its tokens and 0 elsewhere, or
+        None."""
         if self.size == 1:
             return [np.zeros(rows, np.float32) if array is None else array for array in arrays]
         shapes = zip(*self.gathered([None if a is None else a.shape[1:] for a in arrays]), strict=True)
@@ -101,7 +104,8 @@ class Ranks:
     def merged_by_name(
         self, arrays: Mapping[str, NDArray[np.float32]], mine: NDArray[np.bool_]
     ) -> dict[str, NDArray[np.float32]]:
-        """Return the arrays [rows] of all ranks by name. `mine` [rows] is True at the tokens of this rank; others count as NaN."""
+        """Return the arrays [rows] of all ranks by name. `mine` [rows] is True at the tokens of this rank; others count
+        as NaN."""
         if self.size == 1:
             return dict(arrays)
         names = sorted({name for of_rank in self.gathered(list(arrays)) for name in of_rank})
@@ -120,7 +124,8 @@ class Ranks:
         return value if self.size == 1 else float(self.summed(torch.tensor(value, dtype=torch.float64)))
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the gradients of parameters that every rank holds whole by their sums. Those that no rank has stay absent."""
+        """Replace the gradients of parameters that every rank holds whole by their sums. Those that no rank has stay
+        absent."""
         if self.size == 1:
             return
         held = list(parameters)
@@ -141,7 +146,8 @@ class Ranks:
         return found
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """Return what all ranks have computed, one value per micro-batch of `share`, in the order of the micro-batches."""
+        """Return what all ranks have computed, one value per micro-batch of `share`, in the order of the
+        micro-batches."""
         if self.size == 1:
             return list(values)
         of_ranks = self.gathered(list(values))
@@ -149,7 +155,8 @@ class Ranks:
         return [of_rank[place] for place in range(rounds) for of_rank in of_ranks if place < len(of_rank)]
 
     def agree(self, what: str, *values: object) -> None:
-        """Raise RanksDisagree, naming `what`, on every rank unless all have the same values: arrays, texts or numbers."""
+        """Raise RanksDisagree, naming `what`, on every rank unless all have the same values: arrays, texts or
+        numbers."""
         if self.size == 1:
             return
         digest = hashlib.sha256()
@@ -158,7 +165,8 @@ class Ranks:
         found = self.gathered(digest.hexdigest()[:16])
         if others := [str(rank) for rank, other in enumerate(found) if other != found[0]]:
             raise RanksDisagree(
-                f"{what} of rank {', '.join(others)} differ from those of rank 0 ({', '.join(found)}); all ranks must have the same "
+                f"{what} of rank {', '.join(others)} differ from those of rank 0 ({', '.join(found)}); all ranks must "
+                "have the same "
                 "configuration, files and library versions, and user code must return the same values on each of them",
                 what=what,
             )

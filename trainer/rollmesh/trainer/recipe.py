@@ -1,8 +1,8 @@
 """Recipes: a method by name.
 
-A recipe is a YAML file: a partial run configuration and an `about` section. The settings of a run are the defaults, then the recipe, then
-the user's file, then overrides; later ones win, key by key. The built-in recipes are the files in `recipes/` beside this module. A user's
-recipe is named by its path, relative to the configuration file.
+A recipe is a YAML file: a partial run configuration and an `about` section. The settings of a run are the defaults,
+then the recipe, then the user's file, then overrides; later ones win, key by key. The built-in recipes are the files in
+`recipes/` beside this module. A user's recipe is named by its path, relative to the configuration file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class About(Settings):
     deviations: str = ""
     """Where the recipe differs from its source, and why."""
     seeds: tuple[str, ...] = ()
-    """Numbers of the methods in the catalog of papers of the project, e.g. S015. Informational: `paper` names the source."""
+    """Numbers of the methods in the catalog of papers of the project, e.g. S015. Informational: `paper` names the
+    source."""
     status: Literal["works", "partial"] = "works"
     """Whether the recipe does all of the method."""
     missing: str = ""
@@ -87,7 +88,8 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str, base_dir: str | Path | None = None) -> Path:
-    """Return the file of a recipe: a built-in by its name, a user's by its path relative to `base_dir`. Raises ConfigError."""
+    """Return the file of a recipe: a built-in by its name, a user's by its path relative to `base_dir`. Raises
+    ConfigError."""
     if name.endswith((".yaml", ".yml")):
         file = Path(base_dir or ".") / Path(name).expanduser()
         if not file.is_file():
@@ -100,7 +102,8 @@ def find_recipe(name: str, base_dir: str | Path | None = None) -> Path:
 
 
 def read_recipe(file: Path) -> tuple[About, dict[str, Any]]:
-    """Return the `about` section of a recipe and its settings. Raises ConfigError with the path of a key that is not allowed.
+    """Return the `about` section of a recipe and its settings. Raises ConfigError with the path of a key that is not
+    allowed.
 
     The settings are checked when they are part of a run configuration.
     """

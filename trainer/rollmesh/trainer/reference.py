@@ -1,7 +1,7 @@
 """The reference model: frozen weights that features are computed under.
 
-`initial` are the weights with which the run began, `path` those of a folder, and `average` a moving average of the policy's weights
-(Polyak & Juditsky 1992): after each applied update, w_ref = decay * w_ref + (1 - decay) * w.
+`initial` are the weights with which the run began, `path` those of a folder, and `average` a moving average of the
+policy's weights (Polyak & Juditsky 1992): after each applied update, w_ref = decay * w_ref + (1 - decay) * w.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Reference:
 
 
 class AdaptersOff(Reference):
-    """The initial weights of a policy with adapters: the policy without them, so that there is no second model in memory."""
+    """The initial weights of a policy with adapters: the policy without them, so that there is no second model in
+    memory."""
 
     def __init__(self, policy: PreTrainedModel, adapters: Adapters) -> None:
         self.model = policy
@@ -97,8 +98,8 @@ def open_reference(
 ) -> Reference:
     """Return the reference for `policy`. Without `initial`, the policy has the initial weights. Raises ConfigError.
 
-    With several ranks the policy is divided already. The reference is whole on rank 0 and without values on the others, and a copy of the
-    policy is without values on all of them."""
+    With several ranks the policy is divided already. The reference is whole on rank 0 and without values on the others,
+    and a copy of the policy is without values on all of them."""
     if adapters is not None and config.kind == "initial":
         return AdaptersOff(policy, adapters)
     if config.kind == "average":
@@ -110,8 +111,8 @@ def open_reference(
             model = _copy(policy, ranks) if initial is None else initial()
     except (ValueError, OSError) as err:
         raise ConfigError(
-            f"`learner.reference`: the reference model ({config.kind}) cannot be loaded: {err}; name a folder with a model in "
-            "transformers format, or choose another kind",
+            f"`learner.reference`: the reference model ({config.kind}) cannot be loaded: {err}; name a folder with a "
+            "model in transformers format, or choose another kind",
             key="learner.reference",
         ) from err
     check_same_family(model.config, policy.config)
@@ -125,19 +126,20 @@ def _copy(policy: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
 def check_same_family(reference: Any, policy: Any) -> None:
     """Raise ConfigError if the configurations of two models differ in architecture or vocabulary. The sizes may differ.
 
-    The architecture decides which forward computes the log-probs of the policy, and the reference runs through the same one.
+    The architecture decides which forward computes the log-probs of the policy, and the reference runs through the same
+    one.
     """
     mine, theirs = reference.get_text_config(decoder=True), policy.get_text_config(decoder=True)
     key = "learner.reference"
     if mine.model_type != theirs.model_type:
         raise ConfigError(
-            f"`{key}`: the architecture of the reference is {mine.model_type}, that of the policy {theirs.model_type}; choose a model of "
-            "the same architecture",
+            f"`{key}`: the architecture of the reference is {mine.model_type}, that of the policy {theirs.model_type}; "
+            "choose a model of the same architecture",
             key=key,
         )
     if mine.vocab_size != theirs.vocab_size:
         raise ConfigError(
-            f"`{key}`: the vocabulary of the reference has {mine.vocab_size} tokens, that of the policy {theirs.vocab_size}; choose a model "
-            "with the same tokenizer",
+            f"`{key}`: the vocabulary of the reference has {mine.vocab_size} tokens, that of the policy "
+            f"{theirs.vocab_size}; choose a model with the same tokenizer",
             key=key,
         )

@@ -1,14 +1,16 @@
 """Outputs of the routers of a mixture-of-experts model, and the comparison with the model's load-balancing loss.
 
-A router is a layer that chooses `top_k` of its E experts for each token, by its logits. The load-balancing loss of transformers
-(`router_aux_loss_coef`) pools all routers of a model: with f_e the mean number of routers' choices of expert e per token and router, and P_e
-the mean of the softmax of its logits,
+A router is a layer that chooses `top_k` of its E experts for each token, by its logits. The load-balancing loss of
+transformers (`router_aux_loss_coef`) pools all routers of a model: with f_e the mean number of routers' choices of
+expert e per token and router, and P_e the mean of the softmax of its logits,
 
     E * sum over e of f_e P_e
 
-which is `top_k` for even loads (Fedus et al., arXiv:2101.03961, equations 4 to 6). `losses/router.py` is the term of a run.
+which is `top_k` for even loads (Fedus et al., arXiv:2101.03961, equations 4 to 6). `losses/router.py` is the term of a
+run.
 
-Collaborators: `forward` (reads the outputs of the model), `router_features` (columns of the loss), `update` (calls the comparison).
+Collaborators: `forward` (reads the outputs of the model), `router_features` (columns of the loss), `update` (calls the
+comparison).
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class RouterLogits:
 
     @torch.no_grad()
     def loads(self) -> Tensor:
-        """Return [m, E] in float32: how many of the routers choose the expert, divided by their number. A row sums to `top_k`."""
+        """Return [m, E] in float32: how many of the routers choose the expert, divided by their number. A row sums to
+        `top_k`."""
         chosen = torch.zeros_like(self.layers[0], dtype=torch.float32)
         for layer in self.layers:
             chosen = chosen.scatter_add(
@@ -56,7 +59,8 @@ class RouterLogits:
 
 
 def router_logits(model: PreTrainedModel, layers: Sequence[Tensor]) -> RouterLogits:
-    """Return the router logits [m, E] that a forward with `output_router_logits` has returned. Raises ValueError if there are none."""
+    """Return the router logits [m, E] that a forward with `output_router_logits` has returned. Raises ValueError if
+    there are none."""
     top_k = getattr(text_config(model), "num_experts_per_tok", None)
     if not layers or top_k is None:
         raise ValueError(f"{type(model).__name__} has no routers: {_REMEDY}")
@@ -95,8 +99,8 @@ def _compare_loss(model: PreTrainedModel) -> None:
     found = float(balance(router.loads(), router.probabilities()))
     if not abs(found - float(expected)) <= _TOLERANCE * abs(float(expected)):
         raise ValueError(
-            f"{name} computes another load-balancing loss than the loss term `router`: {float(expected)} instead of {found} for 8 tokens; "
-            "remove the term"
+            f"{name} computes another load-balancing loss than the loss term `router`: {float(expected)} instead of "
+            f"{found} for 8 tokens; remove the term"
         )
 
 

@@ -1,10 +1,10 @@
 """Convert training samples to a table of tokens.
 
-The tokens of a sample are the tokens of the segments on its path, concatenated. Its *trained* tokens have loss mask 1. The
-columns of a `TokenTable` cover trained tokens only, sample by sample.
+The tokens of a sample are the tokens of the segments on its path, concatenated. Its *trained* tokens have loss mask 1.
+The columns of a `TokenTable` cover trained tokens only, sample by sample.
 
-A sample that cannot be trained on is dropped with a typed reason. It never raises, because one bad sample must not stop a run.
-Collaborators: `update` calls this module, `packing` takes the sequences, `batch` shows the table to estimators.
+A sample that cannot be trained on is dropped with a typed reason. It never raises, because one bad sample must not stop
+a run. Collaborators: `update` calls this module, `packing` takes the sequences, `batch` shows the table to estimators.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class DropReason(StrEnum):
     SOURCE_NOT_ADMITTED = "SOURCE_NOT_ADMITTED"
     """A trained token has a source that `run.external_sources` does not name."""
     NO_LOGPROBS = "NO_LOGPROBS"
-    """A trained token has no finite behavior log-prob, and it was sampled, or no part of the run can use it without one."""
+    """A trained token has no finite behavior log-prob, and it was sampled, or no part of the run can use it without
+    one."""
     NO_OUTPUT = "NO_OUTPUT"
     """A trained token lacks an engine output that the loss needs, e.g. because another run sampled it."""
     NO_OTHER_PROMPT = "NO_OTHER_PROMPT"
@@ -85,7 +86,8 @@ class DropReason(StrEnum):
     WRONG_SHAPE = "WRONG_SHAPE"
     """The estimator returned arrays of the wrong shape, which the log names. No sample of the update is trained."""
     LEFT_OUT = "LEFT_OUT"
-    """The estimator masked all of its tokens, no loss term has them in its token set, or no step of the update rule contains it."""
+    """The estimator masked all of its tokens, no loss term has them in its token set, or no step of the update rule
+    contains it."""
     NON_FINITE = "NON_FINITE"
     """The optimizer step of its minibatch had a non-finite loss or gradient and was not taken."""
 
@@ -95,15 +97,17 @@ class TokenTable:
     """Trained tokens of S samples, one after the other. `lengths` [S] counts them per sample; M is its sum.
 
     `columns` are arrays [M], or [M, k] for a column with k values per token:
-    - behavior: log-prob under the distribution that the token was sampled from, natural log; NaN for an external token, which was not
-      sampled;
+    - behavior: log-prob under the distribution that the token was sampled from, natural log; NaN for an external token,
+      which was not sampled;
     - temperature: temperature at which the trainer computes the log-prob, see `trainer_temperature`;
-    - truncated: 1 if it was sampled with top-p or top-k, whose renormalization the trainer's log-probs do not reproduce;
+    - truncated: 1 if it was sampled with top-p or top-k, whose renormalization the trainer's log-probs do not
+      reproduce;
     - lag: staleness of the token itself, NO_LAG if the policy did not sample it;
     - sample, episode, group: numbers of its sample, episode and group in the update, from 0;
     - turn: number of finished actions before it on its path; segment: its segment on the path; both from 0;
     - source: number of its `Source`; position: its position on the path, from 0;
-    - every array of the segments that the loss or the estimator needs, under its own name; external tokens have NaN, or 0 for integers.
+    - every array of the segments that the loss or the estimator needs, under its own name; external tokens have NaN, or
+      0 for integers.
 
     The update adds `reward`, the weighted sum of the rewards of the sample, `advantages` and the requested features.
     `others` has, for each feature of other sequences, those of each sample, with the same targets as `sequences`.
@@ -116,8 +120,8 @@ class TokenTable:
     others: Mapping[Hashable, tuple[tuple[Sequence1D, ...], ...]] = field(default_factory=dict)
 
     def select(self, indices: Sequence[int], mask: NDArray[np.bool_] | None = None) -> TokenTable:
-        """Return the table of some of the samples, in the order of `indices`, without the tokens where `mask` [M] is False and without
-        samples that have no other tokens."""
+        """Return the table of some of the samples, in the order of `indices`, without the tokens where `mask` [M] is
+        False and without samples that have no other tokens."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = [np.arange(starts[i], starts[i + 1]) for i in indices]
         sequences = [self.sequences[i] for i in indices]
@@ -150,9 +154,9 @@ def drop_reason(
     sources: Collection[Source] = (),
     rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
 ) -> DropReason | None:
-    """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs, and `rewrites`
-    make the other sequences. `external`: the update can train on tokens that were not sampled, which have neither log-probs nor these
-    arrays. `sources` are those other than POLICY whose tokens the run trains."""
+    """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs,
+    and `rewrites` make the other sequences. `external`: the update can train on tokens that were not sampled, which
+    have neither log-probs nor these arrays. `sources` are those other than POLICY whose tokens the run trains."""
     if not all(_is_well_formed(s) for s in sample.segments):
         return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
@@ -193,7 +197,8 @@ def build_table(
     outputs: Sequence[str] = (),
     rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
 ) -> TokenTable:
-    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs` and `rewrites`, for update `update`.
+    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs` and `rewrites`, for
+    update `update`.
 
     Raises ValueError for a rewrite whose targets are not the trained tokens.
     """
@@ -237,7 +242,8 @@ def turn_numbers(segments: Sequence[Segment]) -> list[int]:
 
 
 def trainer_temperature(params: SamplingParams | None) -> float:
-    """Return the temperature at which the trainer computes a log-prob: 1 for greedy sampling, which reports the plain model's."""
+    """Return the temperature at which the trainer computes a log-prob: 1 for greedy sampling, which reports the plain
+    model's."""
     return params.temperature if params is not None and params.temperature > 0 else 1.0
 
 
@@ -263,15 +269,16 @@ def _has_logprobs(segment: Segment) -> bool:
 
 
 def _absent(samples: Sequence[TrainingSample], name: str) -> NDArray[Any]:
-    """Return the row [k], or the value [], of tokens without an array, with the type that the array has elsewhere in the batch."""
+    """Return the row [k], or the value [], of tokens without an array, with the type that the array has elsewhere in
+    the batch."""
     found = (s.arrays[name] for sample in samples for s in sample.segments if name in s.arrays)
     like = next(found, np.zeros(1, np.float32))
     return np.full(like.shape[1:], np.nan if like.dtype.kind == "f" else 0, like.dtype)
 
 
 def _parts(sample: TrainingSample, update: int, absent: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each segment's trained tokens, as arrays or as one value for all of them. `absent` has the value of each output
-    for segments without it."""
+    """Yield the columns of each segment's trained tokens, as arrays or as one value for all of them. `absent` has the
+    value of each output for segments without it."""
     start = 0
     turns = turn_numbers(sample.segments)
     for index, segment in enumerate(sample.segments):
@@ -322,14 +329,15 @@ def _rewritten(rewrite: Rewrite, sample: TrainingSample) -> tuple[Sequence1D, ..
     targets = [np.empty(0, np.int32), *(o.token_ids[o.target_mask == 1] for o in others)]
     if not np.array_equal(np.concatenate(targets), own.token_ids[own.target_mask == 1]):
         raise ValueError(
-            f"a feature rewrites sample {sample.sample.sample_id} into sequences whose targets are not its {num_trained(sample)} trained "
-            "tokens in their order; `sequences_of` must mark exactly these"
+            f"a feature rewrites sample {sample.sample.sample_id} into sequences whose targets are not its "
+            f"{num_trained(sample)} trained tokens in their order; `sequences_of` must mark exactly these"
         )
     return others
 
 
 def _without(sequences: Sequence[Sequence1D], excluded: NDArray[np.bool_]) -> tuple[Sequence1D, ...]:
-    """Return the sequences that have other targets than those where `excluded` [targets of all of them] is True, without these."""
+    """Return the sequences that have other targets than those where `excluded` [targets of all of them] is True,
+    without these."""
     bounds = np.cumsum([int(s.target_mask.sum()) for s in sequences])[:-1]
     remaining = [s.without(e) for s, e in zip(sequences, np.split(excluded, bounds), strict=True)]
     return tuple(s for s in remaining if s.target_mask.any())

@@ -1,21 +1,22 @@
 """Test before the first update whether the packed forward of a loaded model equals the plain forward.
 
-Whether several sequences can share a row depends on the architecture. A recurrent layer carries its state from one sequence into the
-next. An output layer may be followed by a scaling that only the model's own forward applies. transformers has no flag for this, so
-a few short random sequences are run through both forwards, and values and gradients are compared. This is done twice: on the loaded model,
-and on a small model of its configuration with spread weights (`spread_model`). The choice holds for the whole run, so it must not depend on
-weights that hide a difference as they are found:
+Whether several sequences can share a row depends on the architecture. A recurrent layer carries its state from one
+sequence into the next. An output layer may be followed by a scaling that only the model's own forward applies.
+transformers has no flag for this, so a few short random sequences are run through both forwards, and values and
+gradients are compared. This is done twice: on the loaded model, and on a small model of its configuration with spread
+weights (`spread_model`). The choice holds for the whole run, so it must not depend on weights that hide a difference as
+they are found:
 
     packed equals plain                       -> PACKED
     else, plain does not see later tokens     -> UNPACKED: one sequence per forward, the model's own logits
     else                                      -> the model is rejected: it is not a causal language model
 
-The cost is bounded: 50 tokens for each, and gradients of at most `_GRADIENT_ELEMENTS` parameters. Two properties that short sequences cannot
-show are handled by rule. Attention windows are set to `_WINDOW` tokens during the test, so that sequences exceed them. Models whose
-rotary frequencies depend on the longest position of a forward are never packed.
+The cost is bounded: 50 tokens for each, and gradients of at most `_GRADIENT_ELEMENTS` parameters. Two properties that
+short sequences cannot show are handled by rule. Attention windows are set to `_WINDOW` tokens during the test, so that
+sequences exceed them. Models whose rotary frequencies depend on the longest position of a forward are never packed.
 
-Sequences that share a prefix (`shared_prefix`) are compared in the same way if the settings request it. A model for which they differ is
-rejected with the name of the setting.
+Sequences that share a prefix (`shared_prefix`) are compared in the same way if the settings request it. A model for
+which they differ is rejected with the name of the setting.
 
 Collaborators: `forward` (both forwards), `spread_model`, `update` (uses the result).
 """
@@ -57,14 +58,17 @@ _PACKING = PackingConfig(row_tokens=24, micro_batch_tokens=72)
 """Rows of 20 + 3, 13 + 9 and 5 tokens in one micro-batch: two packed rows, and padding."""
 _SHARED_PACKING = PackingConfig(row_tokens=24, micro_batch_tokens=72, shared_row_tokens=32)
 _SHARED = ((9, (9, 6, 4, 0)), (7, (5, 5)), (0, (11,)))
-"""Lengths of prefixes, and of what follows them in each sequence: rows of 9 + 19, 7 + 10 and 11 tokens in one micro-batch."""
+"""Lengths of prefixes, and of what follows them in each sequence: rows of 9 + 19, 7 + 10 and 11 tokens in one
+micro-batch."""
 _WINDOW = 4
 _WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention", "window_size")
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _TOLERANCE = 1e-4
-"""Largest difference, relative to the largest value. Rounding in float32 gives about 1e-6, a leak between sequences 1e-3 and more."""
+"""Largest difference, relative to the largest value. Rounding in float32 gives about 1e-6, a leak between sequences
+1e-3 and more."""
 _ROUNDED_TOLERANCE = 0.05
-"""The same for a forward in bfloat16, which rounds to 8 bits: 0.01 and less where the model allows it, infinite where it overflows."""
+"""The same for a forward in bfloat16, which rounds to 8 bits: 0.01 and less where the model allows it, infinite where
+it overflows."""
 _GRADIENT_ELEMENTS = 2**24
 
 
@@ -87,8 +91,8 @@ class _Computed:
 def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     """Return the fastest forward that equals the plain one. Raises ValueError for a model that cannot be trained.
 
-    Weights, gradients and random generators do not change. The model is in evaluation mode afterwards, with an attention that computes
-    the whole model, and its parameters outside the text part are frozen.
+    Weights, gradients and random generators do not change. The model is in evaluation mode afterwards, with an
+    attention that computes the whole model, and its parameters outside the text part are frozen.
     """
     check_trainable(model)
     prepare(model)
@@ -126,8 +130,8 @@ def check_shared(model: PreTrainedModel, choice: ForwardChoice) -> None:
         reason = reason or _why_spread_differs(model, _sharing_sequences, _SHARED_PACKING, "shared")
     if reason:
         raise ConfigError(
-            f"`learner.packing.shared_row_tokens`: {type(model).__name__} cannot compute the common prefix of sequences once: {reason}; set "
-            "it to 0",
+            f"`learner.packing.shared_row_tokens`: {type(model).__name__} cannot compute the common prefix of "
+            f"sequences once: {reason}; set it to 0",
             key="learner.packing.shared_row_tokens",
         )
     _log.info("sequences share prefixes, verified against the plain forward: model=%s", type(model).__name__)
@@ -146,11 +150,13 @@ def known_logprobs(model: PreTrainedModel, mode: ForwardMode) -> Tensor:
 
 
 def check_rounded(model: PreTrainedModel, mode: ForwardMode, exact: Tensor) -> None:
-    """Raise ConfigError if the log-probs of a model that computes in bfloat16 are not those in float32 within rounding."""
+    """Raise ConfigError if the log-probs of a model that computes in bfloat16 are not those in float32 within
+    rounding."""
     off = _difference(known_logprobs(model, mode), exact)
     if not off <= _ROUNDED_TOLERANCE:
         raise ConfigError(
-            f"{class_name(model)} cannot be trained in bfloat16: its log-probs differ from those in float32 by {off:.1e} of the largest, at "
+            f"{class_name(model)} cannot be trained in bfloat16: its log-probs differ from those in float32 by "
+            f"{off:.1e} of the largest, at "
             f"most {_ROUNDED_TOLERANCE} is allowed; set `learner.compute.precision` to float32",
             key="learner.compute.precision",
         )
@@ -174,7 +180,8 @@ def _why_different(
     packing: PackingConfig,
     name: str,
 ) -> str:
-    """Return how the packed forward, which the message calls `name`, differs from the plain one; empty if it does not."""
+    """Return how the packed forward, which the message calls `name`, differs from the plain one; empty if it does
+    not."""
     if unusable := [
         n for n, g in zip(_names(model, parameters), plain.gradients, strict=True) if not g.isfinite().all()
     ]:
@@ -198,7 +205,8 @@ def _why_spread_differs(
     packing: PackingConfig,
     name: str,
 ) -> str:
-    """Return how the packed forward of a small model with spread weights differs from the plain one; empty if it does not."""
+    """Return how the packed forward of a small model with spread weights differs from the plain one; empty if it does
+    not."""
     try:
         small = spread_copy(model)
         prepare(small)
@@ -219,8 +227,8 @@ def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logpr
     """Raise ValueError if a log-prob is not finite, or changes when later tokens are cut off."""
     if not logprobs.isfinite().all():
         raise ValueError(
-            f"{type(model).__name__} cannot be trained: {int((~logprobs.isfinite()).sum())} of {len(logprobs)} log-probs of random tokens are "
-            "not finite in its plain forward; check its weights"
+            f"{type(model).__name__} cannot be trained: {int((~logprobs.isfinite()).sum())} of {len(logprobs)} "
+            "log-probs of random tokens are not finite in its plain forward; check its weights"
         )
     longest, count = sequences[0], int(sequences[0].target_mask.sum())
     half = len(longest.token_ids) // 2
@@ -229,8 +237,8 @@ def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logpr
     off = _difference(alone, logprobs[:count][: len(alone)])
     if not off <= _TOLERANCE:
         raise ValueError(
-            f"{type(model).__name__} cannot be trained: the log-prob of a token changes with the tokens after it (by {off:.1e} "
-            "of the largest); expected a causal language model"
+            f"{type(model).__name__} cannot be trained: the log-prob of a token changes with the tokens after it (by "
+            f"{off:.1e} of the largest); expected a causal language model"
         )
 
 
@@ -298,7 +306,8 @@ def _sharing_sequences(model: PreTrainedModel) -> list[Sequence1D]:
 
 
 def _usable_tokens(model: PreTrainedModel) -> IntArray:
-    """Return the token ids without that of padding, whose embedding may be zero: a norm of a zero has a gradient that overflows."""
+    """Return the token ids without that of padding, whose embedding may be zero: a norm of a zero has a gradient that
+    overflows."""
     embeddings: Any = model.get_input_embeddings()
     padding = {text_config(model).pad_token_id, getattr(embeddings, "padding_idx", None)}
     return np.array([i for i in range(text_config(model).vocab_size) if i not in padding])
@@ -331,7 +340,8 @@ def _rope_types(model: PreTrainedModel) -> set[str]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten the attention windows. The functions that create masks read them from the configuration at each forward."""
+    """Shorten the attention windows. The functions that create masks read them from the configuration at each
+    forward."""
     config = text_config(model)
     windows = {n: v for n in _WINDOW_NAMES if isinstance(v := getattr(config, n, None), int) and v > _WINDOW}
     try:

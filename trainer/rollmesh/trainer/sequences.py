@@ -13,7 +13,8 @@ from rollmesh.shared.domain.trajectory import IntArray, MaskArray
 
 @dataclass(frozen=True, slots=True)
 class Sequence1D:
-    """One sequence. `target_mask` [n] is 1 where the log-prob of the token in `token_ids` [n] is wanted; entry 0 must be 0."""
+    """One sequence. `target_mask` [n] is 1 where the log-prob of the token in `token_ids` [n] is wanted; entry 0 must
+    be 0."""
 
     token_ids: IntArray
     target_mask: MaskArray
@@ -21,8 +22,8 @@ class Sequence1D:
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.target_mask.shape or self.token_ids.size == 0:
             raise ValueError(
-                f"a sequence must have as many mask entries as token ids, and at least one, got {self.target_mask.size} and "
-                f"{self.token_ids.size}"
+                "a sequence must have as many mask entries as token ids, and at least one, got "
+                f"{self.target_mask.size} and {self.token_ids.size}"
             )
         if self.target_mask[0]:
             raise ValueError("the first token of a sequence cannot be a target, because no token before it predicts it")

@@ -1,18 +1,20 @@
-"""Divide a model's weights, gradients and optimizer state between ranks, with FSDP2 (`torch.distributed.fsdp.fully_shard`), round them to
-the precision of the computation, and store them on the host.
+"""Divide a model's weights, gradients and optimizer state between ranks, with FSDP2
+(`torch.distributed.fsdp.fully_shard`), round them to the precision of the computation, and store them on the host.
 
-Each decoder layer is a unit: its weights are gathered before its forward and its backward, and released after them. Embeddings, the last
-norm and the output layer are one more unit, whose weights stay from the forward to the backward, so that the output layer can run outside
-the model's forward. Gradients are summed over the ranks, not averaged, because token weights normalize over all tokens of the optimizer
-step. A sharded parameter is a `DTensor`; its first dimension is divided.
+Each decoder layer is a unit: its weights are gathered before its forward and its backward, and released after them.
+Embeddings, the last norm and the output layer are one more unit, whose weights stay from the forward to the backward,
+so that the output layer can run outside the model's forward. Gradients are summed over the ranks, not averaged, because
+token weights normalize over all tokens of the optimizer step. A sharded parameter is a `DTensor`; its first dimension
+is divided.
 
-Only rank 0 has a whole model, and only until it is divided. The other ranks have the same model without values, on the meta device
-(`empty_model`), and get their part of each parameter from rank 0, one parameter at a time.
+Only rank 0 has a whole model, and only until it is divided. The other ranks have the same model without values, on the
+meta device (`empty_model`), and get their part of each parameter from rank 0, one parameter at a time.
 
-The same mechanism computes in bfloat16 with weights in float32: FSDP rounds what it gathers. It also stores the weights on the host. A single
-rank that needs one of both is a process group of one (`join_alone`).
+The same mechanism computes in bfloat16 with weights in float32: FSDP rounds what it gathers. It also stores the weights
+on the host. A single rank that needs one of both is a process group of one (`join_alone`).
 
-Collaborators: `ranks` (the division of the work), `forward` (runs the model), `model_files` and `checkpoint` (whole tensors).
+Collaborators: `ranks` (the division of the work), `forward` (runs the model), `model_files` and `checkpoint` (whole
+tensors).
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ _alone_lock = Lock()
 
 
 def join_alone(trainer: object, device: torch.device) -> None:
-    """Make the default process group of a single rank, unless another trainer of this process has made it. `leave_alone` ends it.
+    """Make the default process group of a single rank, unless another trainer of this process has made it.
+    `leave_alone` ends it.
 
     Raises ConfigError if this process has a process group already, for example because it is one of several ranks."""
     global _alone_group
@@ -66,15 +69,17 @@ def join_alone(trainer: object, device: torch.device) -> None:
             _alone_group = dist.group.WORLD
         elif dist.group.WORLD is not _alone_group:
             raise ConfigError(
-                "`learner.compute.precision` bfloat16 and `learner.compute.offload` on a single rank need a process without another process "
-                f"group of torch, and this one has a group of {dist.get_world_size()}; run each learner in its own process",
+                "`learner.compute.precision` bfloat16 and `learner.compute.offload` on a single rank need a process "
+                f"without another process group of torch, and this one has a group of {dist.get_world_size()}; run "
+                "each learner in its own process",
                 key="learner.compute",
             )
         _alone.add(trainer)
 
 
 def leave_alone(trainer: object) -> None:
-    """End the use of the process group of one by a trainer, and the group with its last user. It has no effect the second time."""
+    """End the use of the process group of one by a trainer, and the group with its last user. It has no effect the
+    second time."""
     global _alone_group
     with _alone_lock:
         _alone.discard(trainer)
@@ -86,7 +91,8 @@ def leave_alone(trainer: object) -> None:
 def empty_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of a class of transformers in float32 without values, on the meta device.
 
-    A model whose code reads values when it is made is made on the CPU with random values, which is logged. `shard` replaces them.
+    A model whose code reads values when it is made is made on the CPU with random values, which is logged. `shard`
+    replaces them.
     """
     make: Any = kind._from_config
     try:
@@ -109,12 +115,12 @@ def shard(
     to_host: bool = False,
     source: PreTrainedModel | None = None,
 ) -> None:
-    """Divide the weights of a model that rank 0 has on `device` between the ranks of the default process group, in place. The model of
-    every other rank gets its values from rank 0. With `source`, a divided model of the same class and configuration, every rank copies its
-    part of that instead.
+    """Divide the weights of a model that rank 0 has on `device` between the ranks of the default process group, in
+    place. The model of every other rank gets its values from rank 0. With `source`, a divided model of the same class
+    and configuration, every rank copies its part of that instead.
 
-    They stay in their precision, and are rounded to that of `compute` when they are gathered. With `to_host` they are stored on the CPU.
-    Raises RanksDisagree if the model of a rank has other tensors than that of rank 0.
+    They stay in their precision, and are rounded to that of `compute` when they are gathered. With `to_host` they are
+    stored on the CPU. Raises RanksDisagree if the model of a rank has other tensors than that of rank 0.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     sends = source is None and mesh.size() > 1
@@ -133,7 +139,8 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]  # an FSDPModule now
-    # The packed forward runs a part of the model, for which the weights must be gathered as for the model's own forward.
+    # The packed forward runs a part of the model, for which the weights must be gathered as for the model's own
+    # forward.
     setattr(model, packed_states.__name__, MethodType(packed_states, model))
     register_fsdp_forward_method(model, packed_states.__name__)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -166,8 +173,8 @@ def _receive(model: PreTrainedModel, device: torch.device) -> None:
     if shapes != (mine := _shapes(model)) or set(constants) != set(_constants(model)):
         raise RanksDisagree(
             f"the model of rank {dist.get_rank()} has other tensors than that of rank 0: "
-            f"{sorted(map(str, {*shapes} ^ {*mine}))[:4] or sorted({*constants} ^ {*_constants(model)})[:4]}; all ranks must have the same "
-            "library versions",
+            f"{sorted(map(str, {*shapes} ^ {*mine}))[:4] or sorted({*constants} ^ {*_constants(model)})[:4]}; all "
+            "ranks must have the same library versions",
             what="the tensors of the model",
         )
     _set_constants(model, constants, device)
@@ -218,7 +225,8 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def release(model: nn.Module) -> None:
-    """Release the gathered weights after a forward without backward, because they would not follow the next optimizer step."""
+    """Release the gathered weights after a forward without backward, because they would not follow the next optimizer
+    step."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
@@ -229,7 +237,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def parts_on_first(tensor: Tensor) -> list[Tensor]:
-    """Return on rank 0 the parts of a tensor along its first dimension, in order, and nothing on the other ranks, which hold no whole tensor.
+    """Return on rank 0 the parts of a tensor along its first dimension, in order, and nothing on the other ranks, which
+    hold no whole tensor.
 
     Every rank must call it for a sharded tensor. A tensor that is not sharded is one part."""
     if not isinstance(tensor, DTensor):
@@ -256,7 +265,8 @@ class WholeValues(Protocol):
 
 @torch.no_grad()
 def assign(target: Tensor, values: WholeValues, shape: Sequence[int]) -> None:
-    """Overwrite a tensor, sharded or not, with values of its whole `shape`, which every rank can read. A rank reads its part alone.
+    """Overwrite a tensor, sharded or not, with values of its whole `shape`, which every rank can read. A rank reads its
+    part alone.
 
     Raises ValueError if the tensor has another shape."""
     if tuple(target.shape) != tuple(shape):

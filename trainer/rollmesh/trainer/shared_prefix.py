@@ -1,17 +1,19 @@
 """Compute the common prefix of several sequences once: choose the sequences, and make the attention mask of their row.
 
-The samples of a group repeat the tokens of their prompt. A row with a shared prefix has the tokens of the prefix once, and then what follows
-it in each sequence:
+The samples of a group repeat the tokens of their prompt. A row with a shared prefix has the tokens of the prefix once,
+and then what follows it in each sequence:
 
     tokens      p p p p a a a b b c c c c       three sequences: p p p p a a a,  p p p p b b,  p p p p c c c c
     positions   0 1 2 3 4 5 6 4 5 4 5 6 7
 
-A token attends to the tokens before it that are in the prefix or in its own sequence. So its state is that of the sequence alone, up to the
-order of sums, and the gradients of all sequences reach the prefix. The first token of each remainder is predicted at the last position of the
-prefix. A model whose layers mix positions in another way than by attention with this mask cannot share; `self_test` finds that out.
+A token attends to the tokens before it that are in the prefix or in its own sequence. So its state is that of the
+sequence alone, up to the order of sums, and the gradients of all sequences reach the prefix. The first token of each
+remainder is predicted at the last position of the prefix. A model whose layers mix positions in another way than by
+attention with this mask cannot share; `self_test` finds that out.
 
-The mask is dense, with 4 bytes (2 in bfloat16) per pair of positions of a row, one for all layers and one more for windows. That is why the
-length of such a row is limited (`learner.packing.shared_row_tokens`). ADR 17 compares the alternatives.
+The mask is dense, with 4 bytes (2 in bfloat16) per pair of positions of a row, one for all layers and one more for
+windows. That is why the length of such a row is limited (`learner.packing.shared_row_tokens`). ADR 17 compares the
+alternatives.
 
 Collaborators: `packing` (places the rows), `forward` (gives the mask to the model), `self_test`.
 """
@@ -34,8 +36,8 @@ from rollmesh.trainer.sequences import Sequence1D
 SQUARE_TOKENS = 4096
 """Length of a row for which attention takes as long as the linear layers, for a model of width 1,024."""
 _WORTH = 0.9
-"""Largest work of a row with a shared prefix, as a part of that of its sequences in separate rows. A few common tokens, such as those of a
-chat template, and long remainders are not worth a longer row."""
+"""Largest work of a row with a shared prefix, as a part of that of its sequences in separate rows. A few common tokens,
+such as those of a chat template, and long remainders are not worth a longer row."""
 
 
 def square_tokens(width: int) -> int:
@@ -69,10 +71,11 @@ def shared_prefixes(
 ) -> list[SharedPrefix]:
     """Return every sequence once, together with those with which it shares a prefix, so that the work is least.
 
-    The work of a row of T tokens is T + T^2 / `square`, and a shorter row than `packing.row_tokens` is filled with others. Each result has
-    at most `packing.shared_row_tokens` tokens unless it is a sequence that shares nothing, and at most as many targets as tokens, so that the
-    outputs of a row are not larger than those of a row without a shared prefix. Sequences are compared by their tokens, and a sequence has
-    one shared prefix. The results are in the order of their first sequences.
+    The work of a row of T tokens is T + T^2 / `square`, and a shorter row than `packing.row_tokens` is filled with
+    others. Each result has at most `packing.shared_row_tokens` tokens unless it is a sequence that shares nothing, and
+    at most as many targets as tokens, so that the outputs of a row are not larger than those of a row without a shared
+    prefix. Sequences are compared by their tokens, and a sequence has one shared prefix. The results are in the order
+    of their first sequences.
     """
 
     def work(tokens: int) -> int:
@@ -82,8 +85,8 @@ def shared_prefixes(
     lengths = [len(sequences[i].token_ids) for i in order]
     targets = [int(sequences[i].target_mask.sum()) for i in order]
     common = [_common(sequences[a].token_ids, sequences[b].token_ids) for a, b in pairwise(order)]
-    # Equal beginnings are neighbors in this order. `least[n]` is the least work of the first n sequences, and `chosen[n]` the last result
-    # with which they have it: its first sequence and its prefix.
+    # Equal beginnings are neighbors in this order. `least[n]` is the least work of the first n sequences, and
+    # `chosen[n]` the last result with which they have it: its first sequence and its prefix.
     least, chosen = [0], [(0, 0)]
     for end in range(1, len(order) + 1):
         prefix, tokens, wanted = lengths[end - 1], lengths[end - 1], targets[end - 1]
@@ -109,8 +112,9 @@ def shared_prefixes(
 
 
 def attention_mask(model_config: Any, parts: Tensor, position_ids: Tensor, dtype: torch.dtype) -> Any:
-    """Return what a model gets as `attention_mask` for rows with shared prefixes: [R, 1, T, T], 0 where a position (third dimension) attends
-    to another and the lowest number elsewhere; or one for each type of layers, if the model has layers with windows and others.
+    """Return what a model gets as `attention_mask` for rows with shared prefixes: [R, 1, T, T], 0 where a position
+    (third dimension) attends to another and the lowest number elsewhere; or one for each type of layers, if the model
+    has layers with windows and others.
 
     `parts` [2, R, T] is that of `MicroBatch`. `model_config` is the configuration of the language model.
     """

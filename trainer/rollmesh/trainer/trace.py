@@ -17,7 +17,8 @@ from rollmesh.trainer.samples import TokenTable
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One optimizer step that was taken: its tokens, their log-probs `policy` [m] before the step, and loss statistics [m].
+    """One optimizer step that was taken: its tokens, their log-probs `policy` [m] before the step, and loss statistics
+    [m].
 
     `lr_factor` is the factor of the learning rate that the update rule chose.
     """
@@ -69,7 +70,8 @@ class UpdateTrace:
         }
 
     def groups(self, names: Sequence[str]) -> Iterator[TrainedGroup]:
-        """Yield what the steps measured on each group with used tokens. `names` are the groups by the numbers of the column `group`.
+        """Yield what the steps measured on each group with used tokens. `names` are the groups by the numbers of the
+        column `group`.
 
         A sampled token counts with its advantage and its ratio in its first step; external tokens have no ratio. A group whose
         means are not finite is omitted.

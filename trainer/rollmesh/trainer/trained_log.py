@@ -1,8 +1,8 @@
 """The trainer's list of the samples that its weights were trained on: one JSON line per update, `trained.jsonl`.
 
-Each checkpoint contains the whole list of *its* weights. So `audit --checkpoint DIR` can compare it with the ledger without other
-files, and a return to an older checkpoint also returns to its list. Only lines since the last checkpoint are in memory; older lines are
-copied from file to file.
+Each checkpoint contains the whole list of *its* weights. So `audit --checkpoint DIR` can compare it with the ledger
+without other files, and a return to an older checkpoint also returns to its list. Only lines since the last checkpoint
+are in memory; older lines are copied from file to file.
 
 Line: {"update": k, "incarnation": i, "outcome": "APPLIED", "digest": "...", "sample_ids": [...]}.
 """
@@ -66,7 +66,8 @@ class TrainedLog:
         return copied
 
     def rebase(self, path: Path, update: int | None = None) -> None:
-        """Continue from a list that `write_to` wrote, at its final path. It ends with `update`; by default, with the last one."""
+        """Continue from a list that `write_to` wrote, at its final path. It ends with `update`; by default, with the
+        last one."""
         self._base = path
         self._tail = [line for line in self._tail if update is not None and line.update > update]
 

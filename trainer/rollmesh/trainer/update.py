@@ -1,17 +1,19 @@
 """Make one update: train on leased samples and their groups, and return a verdict per sample.
 
-    drop untrainable samples -> table of tokens -> features -> advantages -> steps of the update rule -> micro-batches -> guarded steps
+    drop untrainable samples -> table of tokens -> features -> advantages -> steps of the update rule -> micro-batches
+    -> guarded steps
 
 Invariants:
 - Update k makes step k, APPLIED or SKIPPED; k follows k - 1.
-- Updates are deterministic, because every random draw is a function of (seed, k). Equal weights, optimizer state, seed and inputs
-  give equal weights bit for bit (one compute thread, same machine type). So there is no random-generator state to save.
+- Updates are deterministic, because every random draw is a function of (seed, k). Equal weights, optimizer state, seed
+  and inputs give equal weights bit for bit (one compute thread, same machine type). So there is no random-generator
+  state to save.
 - One optimizer step normalizes over all trained tokens of its minibatch, independent of the split into micro-batches.
-- A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped. If no minibatch of an update
-  was taken, the update is SKIPPED, and weights and optimizer do not change.
+- A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped. If no
+  minibatch of an update was taken, the update is SKIPPED, and weights and optimizer do not change.
 
-Collaborators: `samples`, `batch`, `feature_pass`, `plugins` (estimator, loss terms, update rule), `reference`, `packing`, `self_test`,
-`optim`, `metrics`; `checkpoint` saves a trainer.
+Collaborators: `samples`, `batch`, `feature_pass`, `plugins` (estimator, loss terms, update rule), `reference`,
+`packing`, `self_test`, `optim`, `metrics`; `checkpoint` saves a trainer.
 """
 
 from __future__ import annotations
@@ -128,17 +130,19 @@ class BatchTrainer:
         ranks: Ranks = ONE_RANK,
         device: torch.device | None = None,
     ) -> None:
-        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry, and `sources`
-        those other than POLICY whose tokens are trained, see `run.external_sources`. `reward_weights` are the estimator's, all 1 by default. `initial_model` loads the weights with which the run began, for a reference of kind
-        `initial`; by default they are those of `model`. `encode` is the model's tokenizer for features that read text, without special
-        tokens around the text. With several `ranks`, each of them makes a trainer with equal arguments and makes the same calls, and the
-        model of rank 0 is divided between them. Those of the others may be without values (`model_files.open_model`). `device` is that of
-        the computation, by default that of the model.
+        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry,
+        and `sources` those other than POLICY whose tokens are trained, see `run.external_sources`. `reward_weights` are
+        the estimator's, all 1 by default. `initial_model` loads the weights with which the run began, for a reference
+        of kind `initial`; by default they are those of `model`. `encode` is the model's tokenizer for features that
+        read text, without special tokens around the text. With several `ranks`, each of them makes a trainer with equal
+        arguments and makes the same calls, and the model of rank 0 is divided between them. Those of the others may be
+        without values (`model_files.open_model`). `device` is that of the computation, by default that of the model.
 
-        With `config.lora` the model gets adapters, see `lora`. The model always runs in evaluation mode, because the engine whose
-        log-probs it compares with has no dropout. A few short sequences are run through it to choose `forward_choice` (see `self_test`).
-        Raises ValueError for a model that cannot be trained and for a part that needs another output, and ConfigError for an
-        estimator, a loss term, an update rule or a feature, and for a precision or an attention that does not work for the model.
+        With `config.lora` the model gets adapters, see `lora`. The model always runs in evaluation mode, because the
+        engine whose log-probs it compares with has no dropout. A few short sequences are run through it to choose
+        `forward_choice` (see `self_test`). Raises ValueError for a model that cannot be trained and for a part that
+        needs another output, and ConfigError for an estimator, a loss term, an update rule or a feature, and for a
+        precision or an attention that does not work for the model.
         """
         if seed < 0:
             raise ValueError(f"seed must be >= 0, got {seed}")
@@ -153,7 +157,8 @@ class BatchTrainer:
         """Device of the computation."""
         if config.lora.rank and ranks.size > 1:
             raise ConfigError(
-                f"`learner.lora.rank` must be 0 with {ranks.size} ranks, got {config.lora.rank}: adapters train on one rank",
+                f"`learner.lora.rank` must be 0 with {ranks.size} ranks, got {config.lora.rank}: adapters train on one "
+                "rank",
                 key="learner.lora.rank",
             )
         self.adapters = Adapters(model, config.lora, seed) if config.lora.rank else None
@@ -223,8 +228,8 @@ class BatchTrainer:
         return self.scores([token_ids])[0]
 
     def scores(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Return the log-prob [n] of each token of each sequence given those before it; entry 0 is 0. Nodes must reproduce it on these
-        weights."""
+        """Return the log-prob [n] of each token of each sequence given those before it; entry 0 is 0. Nodes must
+        reproduce it on these weights."""
         self.model.train(False)
         scored = forward.scores(self.model, sequences)
         release(self.model)
@@ -235,12 +240,13 @@ class BatchTrainer:
         leave_alone(self)
 
     def export_weights(self, path: Path, dtype: torch.dtype | None = None) -> None:
-        """Write the weights for publishing to one safetensors file, with tied weights once and adapters merged, rounded to `dtype`. Only
-        rank 0 writes."""
+        """Write the weights for publishing to one safetensors file, with tied weights once and adapters merged, rounded
+        to `dtype`. Only rank 0 writes."""
         write_weights(self.model, path if self.ranks.rank == 0 else None, dtype=dtype)
 
     def memory(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside weights and optimizer: memory and modules of the parts, the reference, last metrics.
+        """Return what a checkpoint holds beside weights and optimizer: memory and modules of the parts, the reference,
+        last metrics.
 
         Every rank must call it. Only rank 0 gets the weights of a moving average."""
         return {
@@ -251,14 +257,16 @@ class BatchTrainer:
         }
 
     def load_memory(self, memory: Mapping[str, Any]) -> None:
-        """Restore `memory`. Raises ValueError, KeyError or RuntimeError if it does not fit, e.g. because it is that of another recipe."""
+        """Restore `memory`. Raises ValueError, KeyError or RuntimeError if it does not fit, e.g. because it is that of
+        another recipe."""
         averages = self.reference is not None and self.reference.averages
         found = _owners(memory["plugins"], memory["modules"], memory["reference"] is not None)
         expected = _owners(self.plugins.state(), self.modules.state_dict(), averages)
         if found != expected:
             raise ValueError(
                 f"it has the memory of {', '.join(found) or 'no part'}, and the configured recipe needs that of "
-                f"{', '.join(expected) or 'no part'}; resume with the recipe with which it was written, or begin a new run from its model"
+                f"{', '.join(expected) or 'no part'}; resume with the recipe with which it was written, or begin a new "
+                "run from its model"
             )
         self.plugins.load_state(memory["plugins"])
         self.modules.load_state_dict(memory["modules"])
@@ -267,10 +275,11 @@ class BatchTrainer:
         self._last = dict(memory["last"])
 
     def _divide(self, initial_model: Callable[[], PreTrainedModel] | None) -> None:
-        """Open the reference, select the attention, and let FSDP hold the models whose weights are divided, rounded or on the host.
+        """Open the reference, select the attention, and let FSDP hold the models whose weights are divided, rounded or
+        on the host.
 
-        A single rank copies the policy for its reference while it is whole. Several divide the policy before they load the reference, so
-        that rank 0 has one whole model at a time. Raises ConfigError."""
+        A single rank copies the policy for its reference while it is whole. Several divide the policy before they load
+        the reference, so that rank 0 has one whole model at a time. Raises ConfigError."""
         compute, mode, several = self.config.compute, self.forward_choice.mode, self.ranks.size > 1
         has_reference = bool(self.plugins.under("reference"))
         divides_reference = has_reference and (self.sharded or compute.offload != "none")
@@ -318,7 +327,8 @@ class BatchTrainer:
         reasons: list[str | None],
         trace: UpdateTrace,
     ) -> dict[str, float]:
-        """Take the optimizer steps. Sets `reasons` of the samples that are not trained. Returns the metrics of the estimator."""
+        """Take the optimizer steps. Sets `reasons` of the samples that are not trained. Returns the metrics of the
+        estimator."""
         numbers = [i for i, reason in enumerate(reasons) if reason is None]
         if not numbers:
             return {}
@@ -356,7 +366,8 @@ class BatchTrainer:
         return metrics
 
     def _steps(self, batch: UpdateBatch, k: int) -> Iterator[OptimizerStep]:
-        """Yield the steps of the update rule. Raises LearnerCodeFailed for an error of the rule, and for a step that cannot be taken."""
+        """Yield the steps of the update rule. Raises LearnerCodeFailed for an error of the rule, and for a step that
+        cannot be taken."""
         name, sizes = self.config.update_rule.short_name, (len(batch.samples), int(batch.lengths.sum()))
         with reported(f"the update rule {name}", LearnerCodeFailed):
             steps = iter(self.plugins.rule.steps(batch, np.random.default_rng([self.seed, k])))
@@ -369,7 +380,8 @@ class BatchTrainer:
             yield step
 
     def _estimate(self, batch: UpdateBatch) -> Estimate:
-        """Compute the features under the current weights, and the advantages, into the batch. Return a well-formed estimate."""
+        """Compute the features under the current weights, and the advantages, into the batch. Return a well-formed
+        estimate."""
         columns = batch.table.columns
         columns.update(self._computed(batch.table, "start"))
         if self.plugins.needs_gradients:
@@ -391,7 +403,8 @@ class BatchTrainer:
             return computed_features(model, table, requests, self.forward_plan)
 
     def _optimizer_step(self, table: TokenTable, trace: UpdateTrace, lr_factor: float) -> bool:
-        """Accumulate one minibatch over micro-batches, then step. Return False if it was not finite and nothing changed."""
+        """Accumulate one minibatch over micro-batches, then step. Return False if it was not finite and nothing
+        changed."""
         device = self.device
         known = table.columns | self._computed(table, "step")
         columns = {name: torch.as_tensor(values, device=device) for name, values in known.items()}
@@ -425,7 +438,8 @@ class BatchTrainer:
         policy: FloatArray,
         stats: dict[str, FloatArray],
     ) -> float:
-        """Run forward and backward of one micro-batch and fill its part of `policy` and `stats`. Return its part of the loss.
+        """Run forward and backward of one micro-batch and fill its part of `policy` and `stats`. Return its part of the
+        loss.
 
         With sharded weights, every forward has a backward on every rank, also where the loss does not depend on it."""
         if not len(batch.target_index) and not self.sharded:
@@ -507,10 +521,11 @@ def _reward_sums(batch: UpdateBatch, weights: Mapping[str, float]) -> FloatArray
 
 
 def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str] = ()) -> Estimate:
-    """Return the estimate without the samples whose numbers cannot be used: not finite, or, for all samples, of the wrong shape.
+    """Return the estimate without the samples whose numbers cannot be used: not finite, or, for all samples, of the
+    wrong shape.
 
-    `names` are those of the columns that it must have. One wrong value must not stop a run, so these samples are dropped as NOT_FINITE_ADVANTAGE or
-    WRONG_SHAPE and counted in the metric `malformed`.
+    `names` are those of the columns that it must have. One wrong value must not stop a run, so these samples are
+    dropped as NOT_FINITE_ADVANTAGE or WRONG_SHAPE and counted in the metric `malformed`.
     """
     num_tokens, num_samples = int(batch.lengths.sum()), len(batch.samples)
     advantages = np.asarray(estimate.advantages, dtype=np.float32)
@@ -524,7 +539,8 @@ def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str
     if wrong:
         reason = DropReason.WRONG_SHAPE
         _log.error(
-            "the estimator returned arrays of the wrong shape, so that the update trains nothing: update=%s %s; advantages, masks and columns "
+            "the estimator returned arrays of the wrong shape, so that the update trains nothing: update=%s %s; "
+            "advantages, masks and columns "
             "have one entry per trained token (`batch.per_token` makes it of one per sample), weights one per sample",
             batch.update,
             ", ".join(wrong),
@@ -550,7 +566,8 @@ def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str
 
 
 def _weighted(table: TokenTable, estimate: Estimate, step: OptimizerStep) -> TokenTable:
-    """Return the table with the sample weights multiplied by those of the estimate, and the advantages by the factors of the step."""
+    """Return the table with the sample weights multiplied by those of the estimate, and the advantages by the factors
+    of the step."""
     if estimate.sample_weights is not None:
         factors = estimate.sample_weights.tolist()
         weights = tuple(w * f for w, f in zip(table.sample_weights, factors, strict=True))

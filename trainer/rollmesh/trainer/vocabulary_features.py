@@ -32,7 +32,8 @@ class NucleusOptions(Settings):
 class NucleusEntropy:
     """Entropy [m] of the distribution renormalized over its nucleus, in nats.
 
-    The nucleus is the smallest set of most likely tokens whose mass reaches `top_p` (arXiv:1904.09751). Its choice has no gradient.
+    The nucleus is the smallest set of most likely tokens whose mass reaches `top_p` (arXiv:1904.09751). Its choice has
+    no gradient.
     """
 
     Options: ClassVar[type[Settings]] = NucleusOptions

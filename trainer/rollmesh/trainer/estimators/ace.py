@@ -3,13 +3,14 @@
     c_i = log pi(y_i | x) - log pi_ref(y_i | x)           confidence shift of sample i, in nats
     A_i <- A_i (1 + strength f(c_i))   where A_i < 0      positive advantages are those of `grpo`, bit for bit
 
-f grows from 0 for samples that are much less likely than under the reference, so that errors which the policy already corrects keep
-their penalty, and errors that it has reinforced get a larger one. pi is the policy at the start of the update, pi_ref is
-`learner.reference`, and both are at the sampling temperature, over the trained tokens of the sample.
+f grows from 0 for samples that are much less likely than under the reference, so that errors which the policy already
+corrects keep their penalty, and errors that it has reinforced get a larger one. pi is the policy at the start of the
+update, pi_ref is `learner.reference`, and both are at the sampling temperature, over the trained tokens of the sample.
 
-The abstract does not state f. Descriptions of the paper name the softplus, log(1 + exp(c)), and compare it with max(c, 0); both are options
-here. `strength`, the limit of c and the choice between the sum over the tokens and their mean are our own. A sum over hundreds of
-tokens is often beyond the limit, which is why a run with long samples may want `shift: mean`.
+The abstract does not state f. Descriptions of the paper name the softplus, log(1 + exp(c)), and compare it with max(c,
+0); both are options here. `strength`, the limit of c and the choice between the sum over the tokens and their mean are
+our own. A sum over hundreds of tokens is often beyond the limit, which is why a run with long samples may want `shift:
+mean`.
 """
 
 from __future__ import annotations

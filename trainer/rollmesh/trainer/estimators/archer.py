@@ -1,9 +1,11 @@
-"""Advantage of whole turns from the critic of ArCHer (2024, arXiv:2402.19446), for the loss term `archer`, which trains it.
+"""Advantage of whole turns from the critic of ArCHer (2024, arXiv:2402.19446), for the loss term `archer`, which trains
+it.
 
     A = min(Q_1, Q_2)(s, a) - min(V_1, V_2)(s)        for all tokens of the turn a in the state s
 
-under the critic and the policy at the start of the update. In the first `warmup_updates` updates A is 0, so that only the critic is
-trained; the published code does not change the policy for 20 rounds. No baseline and no normalization, so it needs no group.
+under the critic and the policy at the start of the update. In the first `warmup_updates` updates A is 0, so that only
+the critic is trained; the published code does not change the policy for 20 rounds. No baseline and no normalization, so
+it needs no group.
 """
 
 from __future__ import annotations

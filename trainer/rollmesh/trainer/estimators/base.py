@@ -1,10 +1,11 @@
-"""The estimator port, its built-in estimators, and how they read a reward vector. Free of torch: the reward service reads it too.
+"""The estimator port, its built-in estimators, and how they read a reward vector. Free of torch: the reward service
+reads it too.
 
-Which rewards count: those about the whole sample with outcome OK. An INFRA_FAILURE says nothing about the model, so such a member is
-excluded from every mean, and as a sample it has no advantage at all (never a zero score). NOT_APPLICABLE excludes that one reward of
-that one member.
-A baseline counts episodes, not samples: a mean is taken over the samples of each episode, then over episodes.
-Members that will not be trained (stale, filtered) stay in the statistics, because a baseline without them would be biased.
+Which rewards count: those about the whole sample with outcome OK. An INFRA_FAILURE says nothing about the model, so
+such a member is excluded from every mean, and as a sample it has no advantage at all (never a zero score).
+NOT_APPLICABLE excludes that one reward of that one member. A baseline counts episodes, not samples: a mean is taken
+over the samples of each episode, then over episodes. Members that will not be trained (stale, filtered) stay in the
+statistics, because a baseline without them would be biased.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def make_estimator(
 
 
 def usable_rewards(member: MemberOutcome) -> dict[str, float] | None:
-    """Return name -> value of a member's whole-sample rewards. None if the infrastructure failed, or if nothing was scored.
+    """Return name -> value of a member's whole-sample rewards. None if the infrastructure failed, or if nothing was
+    scored.
 
     A value that is not finite counts as a failure of the scorer.
     """
@@ -189,15 +191,16 @@ def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list
 
 
 def undecided(group: GroupContext) -> dict[str, float]:
-    """Return `UNDECIDED` for each member with usable rewards: the result of `of_group` of an estimator that needs the whole batch."""
+    """Return `UNDECIDED` for each member with usable rewards: the result of `of_group` of an estimator that needs the
+    whole batch."""
     return {m.sample_id: UNDECIDED for m in group.members if usable_rewards(m) is not None}
 
 
 def turn_rewards(member: MemberOutcome, weights: Mapping[str, float]) -> NDArray[np.float64]:
     """Return [T]: the weighted sum of the rewards of each turn of a member, without those of the whole sample.
 
-    Rewards that are not OK count 0; `usable_rewards` says whether a member is usable at all. A reward belongs to the turn of
-    `SampleSummary.turn_of`.
+    Rewards that are not OK count 0; `usable_rewards` says whether a member is usable at all. A reward belongs to the
+    turn of `SampleSummary.turn_of`.
     """
     sums = np.zeros(len(member.summary.turns))
     for reward in member.rewards:
@@ -211,8 +214,8 @@ def turn_rewards(member: MemberOutcome, weights: Mapping[str, float]) -> NDArray
 def adjusted_sums(
     batch: UpdateBatch, weights: Mapping[str, float], added: NDArray[np.float64]
 ) -> list[tuple[list[MemberOutcome], NDArray[np.float64]]]:
-    """Return the members with usable rewards of each group, and their reward sums plus `added` [S] of the samples of the batch. A member
-    that is not leased gets the mean of those of its group, or 0 if none is leased."""
+    """Return the members with usable rewards of each group, and their reward sums plus `added` [S] of the samples of
+    the batch. A member that is not leased gets the mean of those of its group, or 0 if none is leased."""
     of_sample = {s.sample.sample_id: value for s, value in zip(batch.samples, added.tolist(), strict=True)}
     found = []
     for group in batch.groups:
@@ -224,7 +227,8 @@ def adjusted_sums(
 
 
 def segment_rewards(sample: TrainingSample, weights: Mapping[str, float]) -> NDArray[np.float64]:
-    """Return [n]: the weighted sum of the rewards of each segment on the path of a sample. Rewards that are not OK count 0."""
+    """Return [n]: the weighted sum of the rewards of each segment on the path of a sample. Rewards that are not OK
+    count 0."""
     sums = np.zeros(len(sample.segments))
     places = {index: n for n, index in enumerate(sample.indices or range(len(sample.segments)))}
     for reward in sample.sample.rewards:
@@ -242,7 +246,8 @@ def episode_weights(members: Sequence[MemberOutcome]) -> NDArray[np.float64]:
 
 
 def centered(values: NDArray[np.float64], weights: NDArray[np.float64], epsilon: float | None) -> NDArray[np.float64]:
-    """Return values [n] minus their weighted mean, divided by their weighted standard deviation plus `epsilon` if it is given."""
+    """Return values [n] minus their weighted mean, divided by their weighted standard deviation plus `epsilon` if it is
+    given."""
     from_first = values - values[:1]  # equal values become exactly 0, whatever their size
     centered = from_first - weights @ from_first
     return centered if epsilon is None else centered / (np.sqrt(weights @ np.square(centered)) + epsilon)
@@ -262,7 +267,8 @@ def episode_means(members: Sequence[MemberOutcome], values: NDArray[np.float64])
 
 
 def spread(batch: UpdateBatch, scalars: Mapping[str, float]) -> Estimate:
-    """Give every token of a sample the scalar of the sample. `scalars`: sample id -> advantage. A sample without one is dropped."""
+    """Give every token of a sample the scalar of the sample. `scalars`: sample id -> advantage. A sample without one is
+    dropped."""
     values = [scalars.get(sample.sample.sample_id) for sample in batch.samples]
     per_sample = np.array([0.0 if value is None else value for value in values], dtype=np.float32)
     dropped = {number: UNSCORED for number, value in enumerate(values) if value is None}

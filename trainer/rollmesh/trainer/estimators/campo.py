@@ -1,16 +1,18 @@
-"""GRPO with a penalty for text that ends in a loop (CAMPO of MiroMind-M1, 2025-07, arXiv:2507.14683; code: MiroMindAsia/MiroMind-M1).
+"""GRPO with a penalty for text that ends in a loop (CAMPO of MiroMind-M1, 2025-07, arXiv:2507.14683; code:
+MiroMindAsia/MiroMind-M1).
 
     f_i = share of the tokens of the last turn that are in a loop at its end, if the turn reached its limit, else 0
     R_i <- R_i - loop_weight f_i,   then the advantages of `grpo`
 
-A loop is a suffix of the turn that repeats exactly with some period, at least `repeats_min` times; the last repetition may be cut. An earlier
-start gives a larger share, so that samples which waste less of their budget have higher rewards. The search takes time linear in the
-length (Z-function of the reversed tokens).
+A loop is a suffix of the turn that repeats exactly with some period, at least `repeats_min` times; the last repetition
+may be cut. An earlier start gives a larger share, so that samples which waste less of their budget have higher rewards.
+The search takes time linear in the length (Z-function of the reversed tokens).
 
-The method also has stages, which raise the limit of the response and have clip bounds each; they are separate runs here.
-Deviations: the code subtracts a constant where a loop is found, the paper and this file its share. The code takes the longest period that
-repeats, this file the longest suffix. Only leased samples have tokens, so a member that is not leased gets the mean penalty of those of
-its group. A group whose rewards are all equal is filtered by its rewards alone, as in the code.
+The method also has stages, which raise the limit of the response and have clip bounds each; they are separate runs
+here. Deviations: the code subtracts a constant where a loop is found, the paper and this file its share. The code takes
+the longest period that repeats, this file the longest suffix. Only leased samples have tokens, so a member that is not
+leased gets the mean penalty of those of its group. A group whose rewards are all equal is filtered by its rewards
+alone, as in the code.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def loop_of(sample: TrainingSample, options: CampoOptions) -> float:
 
 
 def loop_share(tokens: Sequence[int], repeats_min: int) -> float:
-    """Return the share of `tokens` [n] in the longest suffix that repeats exactly with one period at least `repeats_min` times."""
+    """Return the share of `tokens` [n] in the longest suffix that repeats exactly with one period at least
+    `repeats_min` times."""
     matches = prefix_matches(tokens[::-1])
     longest = max((p + matches[p] for p in range(1, len(tokens)) if p + matches[p] >= repeats_min * p), default=0)
     return longest / len(tokens) if tokens else 0.0

@@ -1,14 +1,16 @@
-"""Advantage that blends the group with the batch by the consistency of the answers (COPO, 2025-08, arXiv:2508.04138; code: hijih/copo-code).
+"""Advantage that blends the group with the batch by the consistency of the answers (COPO, 2025-08, arXiv:2508.04138;
+code: hijih/copo-code).
 
     H        = - sum over distinct answers of p log2 p               entropy of the final answers of a group, in bits
     global   = z-score, over the groups of the batch, of mean R  (1 - l H),   l = (1 - 1 / G) / log2 G with `entropy_discount`, else 0
     local    = (R - mean_group R) / (std_group R + epsilon)          the advantage of `grpo`
     w        = sigmoid(sharpness (H - threshold)),   A = w local + (1 - w) global
 
-Groups whose answers agree follow the batch: they get a positive advantage if they are right and other prompts are not, and a negative one if
-they agree on an error. Groups with many answers follow their own rewards. So groups without variance have a gradient, and the recipe
-keeps them. p counts episodes, each shared by its samples; G is their number. A member in whose text no scorer found an answer has the answer
-"none", like the other such members. If no member of a group has one, its consistency is unknown, and A is the local advantage.
+Groups whose answers agree follow the batch: they get a positive advantage if they are right and other prompts are not,
+and a negative one if they agree on an error. Groups with many answers follow their own rewards. So groups without
+variance have a gradient, and the recipe keeps them. p counts episodes, each shared by its samples; G is their number. A
+member in whose text no scorer found an answer has the answer "none", like the other such members. If no member of a
+group has one, its consistency is unknown, and A is the local advantage.
 
 Deviations: the paper blends two clipped losses, not two advantages. Both are the same but for tokens whose ratio is outside the clip bounds
 while local and global advantage differ in sign. Standard deviations are those of the population, and over all scored members, trained or

@@ -1,4 +1,5 @@
-"""GRPO with a bonus for correct samples that differ from the other correct ones (DSDR, 2026-02, arXiv:2602.19895), the global scale.
+"""GRPO with a bonus for correct samples that differ from the other correct ones (DSDR, 2026-02, arXiv:2602.19895), the
+global scale.
 
 Among the correct members of a group, R > threshold, with the texts of their summaries:
 
@@ -7,14 +8,16 @@ Among the correct members of a group, R > threshold, with the texts of their sum
     d_i = (1 - formula_share) s_i + formula_share u_i                   in [0, 1]
     R_i <- R_i + bonus min(d_i, diversity_max),   then the advantages of `grpo`
 
-A wrong member gets nothing, so no wrong member can outrank a correct one. The column `diversity_share` gives each token of a correct sample
-the softmax of d_i / temperature over the correct members of its group, which sums to 1 over the group, and 0 to the others. The loss term
-`dsdr_entropy` distributes the entropy of the local scale by it: more to samples that are more distinctive.
+A wrong member gets nothing, so no wrong member can outrank a correct one. The column `diversity_share` gives each token
+of a correct sample the softmax of d_i / temperature over the correct members of its group, which sums to 1 over the
+group, and 0 to the others. The loss term `dsdr_entropy` distributes the entropy of the local scale by it: more to
+samples that are more distinctive.
 
-The text of the paper was not available; its structure is from its abstract and public summaries, and all constants are ours. Deviations: the
-paper compares texts by a pretrained encoder; here words are counted, which needs no model. A formula is a run of words and numbers that are
-joined by operators, compared without spaces. A correct member without text, or without another correct one with text, has d = 0. Without any
-text, it is `grpo`, and the entropy is distributed equally. Samples of an episode share its weight, and are not compared with each other.
+The text of the paper was not available; its structure is from its abstract and public summaries, and all constants are
+ours. Deviations: the paper compares texts by a pretrained encoder; here words are counted, which needs no model. A
+formula is a run of words and numbers that are joined by operators, compared without spaces. A correct member without
+text, or without another correct one with text, has d = 0. Without any text, it is `grpo`, and the entropy is
+distributed equally. Samples of an episode share its weight, and are not compared with each other.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class DsdrOptions(GrpoOptions):
     formula_share: Share = 0.5
     """Weight of new formulas in the diversity; the rest is that of words."""
     temperature: PositiveFloat = 0.2
-    """Temperature of the softmax that distributes the entropy among correct samples. A low one favors the most distinctive sample."""
+    """Temperature of the softmax that distributes the entropy among correct samples. A low one favors the most
+    distinctive sample."""
 
 
 class Dsdr(Grpo):

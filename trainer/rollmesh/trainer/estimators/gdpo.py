@@ -1,14 +1,15 @@
-"""Group reward-decoupled normalization (GDPO, arXiv:2601.05242; code: NVlabs/GDPO, verl `compute_gdpo_outcome_advantage`).
+"""Group reward-decoupled normalization (GDPO, arXiv:2601.05242; code: NVlabs/GDPO, verl
+`compute_gdpo_outcome_advantage`).
 
 For each reward n within a group:   A_n^(i) = (r_n^(i) - mean_j r_n^(j)) / (std_j r_n^(j) + epsilon)
 Weighted sum over the rewards:      A^(i)   = sum_n w_n A_n^(i)
 Whitened over the whole batch:      A       = (A - mean_batch A) / (std_batch A + epsilon)
 
-Why: GRPO divides the *sum* by its std, so where the main rewards agree, the remaining small difference (a length reward of weight 0.1)
-becomes a full-size advantage. Here 0.1 stays 0.1. Population standard deviations throughout.
-Means and standard deviations count every episode once, shared by its samples.
-Choices the paper leaves open: "batch" is all scored members of the groups given, trained or not; a member without
-reward n gets 0 from it. `scale_by_std = false` drops the per-reward division and the division of the whitening.
+Why: GRPO divides the *sum* by its std, so where the main rewards agree, the remaining small difference (a length reward
+of weight 0.1) becomes a full-size advantage. Here 0.1 stays 0.1. Population standard deviations throughout. Means and
+standard deviations count every episode once, shared by its samples. Choices the paper leaves open: "batch" is all
+scored members of the groups given, trained or not; a member without reward n gets 0 from it. `scale_by_std = false`
+drops the per-reward division and the division of the whitening.
 """
 
 from __future__ import annotations

@@ -44,10 +44,11 @@ class GrpoOptions(Settings):
     mean: Scope = "group"
     """Members whose mean is subtracted: those of the `group` or of the whole `batch`. `none` subtracts nothing."""
     std: Scope = "group"
-    """Members by whose standard deviation is divided. `none` keeps small differences small. With `batch`, a group whose rewards are almost
-    equal does not get large advantages."""
+    """Members by whose standard deviation is divided. `none` keeps small differences small. With `batch`, a group whose
+    rewards are almost equal does not get large advantages."""
     baseline: Literal["all", "policy"] = "all"
-    """Members in mean and standard deviation: `all`, or those that the `policy` sampled, without given solutions. Finalizers count all."""
+    """Members in mean and standard deviation: `all`, or those that the `policy` sampled, without given solutions.
+    Finalizers count all."""
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation, so that a group whose members agree gets 0, not a division by zero."""
 
@@ -67,7 +68,8 @@ class Grpo(GroupEstimator):
         return spread(batch, self.of_sums([self.reward_sums(group) for group in batch.groups], self.given(batch)))
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> advantage; not yet divided if the standard deviation is that of the batch, and `UNDECIDED` if the mean is."""
+        """Return sample id -> advantage; not yet divided if the standard deviation is that of the batch, and
+        `UNDECIDED` if the mean is."""
         return self.of_rewards(*self.reward_sums(group))
 
     def of_rewards(self, members: Sequence[MemberOutcome], sums: NDArray[np.float64]) -> dict[str, float]:
@@ -83,7 +85,8 @@ class Grpo(GroupEstimator):
     def of_sums(
         self, scored: Sequence[tuple[list[MemberOutcome], NDArray[np.float64]]], given: Collection[str] = ()
     ) -> dict[str, float]:
-        """Return sample id -> advantage, for the members of each group and their reward sums. Those `given` are in no baseline."""
+        """Return sample id -> advantage, for the members of each group and their reward sums. Those `given` are in no
+        baseline."""
         pooled = np.concatenate([np.empty(0), *(sums for _, sums in scored)])
         weights = baseline_weights([m for members, _ in scored for m in members], given)
         mean, std = float(weights @ pooled), deviation(pooled, weights)

@@ -1,19 +1,22 @@
-"""Advantage per turn within groups of equal histories (HGPO, 2026-02, arXiv:2602.22817; code: langfengQ/verl-agent, recipe/hgpo).
+"""Advantage per turn within groups of equal histories (HGPO, 2026-02, arXiv:2602.22817; code: langfengQ/verl-agent,
+recipe/hgpo).
 
-The turns of a group, over all members, form clusters of level k = 1, ..., history + 1: the turns whose last k observations, that of the turn
-included, are identical. In every cluster of more than one turn, with the discounted returns G from these turns on:
+The turns of a group, over all members, form clusters of level k = 1, ..., history + 1: the turns whose last k
+observations, that of the turn included, are identical. In every cluster of more than one turn, with the discounted
+returns G from these turns on:
 
     a_k = (G - mean G) / (std G + epsilon)
     A   = sum over k of w_k a_k / sum over k of w_k,   w_k = (k + 1) ^ power, over the k with a_k != 0
 
-`trajectory_term` adds k = 0, the advantage of the member in `grpo`, with weight 1. Why: turns with the same observation but another history
-are in different situations. A longer common history has less bias and more variance, so that both are averaged. `history: 0` compares the
-turns with equal observations alone.
+`trajectory_term` adds k = 0, the advantage of the member in `grpo`, with weight 1. Why: turns with the same observation
+but another history are in different situations. A longer common history has less bias and more variance, so that both
+are averaged. `history: 0` compares the turns with equal observations alone.
 
-An observation is the digest of the token ids between two turns; the first one includes the prompt. A turn that is the only one in all of
-its clusters has advantage 0, or the trajectory term. Deviations: rewards of the whole sample are rewards of its last turn. Standard
-deviations are those of the population. An episode with several samples counts once: each of its turns has a weight of 1 / samples, and the
-turns that its samples share are one turn when a cluster is counted.
+An observation is the digest of the token ids between two turns; the first one includes the prompt. A turn that is the
+only one in all of its clusters has advantage 0, or the trajectory term. Deviations: rewards of the whole sample are
+rewards of its last turn. Standard deviations are those of the population. An episode with several samples counts once:
+each of its turns has a weight of 1 / samples, and the turns that its samples share are one turn when a cluster is
+counted.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ class Hgpo(TurnEstimator):
 
 
 def clusters(members: Sequence[MemberOutcome], num_turns: Sequence[int], history: int) -> list[tuple[int, list[Step]]]:
-    """Return the clusters with more than one turn, each with its level. A turn that several samples of an episode share counts once."""
+    """Return the clusters with more than one turn, each with its level. A turn that several samples of an episode share
+    counts once."""
     found: dict[tuple[int, tuple[str, ...]], list[Step]] = defaultdict(list)
     for i, (member, num) in enumerate(zip(members, num_turns, strict=True)):
         seen = [turn.observation for turn in member.summary.turns] or [""] * num

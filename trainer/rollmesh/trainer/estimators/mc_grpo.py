@@ -1,13 +1,16 @@
-"""Advantage against the median of the group, for few rollouts per prompt (MC-GRPO, arXiv:2601.22582; code: lotusroot-kim/MC-GRPO).
+"""Advantage against the median of the group, for few rollouts per prompt (MC-GRPO, arXiv:2601.22582; code:
+lotusroot-kim/MC-GRPO).
 
     m = median(R),   MAD = median |R - m|,   A_i = (R_i - m) / (MAD + epsilon)
 
-A group has an odd number G + 1 of episodes. The episode that is the median, whose advantage is 0, is the pivot. It is not trained, so that
-G episodes are. Why: with few rollouts, one outlier moves the mean so far that other rollouts get an advantage of the wrong sign.
+A group has an odd number G + 1 of episodes. The episode that is the median, whose advantage is 0, is the pivot. It is
+not trained, so that G episodes are. Why: with few rollouts, one outlier moves the mean so far that other rollouts get
+an advantage of the wrong sign.
 
-Deviations: the median is over episodes, whose reward is the mean of their samples'. For an even number of episodes it is the mean of the two
-in the middle, where the code takes the lower one, and often no episode is the pivot. With rewards of 0 and 1 the MAD is often 0, and the
-formula gives advantages of 1 / epsilon = 1000. Here such a group is only centered (`zero_mad: center`), and all advantages are limited.
+Deviations: the median is over episodes, whose reward is the mean of their samples'. For an even number of episodes it
+is the mean of the two in the middle, where the code takes the lower one, and often no episode is the pivot. With
+rewards of 0 and 1 the MAD is often 0, and the formula gives advantages of 1 / epsilon = 1000. Here such a group is only
+centered (`zero_mad: center`), and all advantages are limited.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class McGrpoOptions(Settings):
     epsilon: PositiveFloat = 1e-3
     """Added to the median absolute deviation."""
     zero_mad: Literal["center", "scale"] = "center"
-    """What is done with a group whose median absolute deviation is 0: only `center` it, or `scale` it by 1 / epsilon."""
+    """What is done with a group whose median absolute deviation is 0: only `center` it, or `scale` it by 1 /
+    epsilon."""
     advantage_max: PositiveFloat = 10.0
     """Largest absolute advantage."""
 

@@ -1,4 +1,5 @@
-"""Advantage against a tracked pass rate of the prompt, for one rollout per prompt (MSSR, arXiv:2512.18215; code: ruiiu/MSSR).
+"""Advantage against a tracked pass rate of the prompt, for one rollout per prompt (MSSR, arXiv:2512.18215; code:
+ruiiu/MSSR).
 
 Per prompt x a Beta distribution, which begins at a = N0 v0, b = N0 (1 - v0) with N0 = 1 / (1 - rho_min):
 
@@ -6,13 +7,14 @@ Per prompt x a Beta distribution, which begins at a = N0 v0, b = N0 (1 - v0) wit
     A    = (A - mean_batch A) / (std_batch A + epsilon)
     A_t <- A_t + min(entropy_weight H_t, |A_t| / kappa)              entropy shaping, H_t in nats, without gradient
 
-rho is the share of the past that is kept, within [rho_min, rho_max]: rho = 2 ^ (-KL / kl_half), with the KL per token of the last update
-(k3, in nats). So a policy that changes fast forgets fast. The shaping never changes the sign of an advantage, because kappa > 1.
-The Beta distributions are in the checkpoint.
+rho is the share of the past that is kept, within [rho_min, rho_max]: rho = 2 ^ (-KL / kl_half), with the KL per token
+of the last update (k3, in nats). So a policy that changes fast forgets fast. The shaping never changes the sign of an
+advantage, because kappa > 1. The Beta distributions are in the checkpoint.
 
-Deviations: the code adapts rho linearly to a mean of KL values, or per prompt since its last visit; here one rho is for all prompts of
-an update. R is limited to [0, 1], and may be a fraction, where the code rounds. Every prompt begins at v0, where the code samples the
-data set once. H is the entropy of the policy at the start of the update, over the whole vocabulary; the code takes -log p of the token.
+Deviations: the code adapts rho linearly to a mean of KL values, or per prompt since its last visit; here one rho is for
+all prompts of an update. R is limited to [0, 1], and may be a fraction, where the code rounds. Every prompt begins at
+v0, where the code samples the data set once. H is the entropy of the policy at the start of the update, over the whole
+vocabulary; the code takes -log p of the token.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class MssrOptions(Settings):
     """Settings of the estimator `mssr`."""
 
     rho_min: _Kept = 0.875
-    """Smallest share of the past that an update keeps; 1 / (1 - rho_min) is the weight of the initial value, in visits."""
+    """Smallest share of the past that an update keeps; 1 / (1 - rho_min) is the weight of the initial value, in
+    visits."""
     rho_max: _Kept = 0.96
     """Largest share of the past that an update keeps."""
     kl_half: PositiveFloat = 0.06
@@ -115,7 +118,8 @@ class Mssr(GroupEstimator):
         return Estimate(advantages=advantages, dropped=found.dropped, metrics=metrics)
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return `UNDECIDED` for each member with usable rewards, because the history of the prompt and the batch decide."""
+        """Return `UNDECIDED` for each member with usable rewards, because the history of the prompt and the batch
+        decide."""
         return undecided(group)
 
     def value(self, task: str) -> float:

@@ -1,15 +1,17 @@
-"""RED: imitate given solutions of prompts that the policy fails, with a weight that follows entropies (2025, arXiv:2508.16677).
+"""RED: imitate given solutions of prompts that the policy fails, with a weight that follows entropies (2025,
+arXiv:2508.16677).
 
-Recall-Extend Dynamics adds supervised fine-tuning on given solutions (term `imitation`) to reinforcement learning. With H the mean entropy
-of the policy at the start of the update, over own tokens (on) and over tokens of given solutions (off), and E its moving average:
+Recall-Extend Dynamics adds supervised fine-tuning on given solutions (term `imitation`) to reinforcement learning. With
+H the mean entropy of the policy at the start of the update, over own tokens (on) and over tokens of given solutions
+(off), and E its moving average:
 
     change   d = |H - E|,   then E <- decay E + (1 - decay) H
     weight   w = clip((d_off / d_on) ^ power, weight_min, weight_max)          factor of every given solution in the loss
     switch   a given solution is imitated if the mean reward of the group's own samples is < imitate_below, and else dropped
 
-With the default power of -1, w falls if the entropy changes mostly on given solutions: the policy already moves towards them. Before the
-second update with both kinds of tokens, w is 1. Advantages of own samples are those of `grpo`, without given solutions in the baseline.
-The averages are in the checkpoint.
+With the default power of -1, w falls if the entropy changes mostly on given solutions: the policy already moves towards
+them. Before the second update with both kinds of tokens, w is 1. Advantages of own samples are those of `grpo`, without
+given solutions in the baseline. The averages are in the checkpoint.
 
 The abstract states the ratio of entropy changes and the switch by accuracy, and neither formula; descriptions of the paper differ in the
 direction of the ratio, so `power` 1 gives the other one. The moving averages, the limits and the threshold are our own. The paper
@@ -49,7 +51,8 @@ class RedOptions(GrpoOptions):
     imitate_below: float = 0.5
     """Mean reward of the group's own samples below which its given solutions are imitated."""
     power: float = -1.0
-    """Power of the change of entropy on given solutions over that on own tokens. Negative: the weight falls with the ratio."""
+    """Power of the change of entropy on given solutions over that on own tokens. Negative: the weight falls with the
+    ratio."""
     decay: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Share of the old average of the entropies that an update keeps."""
     weight_min: NonNegativeFloat = 0.1

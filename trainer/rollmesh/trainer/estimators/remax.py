@@ -1,13 +1,14 @@
-"""ReMax: the reward of a greedy sample of the same prompt is the baseline (2023-10, arXiv:2310.10505; code: liziniu/ReMax).
+"""ReMax: the reward of a greedy sample of the same prompt is the baseline (2023-10, arXiv:2310.10505; code:
+liziniu/ReMax).
 
     A_t = sum_{s >= t} r_s - R(greedy)       R: sum of all rewards of a sample
 
-A greedy sample is one whose tokens were all drawn at temperature 0 (`SampleSummary.greedy`); `rollout.greedy_first` makes the first
-episode of each group such a sample, which is scored and not trained. Rewards of turns count from their turn on (reward-to-go); a reward of
-the whole sample counts for all tokens. Advantages have the unit of the rewards. Why: the baseline needs no critic and no further samples,
-and it is the value that the policy reaches now.
-Deviations: several greedy samples of a group count with their mean over episodes. A group without one has no baseline, and its samples
-are dropped as NO_BASELINE.
+A greedy sample is one whose tokens were all drawn at temperature 0 (`SampleSummary.greedy`); `rollout.greedy_first`
+makes the first episode of each group such a sample, which is scored and not trained. Rewards of turns count from their
+turn on (reward-to-go); a reward of the whole sample counts for all tokens. Advantages have the unit of the rewards.
+Why: the baseline needs no critic and no further samples, and it is the value that the policy reaches now. Deviations:
+several greedy samples of a group count with their mean over episodes. A group without one has no baseline, and its
+samples are dropped as NO_BASELINE.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Remax(GroupEstimator):
     """See the module."""
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> its return minus that of the greedy member: the advantage of its first token. Empty without a baseline."""
+        """Return sample id -> its return minus that of the greedy member: the advantage of its first token. Empty
+        without a baseline."""
         baseline = self._baseline(group)
         if baseline is None:
             return {}

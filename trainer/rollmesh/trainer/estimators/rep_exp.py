@@ -1,5 +1,5 @@
-"""GRPO with a reward for answers whose hidden states differ from those of their group (RepExp, 2025-10, arXiv:2510.11686; code:
-verl-project/verl-recipe, folder rep_exp).
+"""GRPO with a reward for answers whose hidden states differ from those of their group (RepExp, 2025-10,
+arXiv:2510.11686; code: verl-project/verl-recipe, folder rep_exp).
 
 With h_i the mean of the last hidden states of answer i, projected at random, minus the mean of the h of its group:
 
@@ -8,13 +8,15 @@ With h_i the mean of the last hidden states of answer i, projected at random, mi
     leave_one_out  b_i = h_i^T (S - h_i h_i^T)^-1 h_i         = leverage / (1 - leverage)
     R_i     <- R_i + beta b_i,   then as `grpo`
 
-Both have M = (lambda I + H H^T)^-1 over the answers: leverage_i = 1 - lambda M_ii. The options `skip_*` give a group, or an answer, no
-bonus; the paper's runs skip groups without a right answer, which is the default here. h is under `learner.reference`, which is the initial
-model by default, as in the code; `under: start` takes the policy and needs no second model.
+Both have M = (lambda I + H H^T)^-1 over the answers: leverage_i = 1 - lambda M_ii. The options `skip_*` give a group,
+or an answer, no bonus; the paper's runs skip groups without a right answer, which is the default here. h is under
+`learner.reference`, which is the initial model by default, as in the code; `under: start` takes the policy and needs no
+second model.
 
-Deviations: h is the mean over the trained tokens of the states from which they are predicted. The projection is the same in all updates,
-where the code draws one each time. A member that is scored but not trained has no states here; it gets the mean bonus of its group, so
-that the baseline is not biased. Covariances that persist over updates are not implemented.
+Deviations: h is the mean over the trained tokens of the states from which they are predicted. The projection is the
+same in all updates, where the code draws one each time. A member that is scored but not trained has no states here; it
+gets the mean bonus of its group, so that the baseline is not biased. Covariances that persist over updates are not
+implemented.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ class RepExpOptions(GrpoOptions):
     beta: NonNegativeFloat = 0.01
     """Factor of the bonus."""
     kind: Kind = "leverage"
-    """`leverage` is at most 1. `leave_one_out` excludes the answer from the covariance, and is large if the answer is alone in a
-    direction."""
+    """`leverage` is at most 1. `leave_one_out` excludes the answer from the covariance, and is large if the answer is
+    alone in a direction."""
     ridge: PositiveFloat = 0.01
     """lambda: weight of the identity in the covariance."""
     normalize: Literal["none", "std", "z_score"] = "none"
@@ -99,7 +101,8 @@ class RepExp(Grpo):
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> advantage without the bonus; `UNDECIDED` if it is 0 for all members and the group has a bonus."""
+        """Return sample id -> advantage without the bonus; `UNDECIDED` if it is 0 for all members and the group has a
+        bonus."""
         found = super().of_group(group)
         members, sums = self.reward_sums(group)
         if len(found) > 1 and not any(found.values()) and self._gates(sums).any():
@@ -113,7 +116,8 @@ class RepExp(Grpo):
         states: NDArray[np.float64],
         numbers: Sequence[int | None],
     ) -> NDArray[np.float64]:
-        """Return the bonus [n] of the members of a group, given the samples' states and the numbers of the members' samples."""
+        """Return the bonus [n] of the members of a group, given the samples' states and the numbers of the members'
+        samples."""
         leased = np.array([number is not None for number in numbers], dtype=bool)
         if not leased.any():
             return np.zeros(len(members))
@@ -146,7 +150,8 @@ def elliptical_bonus(states: NDArray[np.float64], kind: Kind, ridge: float) -> N
 
 
 def normalized(bonus: NDArray[np.float64], how: Literal["none", "std", "z_score"]) -> NDArray[np.float64]:
-    """Return bonuses [n] divided by their standard deviation, and centered, as `how` says; equal ones are not divided."""
+    """Return bonuses [n] divided by their standard deviation, and centered, as `how` says; equal ones are not
+    divided."""
     if how == "none":
         return bonus
     if how == "z_score":

@@ -1,15 +1,15 @@
 """Advantage by a risk measure of bundles of questions (RiskPO, arXiv:2510.00911; code: RTkenny/RiskPO).
 
-A bundle has B groups; the k-th episodes of its groups are one outcome s, the sum of their rewards. With the quantiles q_lo and q_hi of
-outcomes at the levels a and b:
+A bundle has B groups; the k-th episodes of its groups are one outcome s, the sum of their rewards. With the quantiles
+q_lo and q_hi of outcomes at the levels a and b:
 
     A_RVaR = ((s - q_lo)+ - (s - q_hi)+ + q_lo - q_hi) / (b - a)       range value at risk: outcomes between the quantiles
     A_CVaR = -(q_lo - s)+ / a                                          conditional value at risk: outcomes below q_lo
     A      = (w A_CVaR + A_RVaR) / (w + 1)                             for all episodes of the bundle
 
-Quantiles are tracked over updates, q <- q + lr (level - share of outcomes below q), and checkpointed. They begin at the quantiles of the
-first batch. A is 0 for s >= q_hi, negative below, and steeper below q_lo. A group whose rewards agree is informative in its bundle, so
-the recipe keeps all groups.
+Quantiles are tracked over updates, q <- q + lr (level - share of outcomes below q), and checkpointed. They begin at the
+quantiles of the first batch. A is 0 for s >= q_hi, negative below, and steeper below q_lo. A group whose rewards agree
+is informative in its bundle, so the recipe keeps all groups.
 
 Deviations: bundles are formed from groups in the order of the batch, and quantiles of a batch are over all of its outcomes, not over those
 of one bundle. The last bundle may have fewer groups; its sums are scaled to B. Episodes without a partner in every group of the bundle

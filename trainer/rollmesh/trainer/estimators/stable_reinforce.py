@@ -1,5 +1,5 @@
-"""Advantages as z-scores over the batch, without outliers (StableReinforce of R1-Reward, 2025-05, arXiv:2505.02835; code:
-yfzhang114/r1_reward).
+"""Advantages as z-scores over the batch, without outliers (StableReinforce of R1-Reward, 2025-05, arXiv:2505.02835;
+code: yfzhang114/r1_reward).
 
     z_i = (R_i - mean_batch R) / (std_batch R + epsilon)
     A_i = z_i if |z_i| <= sigma_max, else 0

@@ -3,12 +3,13 @@
     G_it = sum over k >= t of discount ^ (k - t) r_ik         return of member i from turn t on
     A_it = G_it - mean of G_jt over the other members j that reached turn t
 
-r_ik is the weighted sum of the rewards of turn k; rewards of the whole sample are rewards of its last turn. If no other member reached the
-turn, the baseline is 0. Why: a baseline that contains the member itself, as in GRPO, shrinks the gradient by (n - 1) / n, and n differs
-from turn to turn, which biases long episodes against short ones. Rewards before a turn have no effect on its advantage.
+r_ik is the weighted sum of the rewards of turn k; rewards of the whole sample are rewards of its last turn. If no other
+member reached the turn, the baseline is 0. Why: a baseline that contains the member itself, as in GRPO, shrinks the
+gradient by (n - 1) / n, and n differs from turn to turn, which biases long episodes against short ones. Rewards before
+a turn have no effect on its advantage.
 
-The other members are those of other episodes: a mean over the samples of each episode, then over episodes. For one sample per episode,
-which the paper has, this is its formula.
+The other members are those of other episodes: a mean over the samples of each episode, then over episodes. For one
+sample per episode, which the paper has, this is its formula.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Estimators whose advantage depends on the turn: returns of a member per turn, and advantages per turn as advantages per token.
+"""Estimators whose advantage depends on the turn: returns of a member per turn, and advantages per turn as advantages
+per token.
 
-Turns are those of `MemberOutcome.summary`, so that members which are never leased count too. A member without a summary, which a worker of
-an older version reported, counts as one turn with all of its rewards. Turns beyond those of the summary count as its last one.
+Turns are those of `MemberOutcome.summary`, so that members which are never leased count too. A member without a
+summary, which a worker of an older version reported, counts as one turn with all of its rewards. Turns beyond those of
+the summary count as its last one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class TurnEstimator(GroupEstimator):
         return spread_turns(batch, found)
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> the advantage of largest absolute value among its turns. It is 0 if no turn has a gradient."""
+        """Return sample id -> the advantage of largest absolute value among its turns. It is 0 if no turn has a
+        gradient."""
         return {name: float(values[np.abs(values).argmax()]) for name, values in self.of_turns(group).items()}
 
     def of_turns(self, group: GroupContext) -> dict[str, PerTurn]:
@@ -46,8 +49,8 @@ class TurnEstimator(GroupEstimator):
 def turn_returns(member: MemberOutcome, weights: Mapping[str, float], discount: float) -> PerTurn | None:
     """Return [T]: the discounted sum of the rewards of each turn and the turns after it.
 
-    Rewards of the whole sample count in the last turn. The result is None if a reward of the sample or of a turn is an infrastructure
-    failure or not finite, or if nothing was scored.
+    Rewards of the whole sample count in the last turn. The result is None if a reward of the sample or of a turn is an
+    infrastructure failure or not finite, or if nothing was scored.
     """
     scored = [r for r in member.rewards if r.outcome is Outcome.OK]
     if not scored or any(r.outcome is Outcome.INFRA_FAILURE for r in member.rewards):
@@ -74,7 +77,8 @@ def scored_members(
 
 
 def spread_turns(batch: UpdateBatch, values: Mapping[str, PerTurn]) -> Estimate:
-    """Give every token the value of its turn. `values`: sample id -> advantage per turn. A sample without them is dropped."""
+    """Give every token the value of its turn. `values`: sample id -> advantage per turn. A sample without them is
+    dropped."""
     advantages = np.zeros(int(batch.lengths.sum()), np.float32)
     dropped: dict[int, str] = {}
     turn, end = batch["turn"], 0

@@ -4,15 +4,18 @@ AndreHe02/rewarding-unlikely-release).
     rank_i = 0 for the sample of the group with the lowest mean behavior log-prob, G - 1 for the highest
     R_i <- R_i (1 - beta rank_i / G),   then the advantages of `grpo`
 
-Of two correct samples, the less likely one gets the larger reward; wrong samples keep 0. Log-probs are those of the sampling policy, per
-token, at the sampling temperature. The paper combines it with two epochs per batch, as the recipe does.
+Of two correct samples, the less likely one gets the larger reward; wrong samples keep 0. Log-probs are those of the
+sampling policy, per token, at the sampling temperature. The paper combines it with two epochs per batch, as the recipe
+does.
 
-All members of a group are ranked, trained or not. Their log-probs are those of their summaries, over all tokens that the policy sampled.
-Without a summary, which workers of older versions do not report, a leased sample has the mean over its trained tokens, and another member
-is not ranked: G is the number of the others, and it gets the mean factor, so that it does not shift the baseline.
+All members of a group are ranked, trained or not. Their log-probs are those of their summaries, over all tokens that
+the policy sampled. Without a summary, which workers of older versions do not report, a leased sample has the mean over
+its trained tokens, and another member is not ranked: G is the number of the others, and it gets the mean factor, so
+that it does not shift the baseline.
 
-Deviations: equal log-probs share the mean of their ranks, so that copies of one answer get one reward. A negative R is not changed. Where a
-member of the group has no summary, `of_group` returns the advantages of `grpo`, and `UNDECIDED` if all members have the same positive reward.
+Deviations: equal log-probs share the mean of their ranks, so that copies of one answer get one reward. A negative R is
+not changed. Where a member of the group has no summary, `of_group` returns the advantages of `grpo`, and `UNDECIDED` if
+all members have the same positive reward.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class Unlikeliness(Grpo):
 
 
 def unlikeliness_factors(logprobs: Sequence[float | None], beta: float) -> NDArray[np.float64]:
-    """Return the factors [n] of rewards, given the mean log-probs of the members of a group; None for a member that is not ranked."""
+    """Return the factors [n] of rewards, given the mean log-probs of the members of a group; None for a member that is
+    not ranked."""
     at = [i for i, value in enumerate(logprobs) if value is not None]
     ranked = np.array([value for value in logprobs if value is not None], dtype=np.float64)
     num = len(at)

@@ -1,21 +1,23 @@
-"""Advantage against a success rate that is predicted from past prompts and their outcomes (V0, 2026-02, arXiv:2602.03584).
+"""Advantage against a success rate that is predicted from past prompts and their outcomes (V0, 2026-02,
+arXiv:2602.03584).
 
-The predictor has no parameters. It holds a context of pairs (features of a prompt, mean reward of its episodes) of the last updates, which
-describes what the policy can do. For a prompt with features x,
+The predictor has no parameters. It holds a context of pairs (features of a prompt, mean reward of its episodes) of the
+last updates, which describes what the policy can do. For a prompt with features x,
 
     V(x) = (m r + sum_j n_j k_j r_j) / (m + sum_j n_j k_j),   k_j = exp((cos(x, x_j) - 1) / bandwidth),   A = R - V(x)
 
-with r_j the mean reward and n_j the episodes of pair j, and r the mean of the context, which counts as m = `mean_weight` episodes. The
-context is that before the update, so that the baseline does not depend on the rewards of the prompt itself and is unbiased also for one
-episode per group. Pairs of a weaker policy give lower predictions, without any training, and the oldest pairs are dropped. The context is
-in the checkpoint. Before the first update, V is `initial`.
+with r_j the mean reward and n_j the episodes of pair j, and r the mean of the context, which counts as m =
+`mean_weight` episodes. The context is that before the update, so that the baseline does not depend on the rewards of
+the prompt itself and is unbiased also for one episode per group. Pairs of a weaker policy give lower predictions,
+without any training, and the oldest pairs are dropped. The context is in the checkpoint. Before the first update, V is
+`initial`.
 
-Features are counts of the tokens before the first action and of the labels of the task, each multiplied by log((N + 1) / (n + 1)), where n of
-the N pairs have it, so that what all prompts share has no weight.
+Features are counts of the tokens before the first action and of the labels of the task, each multiplied by log((N + 1)
+/ (n + 1)), where n of the N pairs have it, so that what all prompts share has no weight.
 
-Deviations: the paper embeds the prompt with a frozen encoder and predicts with a pretrained in-context model for tables; kernel regression over
-counts takes the place of both, needs no model, and knows nothing before the first update. The paper allocates rollouts with the
-prediction, and routes requests by it, which is missing.
+Deviations: the paper embeds the prompt with a frozen encoder and predicts with a pretrained in-context model for
+tables; kernel regression over counts takes the place of both, needs no model, and knows nothing before the first
+update. The paper allocates rollouts with the prediction, and routes requests by it, which is missing.
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ class V0(GroupEstimator):
         return predicted
 
     def features_of(self, group: GroupContext, sample: TrainingSample | None) -> dict[str, int]:
-        """Return the features of the prompt of a group: its labels, and the tokens before the first action of one of its samples."""
+        """Return the features of the prompt of a group: its labels, and the tokens before the first action of one of
+        its samples."""
         found = Counter(f"{key}={value}" for key, value in group.labels.items())
         if sample is not None:
             before = takewhile(lambda segment: segment.role is not Role.ACTION, sample.segments)

@@ -1,21 +1,25 @@
-"""Baseline between the mean of the group and a predicted value (V0.5, 2026-03, arXiv:2603.10848), for few rollouts per prompt.
+"""Baseline between the mean of the group and a predicted value (V0.5, 2026-03, arXiv:2603.10848), for few rollouts per
+prompt.
 
-The prediction V arrives as a reward of the name `prior`, which a scorer computes from the prompt alone. It is never optimized, whatever its
-weight. With n episodes, their mean reward m, and the true mean mu of the prompt, the baseline b = w m + (1 - w) V has
+The prediction V arrives as a reward of the name `prior`, which a scorer computes from the prompt alone. It is never
+optimized, whatever its weight. With n episodes, their mean reward m, and the true mean mu of the prompt, the baseline b
+= w m + (1 - w) V has
 
     E (b - mu)^2 = w^2 s2 + (1 - w)^2 D2,   s2 = E (m - mu)^2,   D2 = (V - mu)^2
 
-which is smallest for w = D2 / (D2 + s2). Both are unknown. s2 is replaced by its largest possible value for rewards within [low, high], and
-because E (m - V)^2 = D2 + s2, D2 is estimated by the positive part of (m - V)^2 - s2:
+which is smallest for w = D2 / (D2 + s2). Both are unknown. s2 is replaced by its largest possible value for rewards
+within [low, high], and because E (m - V)^2 = D2 + s2, D2 is estimated by the positive part of (m - V)^2 - s2:
 
     s2 = ((high - low) / 2)^2 / n,   D2 = max(0, (m - V)^2 - s2),   w = max(0, 1 - s2 / (m - V)^2),   A = R - b
 
-So V is the baseline while m is within one standard error of it, which is a test of V, and its weight 1 - w = s2 / (m - V)^2 vanishes where
-they disagree by much more. With a prior, a group whose rewards agree has a gradient. Without one, the baseline is m. R is the weighted sum of
-the other rewards, and means are over episodes. A is not divided by a standard deviation.
+So V is the baseline while m is within one standard error of it, which is a test of V, and its weight 1 - w = s2 / (m -
+V)^2 vanishes where they disagree by much more. With a prior, a group whose rewards agree has a gradient. Without one,
+the baseline is m. R is the weighted sum of the other rewards, and means are over episodes. A is not divided by a
+standard deviation.
 
-The paper then decides, by the expected gain of one more rollout, whether to sample further ones; that needs groups that stay open for
-further episodes, and is missing. The metric `conflict_share` is the share of groups in which D2 > 0, for which the paper would sample more.
+The paper then decides, by the expected gain of one more rollout, whether to sample further ones; that needs groups that
+stay open for further episodes, and is missing. The metric `conflict_share` is the share of groups in which D2 > 0, for
+which the paper would sample more.
 """
 
 from __future__ import annotations
@@ -99,7 +103,8 @@ class V05(GroupEstimator):
         return {m.sample_id: a for m, a in zip(members, values.tolist(), strict=True)}, prior_weight
 
     def _scored(self, group: GroupContext) -> tuple[list[MemberOutcome], NDArray[np.float64], float | None]:
-        """Return the members that have usable rewards beside the prior, their sums without it, and the mean prior of the group."""
+        """Return the members that have usable rewards beside the prior, their sums without it, and the mean prior of
+        the group."""
         usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
         priors = [(m, r[self.options.prior]) for m, r in usable if self.options.prior in r]
         rewarded = [(m, r) for m, r in usable if set(r) != {self.options.prior}]

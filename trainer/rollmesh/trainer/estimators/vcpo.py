@@ -3,14 +3,16 @@
     b   = sum_i w_i^2 g_i^2 R_i / sum_i w_i^2 g_i^2      over the samples of a group
     A_i = (R_i - b) / (std R + epsilon)
 
-w_i = product of pi / mu over the trained tokens of sample i, and g_i is the norm of the gradient of the sum of their log-probs, both
-under the policy at the start of the update. The norm of the gradient w_i g_i (R_i - b) has the least expected square for this b. With
-w = 1 and equal norms, b is the mean of the group. The gradients cost one backward pass per sample.
+w_i = product of pi / mu over the trained tokens of sample i, and g_i is the norm of the gradient of the sum of their
+log-probs, both under the policy at the start of the update. The norm of the gradient w_i g_i (R_i - b) has the least
+expected square for this b. With w = 1 and equal norms, b is the mean of the group. The gradients cost one backward pass
+per sample.
 
-The method also scales the learning rate by the effective sample size of w, which the update rule `ess_minibatches` does.
+The method also scales the learning rate by the effective sample size of w, which the update rule `ess_minibatches`
+does.
 
-Deviations: only leased samples have weights and gradients, so b is over them, while the standard deviation is over all scored
-members. An episode with several samples has the weight of one. The exponent of w is limited to +-20.
+Deviations: only leased samples have weights and gradients, so b is over them, while the standard deviation is over all
+scored members. An episode with several samples has the weight of one. The exponent of w is limited to +-20.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Vcpo(GroupEstimator):
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> advantage with equal weights. It is 0 for all members exactly if the advantage is, whatever the weights."""
+        """Return sample id -> advantage with equal weights. It is 0 for all members exactly if the advantage is,
+        whatever the weights."""
         members, sums = self.reward_sums(group)
         epsilon = self.options.epsilon if self.options.scale_by_std else None
         values = centered(sums, episode_weights(members), epsilon)
@@ -89,7 +92,8 @@ class Vcpo(GroupEstimator):
 
 
 def sequence_weights(batch: UpdateBatch) -> NDArray[np.float64]:
-    """Return [S]: the product of pi / mu over the trained tokens of each sample. Reads the columns `proximal` and `behavior`."""
+    """Return [S]: the product of pi / mu over the trained tokens of each sample. Reads the columns `proximal` and
+    `behavior`."""
     from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX  # imports torch, which the reward service lacks
 
     log_weights = batch.sums(batch["proximal"].astype(np.float64) - batch["behavior"])

@@ -1,20 +1,22 @@
-"""GRPO with a bonus for answers whose hidden states spread more than usual (Velocity-Exploiting Rank Learning, VERL, 2025-09,
-arXiv:2509.23808; code: hf618/VERL).
+"""GRPO with a bonus for answers whose hidden states spread more than usual (Velocity-Exploiting Rank Learning, VERL,
+2025-09, arXiv:2509.23808; code: hf618/VERL).
 
-With ER_i the effective rank of the last hidden states of answer i, ERV_i the mean over its strides of the change of the effective rank
-(velocity), and ERA_i the mean of the change of that (acceleration), see `hidden_features.EffectiveRank`:
+With ER_i the effective rank of the last hidden states of answer i, ERV_i the mean over its strides of the change of the
+effective rank (velocity), and ERA_i the mean of the change of that (acceleration), see `hidden_features.EffectiveRank`:
 
     d(x)  = clip((x - EMA x) / |EMA x|, -5, 5)                              deviation from a moving average over updates
     g     = sigmoid(gain * d(ERA))                                          1: explore, 0: exploit
     Phi   = weight * (g * tanh d(ER) + (1 - g) * tanh d(ERV))
     A     = A0 + min(max(Phi, 0), |A0| / kappa)                             A0 is the advantage of `grpo`
 
-The shaping never changes the sign of an advantage, because kappa > 1. After an update, EMA x <- (1 - share) EMA x + share * mean of x over
-its samples; the averages are in the checkpoint. The ranks are under the policy at the start of the update.
+The shaping never changes the sign of an advantage, because kappa > 1. After an update, EMA x <- (1 - share) EMA x +
+share * mean of x over its samples; the averages are in the checkpoint. The ranks are under the policy at the start of
+the update.
 
-Deviations: the code adds the bonus to the last token of an answer alone, which `tokens: last` does; the paper's formula has it at all
-tokens. The code begins with averages of 0 and an update late; here the averages begin with the means of the first update, which has no bonus.
-Answers of fewer than three strides have no acceleration: they have no bonus and do not count in the averages, where the code counts
+Deviations: the code adds the bonus to the last token of an answer alone, which `tokens: last` does; the paper's formula
+has it at all tokens. The code begins with averages of 0 and an update late; here the averages begin with the means of
+the first update, which has no bonus. Answers of fewer than three strides have no acceleration: they have no bonus and
+do not count in the averages, where the code counts
 0. The states are those from which the tokens are predicted, and the strides of the code have one more token.
 """
 
@@ -107,7 +109,8 @@ class VerlRank(Grpo):
         self._averages = None if state["averages"] is None else tuple(state["averages"])
 
     def _measured(self, batch: UpdateBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return [S, 3] effective rank, velocity and acceleration of each sample, and [S] whether it has three strides."""
+        """Return [S, 3] effective rank, velocity and acceleration of each sample, and [S] whether it has three
+        strides."""
         ranks, strides = batch[RANKS].astype(np.float64), batch.lengths // self.options.stride
         ends = (place_in_sample(batch) + 1) % self.options.stride == 0
         # The first stride has the velocity 0, and the first two the acceleration 0, which are not part of the means.

@@ -4,8 +4,8 @@ TianHongZXY/RLVR-Decomposed).
     A = positive    if R > threshold       W-REINFORCE: positive = 0.1, negative = 1
     A = -negative   otherwise              NSR: positive = 0, PSR: negative = 0
 
-No baseline and no normalization, so it needs no group. Why: penalizing errors moves probability to other answers in proportion to what
-the policy already believes and keeps its entropy, while rewarding correct samples sharpens it.
+No baseline and no normalization, so it needs no group. Why: penalizing errors moves probability to other answers in
+proportion to what the policy already believes and keeps its entropy, while rewarding correct samples sharpens it.
 Deviation: the published code adds advantages of rewards of exactly 0 and 1; here any R is on one side of the threshold.
 """
 

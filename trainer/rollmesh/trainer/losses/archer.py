@@ -1,15 +1,16 @@
 """ArCHer: the critic of whole turns, trained by temporal differences from a replay buffer of turns.
 
-Actor-Critic Framework with a Hierarchical Structure (Zhou et al. 2024, arXiv:2402.19446; code: YifeiZhou02/ArCHer). A turn is one action
-a in the state s, which is all of the conversation before it. With r the reward after the turn, s' the state before the next turn, and two
-pairs of heads Q_i, V_i with slowly following targets Q'_i, V'_i:
+Actor-Critic Framework with a Hierarchical Structure (Zhou et al. 2024, arXiv:2402.19446; code: YifeiZhou02/ArCHer). A
+turn is one action a in the state s, which is all of the conversation before it. With r the reward after the turn, s'
+the state before the next turn, and two pairs of heads Q_i, V_i with slowly following targets Q'_i, V'_i:
 
     loss = sum over i of mean (Q_i(s, a) - r - discount * V'_i(s'))^2 + mean (V_i(s) - Q'_i(s, a))^2         V'_i(s') = 0 after the last turn
     target <- (1 - tau) target + tau head, before every optimizer step
 
-The means are over turns drawn from the buffer, which keeps the newest `capacity` turns of all updates and is in the checkpoint. The
-estimator `archer` takes min Q - min V as the advantage of all tokens of a turn, so a reward of the last turn reaches an early turn that
-decides it. The heads are trained with the policy and never published, and the policy is not changed by this term.
+The means are over turns drawn from the buffer, which keeps the newest `capacity` turns of all updates and is in the
+checkpoint. The estimator `archer` takes min Q - min V as the advantage of all tokens of a turn, so a reward of the last
+turn reaches an early turn that decides it. The heads are trained with the policy and never published, and the policy is
+not changed by this term.
 
 Deviations: the critic of the paper is a separate encoder (RoBERTa); here the heads read states of the policy, s at the first token of the
 turn before it is read, a after the last token. The buffer holds these states as they were when the turn was trained, so `capacity` also
@@ -84,7 +85,8 @@ class Archer:
         return {}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        """Return the share of the micro-batch, by its tokens, in the loss over the drawn turns; per token `td_loss`, the whole loss."""
+        """Return the share of the micro-batch, by its tokens, in the loss over the drawn turns; per token `td_loss`,
+        the whole loss."""
         self._seen.append(transitions(inputs))
         if not self._drawn:
             return inputs.logprobs.new_zeros(()), {}
@@ -163,7 +165,8 @@ class TurnValues:
 
 
 def turn_states(inputs: FeatureInputs | LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [m] the number of the turn of each token, and [n, d] the states before the turns and after them, without gradient."""
+    """Return [m] the number of the turn of each token, and [n, d] the states before the turns and after them, without
+    gradient."""
     hidden, after = inputs.hidden, inputs.after
     assert hidden is not None, "a term with a module gets the hidden states"
     assert after is not None, "they come in pairs"

@@ -2,8 +2,8 @@
 
 A term is a function of tensors and frozen options. It sums `token_weight * loss of the token`. All normalization is in
 `token_weight`, computed once per optimizer step over all of its tokens. That is why gradients accumulated over
-micro-batches equal those of one big batch, whatever the split. A term whose value couples tokens of several samples is a
-`CoupledLoss`.
+micro-batches equal those of one big batch, whatever the split. A term whose value couples tokens of several samples is
+a `CoupledLoss`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class CoupledLoss:
 def token_weights(
     lengths: Sequence[int], sample_weights: Sequence[float], normalization: Normalization, constant: int = 1
 ) -> Tensor:
-    """Return weights [sum of lengths] of the tokens of one optimizer step. `lengths` are trained tokens per sample, all > 0.
+    """Return weights [sum of lengths] of the tokens of one optimizer step. `lengths` are trained tokens per sample, all
+    > 0.
 
     Sample weights scale the numerator only, so a sample of weight 0.5 has half of the gradient.
     """

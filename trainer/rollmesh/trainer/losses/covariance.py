@@ -1,7 +1,8 @@
 """Hold back the tokens that cost most entropy: those whose advantage and log-prob covary most (Clip-Cov and KL-Cov).
 
-Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning" (arXiv:2505.22617): the entropy falls with the covariance of log-prob
-and advantage, to which a few tokens contribute most. With r = pi / mu, and means over the tokens of an optimizer step:
+Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning" (arXiv:2505.22617): the entropy falls with the
+covariance of log-prob and advantage, to which a few tokens contribute most. With r = pi / mu, and means over the tokens
+of an optimizer step:
 
     cov  = (A - mean A) (log pi - mean log pi)
     clip   loss = - min(r A, clip(r) A), and 0 for `share` of the tokens, drawn from those with cov_min < cov < cov_max that the clip spares

@@ -6,14 +6,15 @@ Hilton et al. 2021 (arXiv:2110.00641), used for asynchronous LLM training by ARe
     loss = - sg[w] * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
 prox is the policy before the update's first optimizer step, so stale data do not use up the trust region.
-`importance.py` defines w: by default min(prox / mu, weight_max) at each token, and with `outside: mask` 0 above weight_max (AReaL's
-cap). With `ratio: geometric`, r is the ratio of the sample as in `gspo`, so that GSPO and a correction of the sampler combine (AReaL's
-`importance_sampling_level: sequence`, TRL with a sampler correction). No term keeps the policy near mu, so it can drift at large staleness.
+`importance.py` defines w: by default min(prox / mu, weight_max) at each token, and with `outside: mask` 0 above
+weight_max (AReaL's cap). With `ratio: geometric`, r is the ratio of the sample as in `gspo`, so that GSPO and a
+correction of the sampler combine (AReaL's `importance_sampling_level: sequence`, TRL with a sampler correction). No
+term keeps the policy near mu, so it can drift at large staleness.
 
-Differences: all three libraries average over the tokens of a micro-batch or of the step, as `learner.normalization` says; AReaL and TRL
-keep masked tokens in the denominator, as here, and verl removes rejected ones. Only AReaL has geometric weights; for a geometric
-weight with bounds on another quantity, combine `level` with `reject_level`. verl can divide weights by their mean over the batch, which
-is not implemented here.
+Differences: all three libraries average over the tokens of a micro-batch or of the step, as `learner.normalization`
+says; AReaL and TRL keep masked tokens in the denominator, as here, and verl removes rejected ones. Only AReaL has
+geometric weights; for a geometric weight with bounds on another quantity, combine `level` with `reject_level`. verl can
+divide weights by their mean over the batch, which is not implemented here.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DecoupledPpoOptions(ImportanceOptions):
     clip_high: PositiveFloat = 0.28
     """Distance of pi / prox above 1 up to which it gets a gradient if the advantage is positive."""
     ratio: Literal["token", "geometric"] = "token"
-    """r is the ratio of the `token`, or the `geometric` mean of those of its sample, whose bounds are much narrower: see `gspo`."""
+    """r is the ratio of the `token`, or the `geometric` mean of those of its sample, whose bounds are much narrower:
+    see `gspo`."""
     dual_clip: NonNegativeFloat = 0.0
     """Value of pi / prox above which a token with a negative advantage gets no gradient; 0 disables it."""
 

@@ -1,7 +1,7 @@
 """DRPO: raise the likelihood of right answers over that of the wrong ones of their group, short right ones most.
 
-Decoupled Reward Policy Optimization (2025, arXiv:2510.04474). With s_i the mean log-prob per token of sample i, n_i its trained tokens,
-and the samples of a group divided by their reward:
+Decoupled Reward Policy Optimization (2025, arXiv:2510.04474). With s_i the mean log-prob per token of sample i, n_i its
+trained tokens, and the samples of a group divided by their reward:
 
     value of a group = sum over right i of w_i * (s_i - tau * log mean over wrong j of exp(s_j / tau))
     w_i              = exp((1 - n_i / length_max) / length_temperature), divided by their sum over the right ones

@@ -1,11 +1,13 @@
-"""Entropy of correct samples, most for those that differ from the other correct ones: the local scale of DSDR (2026-02, arXiv:2602.19895).
+"""Entropy of correct samples, most for those that differ from the other correct ones: the local scale of DSDR (2026-02,
+arXiv:2602.19895).
 
     loss = - mean over groups of sum over samples i of share_i mean_t H_t
 
-H is the entropy of the policy at the trained tokens of the sample, in nats, with gradient; its mean over the tokens makes it independent of
-the length. share is the column `diversity_share` of the estimator `dsdr`, which is 0 for wrong samples and sums to 1 over the correct
-members of a group, leased or not. Groups are those of the optimizer step. The weight of the term is its coefficient.
-Deviation: the entropy is that of the distribution at the sampling temperature, at the sampled tokens without an importance weight.
+H is the entropy of the policy at the trained tokens of the sample, in nats, with gradient; its mean over the tokens
+makes it independent of the length. share is the column `diversity_share` of the estimator `dsdr`, which is 0 for wrong
+samples and sums to 1 over the correct members of a group, leased or not. Groups are those of the optimizer step. The
+weight of the term is its coefficient. Deviation: the entropy is that of the distribution at the sampling temperature,
+at the sampled tokens without an importance weight.
 """
 
 from __future__ import annotations

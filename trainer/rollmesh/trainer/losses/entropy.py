@@ -2,8 +2,9 @@
 
     loss = - H(pi),   H(pi) = - sum over the vocabulary of pi log pi, in nats
 
-Williams & Peng 1991; A3C (arXiv:1602.01783). The distribution is that at the sampling temperature, over the whole vocabulary. The
-entropy has its gradient, so a micro-batch keeps its logits for the backward. The weight of the term is its coefficient.
+Williams & Peng 1991; A3C (arXiv:1602.01783). The distribution is that at the sampling temperature, over the whole
+vocabulary. The entropy has its gradient, so a micro-batch keeps its logits for the backward. The weight of the term is
+its coefficient.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Zhao et al. 2025 (arXiv:2507.20673), with n trained tokens of the sample and d =
     s    = exp(mean of c over the sample)
     loss = - s A,   as s_t = sg[s] exp(c - sg[c]) per token
 
-One token with an extreme ratio changes s by its n-th root, and is clipped before the mean. So the bounds can be wide, and they are in
-log space: 0.4 allows ratios from 0.67 to 1.49. The paper averages over samples: `learner.normalization: sequence_mean`. With one
-advantage per sample, value and gradient are those of - s A; tokens may have different advantages. Deviations: mu is the policy that
-sampled the token unless `to: proximal`; log s is limited to +-20.
+One token with an extreme ratio changes s by its n-th root, and is clipped before the mean. So the bounds can be wide,
+and they are in log space: 0.4 allows ratios from 0.67 to 1.49. The paper averages over samples: `learner.normalization:
+sequence_mean`. With one advantage per sample, value and gradient are those of - s A; tokens may have different
+advantages. Deviations: mu is the policy that sampled the token unless `to: proximal`; log s is limited to +-20.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class GmpoOptions(Settings):
     clip_high: PositiveFloat = 0.4
     """Distance above 0 if it is positive."""
     to: Literal["behavior", "proximal"] = "behavior"
-    """The policy mu: the one that sampled the token, or the policy at the start of the update, which costs one more forward pass."""
+    """The policy mu: the one that sampled the token, or the policy at the start of the update, which costs one more
+    forward pass."""
 
 
 class Gmpo:

@@ -6,12 +6,13 @@ Zheng et al. 2025 (arXiv:2507.18071), in its form per token (GSPO-token), with n
     s_t = sg[s] * pi / sg[pi]
     loss = - min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)
 
-With one advantage per sample, value and gradient equal those of the form with s, and tokens may have different advantages. s varies
-much less than the ratio of a token, so the bounds are narrow. The paper averages over samples: `learner.normalization: sequence_mean`.
-The paper has the policy at the start of the update for mu, as `to: proximal` does; by default mu is the policy that sampled the token.
-`decoupled_ppo` with `ratio: geometric` also weights the samples by the ratio of the two.
-Differences: TRL has one advantage per sample, and differentiates s itself; verl limits log s to 10; AReaL gives every token the mean
-advantage of its sample, and excludes tokens from s that its rejection masks.
+With one advantage per sample, value and gradient equal those of the form with s, and tokens may have different
+advantages. s varies much less than the ratio of a token, so the bounds are narrow. The paper averages over samples:
+`learner.normalization: sequence_mean`. The paper has the policy at the start of the update for mu, as `to: proximal`
+does; by default mu is the policy that sampled the token. `decoupled_ppo` with `ratio: geometric` also weights the
+samples by the ratio of the two. Differences: TRL has one advantage per sample, and differentiates s itself; verl limits
+log s to 10; AReaL gives every token the mean advantage of its sample, and excludes tokens from s that its rejection
+masks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class GspoOptions(Settings):
     clip_high: PositiveFloat = 4e-4
     """Distance above 1 if it is positive."""
     to: Literal["behavior", "proximal"] = "behavior"
-    """The policy mu: the one that sampled the token, or the policy at the start of the update, which costs one more forward pass."""
+    """The policy mu: the one that sampled the token, or the policy at the start of the update, which costs one more
+    forward pass."""
 
 
 class Gspo:
@@ -59,7 +61,8 @@ class Gspo:
 
 
 def geometric_ratio(inputs: LossInputs, to: str) -> tuple[Tensor, Tensor]:
-    """Return s_t [m] against the column `to`, with the gradient of the token, and where it is limited to stay finite."""
+    """Return s_t [m] against the column `to`, with the gradient of the token, and where it is limited to stay
+    finite."""
     mean = inputs.sample_means(inputs.logprobs.detach() - inputs[to])
     # In this order the first two cancel exactly.
     log_ratio = inputs.logprobs - inputs.logprobs.detach() + mean

@@ -1,14 +1,14 @@
 """Clipped surrogate on the tokens with the highest entropy alone.
 
-Wang et al. 2025, "Beyond the 80/20 rule" (arXiv:2506.01939): a minority of tokens has a high entropy and decides how the text
-continues, and gradients of the other tokens do not help. With H the entropy of a token's distribution and tau the threshold that
-`share` of the tokens reach:
+Wang et al. 2025, "Beyond the 80/20 rule" (arXiv:2506.01939): a minority of tokens has a high entropy and decides how
+the text continues, and gradients of the other tokens do not help. With H the entropy of a token's distribution and tau
+the threshold that `share` of the tokens reach:
 
     loss = - 1[H >= tau] * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = pi / mu
 
-The loss is averaged over the selected tokens. Deviations from the paper: H is that of the sampling distribution, which the engine
-returns as `entropy`, and not that of the current policy; tau is over the tokens of a whole optimizer step, and not of a
-micro-batch, so that the result does not depend on the split. Tokens that tie with tau are selected.
+The loss is averaged over the selected tokens. Deviations from the paper: H is that of the sampling distribution, which
+the engine returns as `entropy`, and not that of the current policy; tau is over the tokens of a whole optimizer step,
+and not of a micro-batch, so that the result does not depend on the split. Tokens that tie with tau are selected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class HighEntropy:
         self.options = options
 
     def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `high_entropy` [m], 1 for selected tokens, and `high_entropy_weight` [m], their weights with the sum of all weights."""
+        """Return `high_entropy` [m], 1 for selected tokens, and `high_entropy_weight` [m], their weights with the sum
+        of all weights."""
         entropy, weight = columns["entropy"], columns["token_weight"]
         threshold = entropy.topk(math.ceil(self.options.share * len(entropy))).values[-1]
         selected = (entropy >= threshold).to(weight.dtype)

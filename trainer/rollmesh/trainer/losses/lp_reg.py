@@ -1,9 +1,10 @@
 """Lp-Reg: protect unlikely tokens from being eliminated, unless they are noise.
 
-Low-probability Regularization (2025-10, arXiv:2510.03222; code: CarlanLark/Lp-Reg-dev). The proxy is the policy without its unlikely
-tokens, renormalized (`kept_logprob`): tokens with a probability below `threshold` times that of the most likely one (`relative`, min-p), or
-below `threshold` (`fixed`). So it gives more probability to all tokens that are not noise. A token is protected if A < 0, it is among the
-`share` of the tokens with A < 0 of the optimizer step that have the lowest log-prob, and pi < proxy:
+Low-probability Regularization (2025-10, arXiv:2510.03222; code: CarlanLark/Lp-Reg-dev). The proxy is the policy without
+its unlikely tokens, renormalized (`kept_logprob`): tokens with a probability below `threshold` times that of the most
+likely one (`relative`, min-p), or below `threshold` (`fixed`). So it gives more probability to all tokens that are not
+noise. A token is protected if A < 0, it is among the `share` of the tokens with A < 0 of the optimizer step that have
+the lowest log-prob, and pi < proxy:
 
     loss of a protected token = - r A + beta * (exp(d) - 1 - d),   d = log proxy - log pi;   r = pi / mu
     loss of other tokens      = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -84,7 +85,8 @@ class LpReg:
 
 
 def lowest(values: Tensor, among: Tensor, share: float) -> Tensor:
-    """Return [M]: True for the lowest `share` of the values [M] where `among` [M] is True, rounded down. Of equal ones the first."""
+    """Return [M]: True for the lowest `share` of the values [M] where `among` [M] is True, rounded down. Of equal ones
+    the first."""
     chosen = torch.zeros_like(among)
     places = among.nonzero().squeeze(-1)
     order = values[places].argsort(stable=True)

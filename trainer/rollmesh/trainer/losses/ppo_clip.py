@@ -9,12 +9,13 @@ PPO (Schulman et al. 2017, arXiv:1707.06347), clip-higher from DAPO (Yu et al. 2
 
     loss = - max(min(r A, clip(r) A), c A)
 
-which equals the two-sided clip of TRL (`delta`) and the dual clip of verl and AReaL (`clip_ratio_c`, `c_clip`). `log_ratio_max` limits
-log r before the exponential (pre-clip of StableReinforce, arXiv:2505.02835).
+which equals the two-sided clip of TRL (`delta`) and the dual clip of verl and AReaL (`clip_ratio_c`, `c_clip`).
+`log_ratio_max` limits log r before the exponential (pre-clip of StableReinforce, arXiv:2505.02835).
 
-mu is the policy that sampled the token, not the policy at the start of the update. So the clip is a trust region around the data,
-which limits drift. Of the losses here it tolerates the largest staleness. As in DAPO there is no KL term. Deviations: ratios are
-always limited in log space to stay finite; `decoupled_ppo` clips around the policy at the start of the update, as PPO does.
+mu is the policy that sampled the token, not the policy at the start of the update. So the clip is a trust region around
+the data, which limits drift. Of the losses here it tolerates the largest staleness. As in DAPO there is no KL term.
+Deviations: ratios are always limited in log space to stay finite; `decoupled_ppo` clips around the policy at the start
+of the update, as PPO does.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class PpoClipOptions(Settings):
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """Distance below 1 up to which a ratio gets a gradient if the advantage is negative."""
     clip_high: PositiveFloat = 0.28
-    """Distance above 1 if it is positive. Larger than `clip_low`, so that rare tokens can grow and entropy does not collapse."""
+    """Distance above 1 if it is positive. Larger than `clip_low`, so that rare tokens can grow and entropy does not
+    collapse."""
     dual_clip: NonNegativeFloat = 0.0
     """Ratio above which a token with a negative advantage gets no gradient; 0 disables it. Usual: 3 (verl), 10."""
 
     log_ratio_max: Annotated[float, Meta(gt=0, le=LOG_RATIO_MAX)] = LOG_RATIO_MAX
-    """Largest absolute log-ratio. A token beyond it gets no gradient; its loss is that of the limit. StableReinforce: log 1000 = 6.9."""
+    """Largest absolute log-ratio. A token beyond it gets no gradient; its loss is that of the limit. StableReinforce:
+    log 1000 = 6.9."""
 
     def check_fields(self) -> None:
         check_dual_clip(self.dual_clip, self.clip_high)
@@ -82,7 +85,8 @@ def check_dual_clip(dual_clip: float, clip_high: float) -> None:
 def clipped_objective(
     ratio: Tensor, held: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, TokenStats]:
-    """Return min(r A, clip(r) A) [m], and which tokens have no gradient: clipped tokens, and those `held` by `safe_ratio`."""
+    """Return min(r A, clip(r) A) [m], and which tokens have no gradient: clipped tokens, and those `held` by
+    `safe_ratio`."""
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * advantages, bounded * advantages)
     high = (ratio > 1 + clip_high) & (advantages > 0)

@@ -1,13 +1,14 @@
 """Progress head of SPA: contributions of turns whose sum predicts the reward.
 
-Stepwise Progress Attribution (2025, arXiv:2505.20732). A linear head reads the hidden state at the last token of each turn and gives the
-contribution c of the turn:
+Stepwise Progress Attribution (2025, arXiv:2505.20732). A linear head reads the hidden state at the last token of each
+turn and gives the contribution c of the turn:
 
     loss = (sum over the turns of a sample of c - R)^2
 
-with R the reward of the sample, averaged as `learner.normalization` says (`sequence_mean`: over samples). The head is trained with the policy, is in the checkpoint, and is never published. Deviations: the paper
-trains a separate copy of the model as the estimator, before the policy; here the head reads the states of the policy and, by default,
-does not change them (`through`); the state is the one that predicts the last token of the turn, which has read all of its text.
+with R the reward of the sample, averaged as `learner.normalization` says (`sequence_mean`: over samples). The head is
+trained with the policy, is in the checkpoint, and is never published. Deviations: the paper trains a separate copy of
+the model as the estimator, before the policy; here the head reads the states of the policy and, by default, does not
+change them (`through`); the state is the one that predicts the last token of the turn, which has read all of its text.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Progress:
         return self.module
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        """Return the scalar loss, and per token `progress_error`, the error of the sample, and `progress`, the contribution of its turn
-        at the last token of the turn and 0 elsewhere."""
+        """Return the scalar loss, and per token `progress_error`, the error of the sample, and `progress`, the
+        contribution of its turn at the last token of the turn and 0 elsewhere."""
         assert inputs.hidden is not None, "a term with a module gets the hidden states"
         hidden = inputs.hidden if self.options.through else inputs.hidden.detach()
         progress = self.module(hidden).squeeze(-1) * ends_of_turns(inputs["sample"], inputs["turn"])

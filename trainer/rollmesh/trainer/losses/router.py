@@ -2,12 +2,13 @@
 
     loss = E * sum over experts e of f_e P_e
 
-f_e is the mean number of choices of expert e, per token and router, and P_e is its mean router probability (Fedus et al., arXiv:2101.03961,
-equations 4 to 6, in the form of transformers' `load_balancing_loss_func`). Only P_e has a gradient. The means are over the tokens of the
-term in the optimizer step: the positions from which trained tokens are predicted, each with equal weight, whatever the normalization of
-the other terms. transformers takes them over one forward, so that its value depends on the split into micro-batches. Means over a whole
-step leave experts free to specialize by text (Qiu et al., arXiv:2501.11873), and need f_e in advance, which costs one more forward per
-optimizer step.
+f_e is the mean number of choices of expert e, per token and router, and P_e is its mean router probability (Fedus et
+al., arXiv:2101.03961, equations 4 to 6, in the form of transformers' `load_balancing_loss_func`). Only P_e has a
+gradient. The means are over the tokens of the term in the optimizer step: the positions from which trained tokens are
+predicted, each with equal weight, whatever the normalization of the other terms. transformers takes them over one
+forward, so that its value depends on the split into micro-batches. Means over a whole step leave experts free to
+specialize by text (Qiu et al., arXiv:2501.11873), and need f_e in advance, which costs one more forward per optimizer
+step.
 """
 
 from __future__ import annotations

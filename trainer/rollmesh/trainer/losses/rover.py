@@ -1,7 +1,7 @@
 """ROVER: the log-ratio as the Q-value of the policy that chooses uniformly among all tokens.
 
-Random Policy Valuation (2025, arXiv:2509.24981). With V the vocabulary, s' the state after the token, and old the policy at the start of
-the update:
+Random Policy Valuation (2025, arXiv:2509.24981). With V the vocabulary, s' the state after the token, and old the
+policy at the start of the update:
 
     Q(s, a) = rho * (log pi(a|s) - log old(a|s))
     target  = A + rho * mean over v in V of (log pi(v|s') - log old(v|s')),   0 instead of the mean at the last token of a sample
@@ -47,7 +47,8 @@ class Rover:
         self.options = options
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        """Return the scalar loss, and per token `value_of_next`, the mean of Q over the vocabulary in the next state."""
+        """Return the scalar loss, and per token `value_of_next`, the mean of Q over the vocabulary in the next
+        state."""
         rho, sample = self.options.rho, inputs["sample"]
         value = rho * (inputs["rover_current"] - inputs["rover_start"]).detach()
         follows = torch.cat([sample[1:] == sample[:-1], sample.new_zeros(1, dtype=torch.bool)])

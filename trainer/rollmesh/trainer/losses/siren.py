@@ -7,10 +7,11 @@ Selective entropy regularization (2025, arXiv:2509.25133), in three selections:
     H        mean over samples of the mean of H_t over their peaks
     loss     (H - anchor)^2
 
-The anchor is H in the first optimizer step of the run, under the initial policy; it is in the checkpoint. Of the value per step, the
-gradient is exact whatever the split, for one more forward. The weight of the term is its coefficient. Deviations: the quantile
-interpolates linearly, as in the code, but over trained tokens alone; H is over a whole optimizer step, where the code has one H per
-micro-batch; a sample whose tokens all have the same entropy has no peak and counts as H = 0.
+The anchor is H in the first optimizer step of the run, under the initial policy; it is in the checkpoint. Of the value
+per step, the gradient is exact whatever the split, for one more forward. The weight of the term is its coefficient.
+Deviations: the quantile interpolates linearly, as in the code, but over trained tokens alone; H is over a whole
+optimizer step, where the code has one H per micro-batch; a sample whose tokens all have the same entropy has no peak
+and counts as H = 0.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Siren:
         }
 
     def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return [M] the derivative of the loss by the entropy of each token, and a constant that completes its value."""
+        """Return [M] the derivative of the loss by the entropy of each token, and a constant that completes its
+        value."""
         entropy = columns["siren_before"]
         share = peak_shares(entropy, columns["sample"], self.options.quantile)
         mean = (share * entropy).sum()

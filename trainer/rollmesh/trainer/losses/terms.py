@@ -1,8 +1,9 @@
 """The loss of an update: the weighted sum of its terms, each over its token set.
 
-The token set of a term is chosen by `where` of its configuration or of its class. Tokens that were not sampled, such as those of a given
-solution, have the behavior log-prob NaN and no outputs of the engine. A term that reads one of these never gets such tokens, so no NaN
-reaches a value or a gradient. The weights of the tokens of a term have the sum that they have if the step consists of these tokens alone.
+The token set of a term is chosen by `where` of its configuration or of its class. Tokens that were not sampled, such as
+those of a given solution, have the behavior log-prob NaN and no outputs of the engine. A term that reads one of these
+never gets such tokens, so no NaN reaches a value or a gradient. The weights of the tokens of a term have the sum that
+they have if the step consists of these tokens alone.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class LossSum:
         base_dir: str | Path | None = None,
         normalization: Normalization = Normalization.TOKEN,
     ) -> None:
-        """Construct the terms. A user's file is relative to `base_dir`. Raises ConfigError for a name, an option or a token set."""
+        """Construct the terms. A user's file is relative to `base_dir`. Raises ConfigError for a name, an option or a
+        token set."""
         self._normalization = normalization
         self._prefixed = len(terms) > 1
         self.without_gradient: set[str] = set()
@@ -111,7 +113,8 @@ class LossSum:
         return torch.stack([term.tokens(columns) for term in self._terms]).any(0)
 
     def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the columns that the terms compute over all tokens of an optimizer step, and their token sets. Raises LossFailed."""
+        """Return the columns that the terms compute over all tokens of an optimizer step, and their token sets. Raises
+        LossFailed."""
         prepared = dict[str, Tensor]()
         for term in self._terms:
             at, mine = term.tokens(columns), columns
@@ -131,14 +134,15 @@ class LossSum:
         if term not in self._warned:
             self._warned.add(term)
             _log.warning(
-                "the loss term has no gradient, so that it trains nothing: term=%s; compute it from `inputs.logprobs` or a feature with `grad`, "
-                "without detach or no_grad",
+                "the loss term has no gradient, so that it trains nothing: term=%s; compute it from `inputs.logprobs` "
+                "or a feature with `grad`, without detach or no_grad",
                 term,
             )
         self.without_gradient.add(term)
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        """Return the weighted sum and the statistics of all terms; NaN at tokens outside the set of the term. Raises LossFailed."""
+        """Return the weighted sum and the statistics of all terms; NaN at tokens outside the set of the term. Raises
+        LossFailed."""
         total, stats = inputs.logprobs.new_zeros(()), dict[str, Tensor]()
         for term in self._terms:
             at = inputs.columns.get(term.mask)
@@ -208,5 +212,6 @@ def _check(value: Any, stats: TokenStats, count: int) -> None:
     for name, values in stats.items():
         if values.shape != (count,):
             raise ValueError(
-                f"it returned the statistic `{name}` of shape {list(values.shape)}, expected [{count}], one number per token"
+                f"it returned the statistic `{name}` of shape {list(values.shape)}, expected [{count}], one number per "
+                "token"
             )

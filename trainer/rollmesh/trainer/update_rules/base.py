@@ -35,8 +35,8 @@ class OptimizerStep:
     lr_factor: float = 1.0
     """Factor of the learning rate of the update."""
     refresh: bool = False
-    """Compute the features under `start` and the advantages again before the step, under the weights of this moment. A step without
-    samples only does this, so that the rule sees the new columns."""
+    """Compute the features under `start` and the advantages again before the step, under the weights of this moment. A
+    step without samples only does this, so that the rule sees the new columns."""
     advantage_factors: FloatArray | None = None
     """[M] factors of the advantages of the batch; None means 1."""
 
@@ -54,7 +54,8 @@ def checked_step(step: OptimizerStep, num_samples: int, num_tokens: int) -> Opti
     for name, values in (("tokens", step.tokens), ("advantage_factors", step.advantage_factors)):
         if values is not None and np.shape(values) != (num_tokens,):
             raise ValueError(
-                f"`{name}` must have shape [{num_tokens}], one entry per trained token of the batch, got {list(np.shape(values))}"
+                f"`{name}` must have shape [{num_tokens}], one entry per trained token of the batch, got "
+                f"{list(np.shape(values))}"
             )
     return step
 

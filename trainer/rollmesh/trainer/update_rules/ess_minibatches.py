@@ -2,10 +2,10 @@
 
     ess = (sum w)^2 / (B sum w^2),   learning rate = lr * ess ^ power
 
-w_i is the product of pi / mu over the trained tokens of sample i, of the B samples of the minibatch. The factor is 1 if all weights are
-equal, and 1 / sqrt(B) if one sample has all the weight (power 0.5). The paper derives the square root for AdamW.
-The code computes w before each step, which `refresh` does and which costs one forward pass per step; otherwise w is under the policy at
-the start of the update. The exponent of w is limited to +-20.
+w_i is the product of pi / mu over the trained tokens of sample i, of the B samples of the minibatch. The factor is 1 if
+all weights are equal, and 1 / sqrt(B) if one sample has all the weight (power 0.5). The paper derives the square root
+for AdamW. The code computes w before each step, which `refresh` does and which costs one forward pass per step;
+otherwise w is under the policy at the start of the update. The exponent of w is limited to +-20.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class MinibatchesOptions(Settings):
     epochs: PositiveInt = 1
     """Passes over the batch. All of them are one update, so every sample is used by one update only."""
     whole_groups: bool = False
-    """Keep the samples of a group in one optimizer step, for a loss that compares them. A step then has a random part of the groups."""
+    """Keep the samples of a group in one optimizer step, for a loss that compares them. A step then has a random part
+    of the groups."""
 
 
 class Minibatches:

@@ -1,8 +1,9 @@
-"""Turn by turn, the last turn first, each against the policy that the later turns have already changed (SeeUPO, 2026-02,
-arXiv:2602.06554; code: modelscope/AgentEvolver, branch seeupo).
+"""Turn by turn, the last turn first, each against the policy that the later turns have already changed (SeeUPO,
+2026-02, arXiv:2602.06554; code: modelscope/AgentEvolver, branch seeupo).
 
-For the turns t = T, T - 1, ..., 1: compute `proximal` under the current policy, then train the tokens of turn t of all samples. So a
-turn is improved given later turns that are improved already, as in backward induction. The advantages of sample i are multiplied by
+For the turns t = T, T - 1, ..., 1: compute `proximal` under the current policy, then train the tokens of turn t of all
+samples. So a turn is improved given later turns that are improved already, as in backward induction. The advantages of
+sample i are multiplied by
 
     m_i = product over the turns u that were trained before t of clip(s_iu),   clipped again,   clip to [1 - low, 1 + high]
     s_iu = exp(mean over the tokens of turn u of (log pi after its update - log pi before it))
@@ -77,7 +78,8 @@ class TurnByTurn:
     def _corrected(
         self, factors: NDArray[np.float64], batch: UpdateBatch, trained: NDArray[np.bool_], before: NDArray[np.float32]
     ) -> NDArray[np.float64]:
-        """Return the factors [S] times the ratios of the turn whose tokens were `trained`; `before` is `proximal` before its steps."""
+        """Return the factors [S] times the ratios of the turn whose tokens were `trained`; `before` is `proximal`
+        before its steps."""
         if not self.options.correction:
             return factors
         low, high = 1.0 - self.options.correction_low, 1.0 + self.options.correction_high
