@@ -47,7 +47,8 @@ def get(paths: Sequence[str], bytes_max: int, root: str = "") -> dict[str, str]:
 
 
 def collect(paths: Sequence[str], bytes_max: int, root: str = "") -> tuple[dict[str, str], bool]:
-    """Return the existing ones of the requested files as base64, cut at `bytes_max` in total, and whether any was cut."""
+    """Return the existing ones of the requested files as base64, cut at `bytes_max` in total, and whether any was
+    cut."""
     files: dict[str, str] = {}
     room, cut = bytes_max, False
     for path in dict.fromkeys(paths):

@@ -73,7 +73,8 @@ def lacks(version: int) -> str:
 
 
 def restrict(paths: Paths) -> None:
-    """Restrict this process and all its future children to the paths, permanently. Needs no_new_privs. Raises OSError."""
+    """Restrict this process and all its future children to the paths, permanently. Needs no_new_privs. Raises
+    OSError."""
     enforce(prepare(paths))
 
 

@@ -48,7 +48,8 @@ class Limits:
                 raise ValueError(f"limits.{field.name} must be > 0, got {value}")
         if self.address_space_bytes and self.address_space_bytes < self.memory_bytes:
             raise ValueError(
-                f"limits.address_space_bytes {self.address_space_bytes} must be >= limits.memory_bytes {self.memory_bytes}"
+                f"limits.address_space_bytes {self.address_space_bytes} must be >= limits.memory_bytes "
+                f"{self.memory_bytes}"
             )
         if self.flood_bytes < self.output_bytes:
             raise ValueError(

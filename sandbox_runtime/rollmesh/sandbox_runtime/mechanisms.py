@@ -36,7 +36,10 @@ _NAMESPACES_REMEDY = (
     "as root give the service CAP_SYS_ADMIN (a container needs it added, and a seccomp profile that allows unshare and"
     " mount); as an ordinary user allow user namespaces"
 )
-_CGROUP_REMEDY = "run the service as root, or delegate the controller to it (systemd: Delegate=yes, or systemd-run --user --scope -p Delegate=yes)"
+_CGROUP_REMEDY = (
+    "run the service as root, or delegate the controller to it (systemd: Delegate=yes, or systemd-run "
+    "--user --scope -p Delegate=yes)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +64,21 @@ MECHANISMS = {
             name=USER_NAMESPACE, core=True,
             guarantee="sessions of an ordinary user own nothing outside and are isolated without root",
             without="an ordinary user cannot create any other namespace",
-            remedy="sysctl user.max_user_namespaces=10000; where the sysctl exists also kernel.unprivileged_userns_clone=1 and"
+            remedy="sysctl user.max_user_namespaces=10000; where the sysctl exists also "
+                   "kernel.unprivileged_userns_clone=1 and"
             " kernel.apparmor_restrict_unprivileged_userns=0",
         ),
         Mechanism(
             name=PID_NAMESPACE, core=True,
             guarantee="a session sees and signals its own processes only, and all of them end with it",
-            without="sessions see other processes of the same user, and ending a session needs a search for its processes",
+            without="sessions see other processes of the same user, and ending a session needs a search for its "
+                    "processes",
             remedy=_NAMESPACES_REMEDY,
         ),
         Mechanism(
             name=MOUNT_NAMESPACE, core=True,
-            guarantee="sessions see no files of the host except read-only programs and libraries; /session is bounded in bytes and files",
+            guarantee="sessions see no files of the host except read-only programs and libraries; /session is bounded "
+                      "in bytes and files",
             without="sessions see the files of the host, and what they write is bounded per file only",
             remedy=_NAMESPACES_REMEDY,
         ),
@@ -122,19 +128,24 @@ MECHANISMS = {
             name=SECCOMP,
             guarantee="only listed system calls are allowed: no sockets, tracing, mounts, keys, BPF or io_uring",
             without="the code can make every system call",
-            remedy="install libseccomp 2.5 or later (Debian, Ubuntu: apt install libseccomp2; Fedora: dnf install libseccomp) on a"
+            remedy="install libseccomp 2.5 or later (Debian, Ubuntu: apt install libseccomp2; Fedora: dnf install "
+                   "libseccomp) on a"
             " kernel with CONFIG_SECCOMP_FILTER",
         ),
         Mechanism(
             name=LANDLOCK,
-            guarantee="files are readable and executable below the declared paths only and writable below /session only; no TCP; no signals to other sessions",
-            without="a jail lacks the second layer behind the namespaces; without namespaces nothing else protects files",
-            remedy="Linux 5.13 or later (6.12 for signals and abstract sockets) with landlock in the lsm= list, and a container whose seccomp"
+            guarantee="files are readable and executable below the declared paths only and writable below /session "
+                      "only; no TCP; no signals to other sessions",
+            without="a jail lacks the second layer behind the namespaces; without namespaces nothing else protects "
+                    "files",
+            remedy="Linux 5.13 or later (6.12 for signals and abstract sockets) with landlock in the lsm= list, and a "
+                   "container whose seccomp"
             " profile allows landlock_*",
         ),
         Mechanism(
             name=RLIMITS, core=True,
-            guarantee="per process: address space, CPU time, file size, open files, no core files; per session: processes",
+            guarantee="per process: address space, CPU time, file size, open files, no core files; per session: "
+                      "processes",
             without="one process can exhaust the memory, descriptors and processes of the host",
             remedy="raise the service's own hard limits (ulimit -H) above the profiles'",
         ),

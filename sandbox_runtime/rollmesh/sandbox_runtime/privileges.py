@@ -1,4 +1,5 @@
-"""Privileges: drop uid and groups, empty every capability set, forbid new privileges by exec, and exit with the parent."""
+"""Privileges: drop uid and groups, empty every capability set, forbid new privileges by exec, and exit with the
+parent."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def kill_is_confined() -> bool:
 
 
 def reset() -> None:
-    """Set the environment variables of the private directory again, because code of the operator may have changed them."""
+    """Set the environment variables of the private directory again, because code of the operator may have changed
+    them."""
     os.environ["HOME"] = os.environ["TMPDIR"] = _here.private_dir
 
 

@@ -62,7 +62,8 @@ class KillMethod:
 
     @property
     def confined(self) -> bool:
-        """Whether signals of the session stay inside it, so that it can kill neither its reaper nor foreign processes."""
+        """Whether signals of the session stay inside it, so that it can kill neither its reaper nor foreign
+        processes."""
         return self.uids is not None or self.scoped
 
 

@@ -63,7 +63,8 @@ class RecordWriter:
 
 
 class SectionReader(io.RawIOBase):
-    """Reader of one section in the jail. The service has checked the framing. Raises EOFError if the service is gone."""
+    """Reader of one section in the jail. The service has checked the framing. Raises EOFError if the service is
+    gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

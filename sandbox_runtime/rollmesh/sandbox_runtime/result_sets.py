@@ -1,8 +1,9 @@
 """Compare two result sets of queries. Pure; used by the service, which stores expected results.
 
 Rows are compared as a multiset unless the order counts, which it does if the expected query has ORDER BY at its top
-level. Columns are compared by position, or in any order, and their names are ignored. Null equals null only. Two integers
-must be equal. Other numbers are equal within a tolerance whatever their type, so 1 equals 1.0; text never equals a number.
+level. Columns are compared by position, or in any order, and their names are ignored. Null equals null only. Two
+integers must be equal. Other numbers are equal within a tolerance whatever their type, so 1 equals 1.0; text never
+equals a number.
 
 The actual rows are hostile. The number of comparisons is bounded, and rows are counted by texts, because the hash of a
 text cannot be chosen and the hash of a number can.

@@ -97,7 +97,8 @@ def _run(languages: Languages, request: framing.Message, wall_s: float) -> frami
 
 
 def _emit(descriptor: int, text: str) -> None:
-    """Send a frame of output before the reply. The service reads regardless of its client, so this hardly ever blocks."""
+    """Send a frame of output before the reply. The service reads regardless of its client, so this hardly ever
+    blocks."""
     plain = text.encode("utf-8", "replace").decode()
     frame = memoryview(framing.encode({"descriptor": descriptor, "text": plain}))
     while frame:

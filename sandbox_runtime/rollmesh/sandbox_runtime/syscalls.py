@@ -63,7 +63,8 @@ def call(name: str, *args: object, step: str = "") -> int:
 
 
 def prctl(option: int, value: int, step: str, extra: int = 0) -> None:
-    """Call prctl(option, value, extra) with the remaining arguments zero, as the kernel requires for several options."""
+    """Call prctl(option, value, extra) with the remaining arguments zero, as the kernel requires for several
+    options."""
     zero = ctypes.c_ulong(0)
     check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(extra), zero, zero), step)
 

@@ -1,8 +1,8 @@
 """The zygote: a warm, contained, single-threaded interpreter that forks one session per request.
 
 It has no secret, no environment and no descriptor except its control socket and the namespace handles, because a fork
-inherits everything. It is pid 1 of a separate pid namespace, so its exit always ends every session. It exchanges packets
-with the service:
+inherits everything. It is pid 1 of a separate pid namespace, so its exit always ends every session. It exchanges
+packets with the service:
 
     in   open {id, slot, uid, limits, egress, private_dir} with descriptors [session socket, entry files of cgroups ..., egress port if egress is 1]; kill {id}
     out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, cpu_limit_s, rss_bytes}
@@ -46,7 +46,8 @@ from rollmesh.sandbox_runtime.session import serve_session
 _ALWAYS = (
     "base64", "inspect", "tempfile", "traceback",
     "rollmesh.sandbox_runtime.judging.candidate", "rollmesh.sandbox_runtime.judging.checking",
-    "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
+    "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote",
+    "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
 """Modules that sessions themselves need or that nearly every program imports."""
 _LATE = ("encodings.idna", "subprocess", "threading", "unittest")

@@ -11,8 +11,8 @@
                 await trainer.report_checkpoint()
                 await trainer.publish(weights)
 
-Every failed call raises a `rollmesh.shared.errors.MeshError`: `Fenced`, `LeaseExpired`, `NotPublished`, ... docs/trainers.md gives
-the remedy for each.
+Every failed call raises a `rollmesh.shared.errors.MeshError`: `Fenced`, `LeaseExpired`, `NotPublished`, ...
+docs/trainers.md gives the remedy for each.
 """
 
 from rollmesh.client.batch import Batch, BatchLease, BatchSample

@@ -27,7 +27,8 @@ class BatchLease:
 
 @dataclass(frozen=True, slots=True)
 class BatchSample:
-    """One sample; messages of `rollmesh.v1`, arrays as little-endian bytes (`np.frombuffer(segment.token_ids, "<i4")`)."""
+    """One sample; messages of `rollmesh.v1`, arrays as little-endian bytes (`np.frombuffer(segment.token_ids,
+    "<i4")`)."""
 
     leased: run_pb2.LeasedSample
     """Metadata, rewards, staleness, `mask_below_step`."""
@@ -55,7 +56,8 @@ class Batch:
     samples: Sequence[BatchSample]
     """Samples in the order of the lease."""
     unreadable: Mapping[str, str]
-    """Reasons (PAYLOAD_LOST, METADATA_MISMATCH) by id of leased samples that cannot be trained on; `Trainer.commit` drops them."""
+    """Reasons (PAYLOAD_LOST, METADATA_MISMATCH) by id of leased samples that cannot be trained on; `Trainer.commit`
+    drops them."""
     groups: Sequence[types_pb2.GroupContext]
     """As in `BatchLease`."""
 
@@ -89,7 +91,8 @@ class BatchAssembler:
         _log.warning("samples are unreadable and will be dropped: ids=%s reason=%s cause=%s", names, reason, cause)
 
     def add_ahead(self, message: run_pb2.PrefetchSamplesResponse) -> None:
-        """Add one episode that was loaded before the lease. One that contradicts the lease is omitted, hence fetched again."""
+        """Add one episode that was loaded before the lease. One that contradicts the lease is omitted, hence fetched
+        again."""
         names = [name for name in message.sample_ids if name in self._leased]
         with suppress(MetadataMismatch):
             for name in names:

@@ -1,4 +1,5 @@
-"""Calls of RunService with deadlines, typed errors and retries. Every unary call of RunService is idempotent and may be repeated."""
+"""Calls of RunService with deadlines, typed errors and retries. Every unary call of RunService is idempotent and may be
+repeated."""
 
 from __future__ import annotations
 

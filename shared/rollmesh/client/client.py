@@ -49,7 +49,8 @@ class Client:
     ) -> None:
         """`tls` is for gateways on other machines. Connects on the first call. ConfigError for unreadable TLS files.
 
-        `payloads` is the folder `payloads` of the run folder: a trainer on its host reads the episodes there, and not from the gateway.
+        `payloads` is the folder `payloads` of the run folder: a trainer on its host reads the episodes there, and not
+        from the gateway.
         """
         self._calls = GatewayCalls(
             address, Access(token, tls), retry or RetryConfig(), clock or SystemClock(), payloads
@@ -88,12 +89,15 @@ class Run(RunCalls):
         applied: bool = True,
         prefetch_bytes_max: int = 0,
     ) -> Trainer:
-        """Attach as the only trainer of the run, with the state of the caller's checkpoint: its last update and the digest after it.
+        """Attach as the only trainer of the run, with the state of the caller's checkpoint: its last update and the
+        digest after it.
 
-        `dropped` (sample id -> reason) and `applied` are those of the commit of `last_update`, whose reply may be lost. Without them an
-        update that dropped samples or was skipped cannot be rolled forward. Use the trainer as a context.
+        `dropped` (sample id -> reason) and `applied` are those of the commit of `last_update`, whose reply may be lost.
+        Without them an update that dropped samples or was skipped cannot be rolled forward. Use the trainer as a
+        context.
 
-        With `prefetch_bytes_max`, up to so many bytes of payloads are loaded while the trainer waits or trains, so that `fetch` finds them.
+        With `prefetch_bytes_max`, up to so many bytes of payloads are loaded while the trainer waits or trains, so that
+        `fetch` finds them.
 
         Raises `UnknownRun`, `DigestMismatch` (the checkpoint belongs to another history), `UnknownUpdate`.
         """
@@ -139,7 +143,8 @@ class Run(RunCalls):
                 yield message
 
     async def samples(self, cursor: str = "") -> AsyncGenerator[run_pb2.StreamSamplesResponse]:
-        """Yield scored episodes of a run that exports, after the one at `cursor`. Raises `HasLearner` for any other run."""
+        """Yield scored episodes of a run that exports, after the one at `cursor`. Raises `HasLearner` for any other
+        run."""
         request = run_pb2.StreamSamplesRequest(run=self.name, cursor=cursor)
         async with aclosing(self.gateway.stream("StreamSamples", request)) as messages:
             async for message in messages:

@@ -1,7 +1,8 @@
 """Read the episodes of a lease from the payload files of this host, at the positions that the lease names.
 
-It saves the path through the gateway and changes nothing else: each episode is compared with the lease. An episode that is not in a file,
-that cannot be read, or that contradicts the lease is left to `FetchSamples`, which also records why it is unreadable.
+It saves the path through the gateway and changes nothing else: each episode is compared with the lease. An episode that
+is not in a file, that cannot be read, or that contradicts the lease is left to `FetchSamples`, which also records why
+it is unreadable.
 """
 
 from __future__ import annotations

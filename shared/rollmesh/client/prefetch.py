@@ -1,6 +1,7 @@
 """Loads payloads of READY samples in the background, before they are leased.
 
-It only saves the time of a fetch. The lease decides what may be trained, and a payload that is missing here is fetched then.
+It only saves the time of a fetch. The lease decides what may be trained, and a payload that is missing here is fetched
+then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weights as a safetensors file, written without any array library.
 
-Format: u64le length of a JSON header {name: {dtype, shape, data_offsets}}, then the data (https://huggingface.co/docs/safetensors).
-Equal weights give equal bytes in any order of the mapping, because a version that is published again must have the same digest.
+Format: u64le length of a JSON header {name: {dtype, shape, data_offsets}}, then the data
+(https://huggingface.co/docs/safetensors). Equal weights give equal bytes in any order of the mapping, because a version
+that is published again must have the same digest.
 """
 
 from __future__ import annotations

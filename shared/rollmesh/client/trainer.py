@@ -1,7 +1,7 @@
 """`Trainer`: the session of one trainer in a run, from its attach until another trainer attaches.
 
-The caller decides the order of calls (docs/trainers.md). The session keeps one lease at a time, renews it in the background until it is
-committed, released or lost, and releases it when the caller leaves a batch without a commit.
+The caller decides the order of calls (docs/trainers.md). The session keeps one lease at a time, renews it in the
+background until it is committed, released or lost, and releases it when the caller leaves a batch without a commit.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Trainer:
         self.digest = digest
         """Commit digest after it."""
         self.head = EMPTY
-        """Head of the ledger at the last commit of this trainer; store it beside the digest, for `rollmesh audit --head`."""
+        """Head of the ledger at the last commit of this trainer; store it beside the digest, for `rollmesh audit
+        --head`."""
         self._run = run
         self._gateway = run.gateway
         self._depot = depot
@@ -123,7 +124,8 @@ class Trainer:
         on_wait: Callable[[str], None] | None = None,
         geometry: run_pb2.BatchGeometry | None = None,
     ) -> Batch | None:
-        """Lease and fetch the next update's batch, or return None after `wait_s` seconds (at most 60). Raises like `lease` and `fetch`."""
+        """Lease and fetch the next update's batch, or return None after `wait_s` seconds (at most 60). Raises like
+        `lease` and `fetch`."""
         lease = await self.lease(wait_s=wait_s, geometry=geometry)
         if isinstance(lease, BatchLease):
             return await self.fetch(lease)
@@ -157,7 +159,8 @@ class Trainer:
         return len(self._prefetch)
 
     async def fetch(self, lease: BatchLease, *, on_first: Callable[[], Awaitable[None]] | None = None) -> Batch:
-        """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`, `UnknownLease`."""
+        """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`,
+        `UnknownLease`."""
         ahead = self._prefetch.take([sample.meta.sample_id for sample in lease.samples])
         if ahead and on_first is not None:
             await on_first()
@@ -199,11 +202,11 @@ class Trainer:
         applied: bool = True,
         groups: Sequence[events_pb2.TrainedGroup] = (),
     ) -> CommitResult:
-        """Commit the update of the batch. `dropped` gives the reason for each unused sample; `applied=False` means unchanged weights.
-        `groups` are measurements on groups of the batch, which the selector of the run may read.
+        """Commit the update of the batch. `dropped` gives the reason for each unused sample; `applied=False` means
+        unchanged weights. `groups` are measurements on groups of the batch, which the selector of the run may read.
 
-        Store digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the
-        update does not count then; return to the checkpoint and attach again.
+        Store digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`,
+        `CommitConflict`: the update does not count then; return to the checkpoint and attach again.
         """
         self._check_open(batch.lease_id)
         used: dict[str, str | None] = {sample.sample_id: None for sample in batch.samples}
@@ -229,7 +232,8 @@ class Trainer:
         await self._run.ask("ReleaseBatch", run_pb2.ReleaseBatchRequest(**self._holding(), lease_id=lease_id))
 
     async def abandon(self) -> None:
-        """Stop renewing the open batch without a release, as a crash does: its samples are in doubt until the next attach."""
+        """Stop renewing the open batch without a release, as a crash does: its samples are in doubt until the next
+        attach."""
         self._lease_id = ""
         renewal, self._renewal = self._renewal, None
         if renewal is not None:
@@ -264,7 +268,8 @@ class Trainer:
         return PolicyVersion(policy=self._run.policy, step=self.update, incarnation=self.attached.incarnation)
 
     async def report_checkpoint(self, update: int | None = None, digest: str | None = None) -> None:
-        """Report that a checkpoint with an update and the digest after it is durable. By default it is the last committed update.
+        """Report that a checkpoint with an update and the digest after it is durable. By default it is the last
+        committed update.
 
         Raises `Fenced`, `DigestMismatch`, `UnknownUpdate`.
         """
@@ -280,8 +285,9 @@ class Trainer:
     ) -> PolicyVersion:
         """Upload the weights after the last committed update and announce them. Repeatable.
 
-        `weights` are tensors by name, as `Tensor` or numpy array, or a safetensors file. Raises like `publish_manifest`, and
-        `WeightsRejected` for a tensor with a value that is NaN or infinite, before anything is sent.
+        `weights` are tensors by name, as `Tensor` or numpy array, or a safetensors file. Raises like
+        `publish_manifest`, and `WeightsRejected` for a tensor with a value that is NaN or infinite, before anything is
+        sent.
         """
         with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
             path = Path(folder) / WEIGHTS_NAME
@@ -291,8 +297,8 @@ class Trainer:
                 await asyncio.to_thread(write_safetensors, weights, path)
             if name := await asyncio.to_thread(first_not_finite, path):
                 raise WeightsRejected(
-                    f"tensor {name} of {self.version} has a value that is NaN or infinite, so nothing was sent; return to a checkpoint, "
-                    "lower the learning rate, and attach again",
+                    f"tensor {name} of {self.version} has a value that is NaN or infinite, so nothing was sent; return "
+                    "to a checkpoint, lower the learning rate, and attach again",
                     version=self.version,
                 )
             built = await asyncio.to_thread(build_manifest, {WEIGHTS_NAME: path}, probes=probes)
@@ -309,9 +315,11 @@ class Trainer:
     ) -> PolicyVersion:
         """Upload the weights in `built` and announce them, when `before_announcement` is done too. Repeatable.
 
-        `version` (default: the one after the last committed update) may belong to an update whose commit `before_announcement` waits for.
+        `version` (default: the one after the last committed update) may belong to an update whose commit
+        `before_announcement` waits for.
 
-        Raises `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`; `NotUploaded` if the depot loses them `attempts_max` times.
+        Raises `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`; `NotUploaded` if the depot loses them
+        `attempts_max` times.
         """
         now = version or self.version
         announced = types_pb2.PolicyVersion(

@@ -1,7 +1,7 @@
 """Time as an argument: the port, the system's clock, and a manual clock for tests and the simulator.
 
-Durations and deadlines come from `monotonic_s` only. `wall_s` is informational. Wall clocks of two machines are compared for a warning
-only, see `clock_warning`.
+Durations and deadlines come from `monotonic_s` only. `wall_s` is informational. Wall clocks of two machines are
+compared for a warning only, see `clock_warning`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ CLOCK_AHEAD_S_MAX = 60.0
 
 
 def clock_warning(ahead_s: float, host: str) -> str:
-    """Return what is wrong with the clock of a host that is `ahead_s` seconds ahead of the coordinator's, and the remedy; empty if nothing."""
+    """Return what is wrong with the clock of a host that is `ahead_s` seconds ahead of the coordinator's, and the
+    remedy; empty if nothing."""
     if abs(ahead_s) <= CLOCK_AHEAD_S_MAX:
         return ""
     side = "ahead of" if ahead_s > 0 else "behind"
     return (
-        f"the clock of {host} is {abs(ahead_s):.0f} s {side} the coordinator's: certificates can count as expired or not yet valid, and dates of "
+        f"the clock of {host} is {abs(ahead_s):.0f} s {side} the coordinator's: certificates can count as expired or "
+        "not yet valid, and dates of "
         "logs and spans do not fit together; synchronize the clocks of both hosts (NTP) and restart the node"
     )
 
@@ -84,8 +86,8 @@ class SystemClock:
 class ManualClock:
     """A clock that changes only when it is advanced. Sleepers wake in order of their deadline, then of their call.
 
-    `advance` moves in one step, so a task that wakes and sleeps again counts from the new time. `run_for` moves from deadline to
-    deadline, so that periodic tasks run as often as in real time.
+    `advance` moves in one step, so a task that wakes and sleeps again counts from the new time. `run_for` moves from
+    deadline to deadline, so that periodic tasks run as often as in real time.
     """
 
     def __init__(self, *, monotonic_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
@@ -126,7 +128,8 @@ class ManualClock:
         self._wake_due()
 
     async def run_for(self, duration_s: float, *, turns: int = 20) -> None:
-        """Move time forward deadline by deadline. After each, let the loop run `turns` times, so that woken tasks can sleep again."""
+        """Move time forward deadline by deadline. After each, let the loop run `turns` times, so that woken tasks can
+        sleep again."""
         end_s = self._now_s + duration_s
         await _yield_to_loop(turns)
         while (deadline_s := self.next_deadline_s()) <= end_s:

@@ -1,7 +1,8 @@
-"""The base of all typed errors, and one class per status code. Users import `rollmesh.shared.errors`, which has the conditions too.
+"""The base of all typed errors, and one class per status code. Users import `rollmesh.shared.errors`, which has the
+conditions too.
 
-A subclass registers itself by its reason: `BY_REASON` is the table in which a client finds the class of a received error.
-This module imports no networking, so that pure code can raise its errors.
+A subclass registers itself by its reason: `BY_REASON` is the table in which a client finds the class of a received
+error. This module imports no networking, so that pure code can raise its errors.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ BY_REASON: dict[str, type[MeshError]] = {}
 class MeshError(Exception):
     """Base of all errors that cross a boundary of the mesh.
 
-    `message` is for display and ends with the remedy. Keyword arguments become `metadata`: short facts, converted to strings.
+    `message` is for display and ends with the remedy. Keyword arguments become `metadata`: short facts, converted to
+    strings.
     """
 
     reason: str = "INTERNAL"
@@ -91,7 +93,8 @@ class MeshError(Exception):
 
 
 def error_for(reason: str, code: Code) -> type[MeshError]:
-    """Return the class of `reason` if its code agrees, else the class of `code`, because a peer may be newer than this process."""
+    """Return the class of `reason` if its code agrees, else the class of `code`, because a peer may be newer than this
+    process."""
     exact = BY_REASON.get(reason)
     if exact is not None and exact.code is code:
         return exact

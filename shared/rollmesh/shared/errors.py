@@ -1,8 +1,8 @@
 """Typed errors of the mesh: one class per condition.
 
-Every error has a `reason` (UPPER_SNAKE, for programs), a `code` (for the retry decision), a message that ends with the remedy
-(for display), `metadata` (facts of this occurrence) and, if waiting helps, `retry_after_s`. Direct subclasses of `MeshError`
-represent a code. Their subclasses represent a condition, so `except NotFound` catches every unknown name.
+Every error has a `reason` (UPPER_SNAKE, for programs), a `code` (for the retry decision), a message that ends with the
+remedy (for display), `metadata` (facts of this occurrence) and, if waiting helps, `retry_after_s`. Direct subclasses of
+`MeshError` represent a code. Their subclasses represent a condition, so `except NotFound` catches every unknown name.
 
     MeshError
       InvalidInput        INVALID_ARGUMENT     ConfigError, CorruptSnapshot
@@ -55,8 +55,10 @@ __all__ = [
     "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut", "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
-    "PayloadTooLarge", "PermissionDenied", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
-    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
+    "PayloadTooLarge", "PermissionDenied", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
+    "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
+    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable",
+    "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
     "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
@@ -69,7 +71,8 @@ __all__ = [
 
 
 class ConfigError(InvalidInput):
-    """The configuration is invalid. The message contains the key, the expected and the found value, and where it was read."""
+    """The configuration is invalid. The message contains the key, the expected and the found value, and where it was
+    read."""
 
     reason = "INVALID_CONFIG"
 
@@ -180,7 +183,8 @@ class UnknownSession(NotFound):
 
 
 class SessionNotSaved(InvalidInput):
-    """The program of a sandbox session prevents that its state is saved or loaded; the metadata `ended` says that it has also ended."""
+    """The program of a sandbox session prevents that its state is saved or loaded; the metadata `ended` says that it
+    has also ended."""
 
     reason = "SESSION_NOT_SAVED"
     code = Code.INVALID_ARGUMENT
@@ -280,8 +284,8 @@ class LossFailed(FailedPrecondition):
 
 
 class LearnerCodeFailed(FailedPrecondition):
-    """The estimator or the update rule raised, or returned what an update cannot use; the message names it and has the lines of the user's
-    code."""
+    """The estimator or the update rule raised, or returned what an update cannot use; the message names it and has the
+    lines of the user's code."""
 
     reason = "LEARNER_CODE_FAILED"
 
@@ -428,7 +432,8 @@ class DiskFull(ResourceExhausted):
 
 
 class LedgerFull(ResourceExhausted):
-    """The ledger of the run has no room for the record of this request; raise its limit and resume the run, or delete the run."""
+    """The ledger of the run has no room for the record of this request; raise its limit and resume the run, or delete
+    the run."""
 
     reason = "LEDGER_FULL"
 
@@ -459,7 +464,8 @@ class NotReady(Unavailable):
 
 
 class NoNode(NotReady):
-    """No node of a kind serves: none has joined, or none can be reached. An attempt that ends with it does not count towards `tries_max`."""
+    """No node of a kind serves: none has joined, or none can be reached. An attempt that ends with it does not count
+    towards `tries_max`."""
 
     reason = "NO_NODE"
 

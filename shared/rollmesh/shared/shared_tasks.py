@@ -1,6 +1,7 @@
 """Work that several callers wait for: one task per key, which continues if its callers are cancelled.
 
-A caller that did the work itself would take it with it when its deadline is over, and the next caller would begin at the start.
+A caller that did the work itself would take it with it when its deadline is over, and the next caller would begin at
+the start.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class SharedTasks(Generic[K, T]):
         return self._tasks.get(key)
 
     async def join(self, key: K, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` as the only task of a key, or wait for the running one. Raises its error, and Cancelled after `cancel`."""
+        """Run `work` as the only task of a key, or wait for the running one. Raises its error, and Cancelled after
+        `cancel`."""
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(work(), name=f"{self._what} {key}", context=apart())

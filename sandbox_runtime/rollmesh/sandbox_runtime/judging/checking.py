@@ -9,7 +9,8 @@ from typing import Any
 
 
 def wrap(check: Callable[[Any, Any, Any], object]) -> Callable[[str], str]:
-    """Wrap the operator's `check` as a function from JSON to JSON. Only True accepts; another truthy value is an error."""
+    """Wrap the operator's `check` as a function from JSON to JSON. Only True accepts; another truthy value is an
+    error."""
 
     def checked(text: str) -> str:
         given, expected, answer = json.loads(text)

@@ -29,7 +29,8 @@ _ITEMS_MAX = 10_000
 
 _TEXT = "the text of an exception"
 _LIBRARIES = (sys.stdlib_module_names | {"numpy"}) - {"unittest", "doctest"}
-"""Modules whose exceptions keep their class. Test frameworks are excluded: some of their exceptions skip or pass a test."""
+"""Modules whose exceptions keep their class. Test frameworks are excluded: some of their exceptions skip or pass a
+test."""
 _PASSED_ON = frozenset({"__name__", "__qualname__", "__doc__"})
 """Special attributes that a handle requests from the candidate."""
 
@@ -188,7 +189,8 @@ class Channel:
         return error
 
     def _take_of_error(self, tag: str, content: Any) -> Handle | Exception:
-        """Return what an exception contains, such as another exception. A result is never an exception of this process."""
+        """Return what an exception contains, such as another exception. A result is never an exception of this
+        process."""
         return self._rebuilt(content) if tag == "error" else self._take(tag, content)
 
     def _take(self, tag: str, number: Any) -> Handle:

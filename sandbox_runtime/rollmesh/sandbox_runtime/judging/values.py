@@ -44,7 +44,8 @@ _BY_TEXT: dict[str, tuple[str, Callable[[Any], str], Callable[[Any, str], Any]]]
         lambda kind, text: kind(*map(int, text.split())),
     ),
 }
-"""Class -> module, and conversions to and from a text that fully represents the value. A subclass is before its base."""
+"""Class -> module, and conversions to and from a text that fully represents the value. A subclass is before its
+base."""
 _INT_BITS_MAX = 14_000
 """Python converts larger integers only to and from hexadecimal digits."""
 _FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}

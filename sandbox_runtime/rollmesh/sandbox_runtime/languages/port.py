@@ -10,7 +10,8 @@ OK, ERROR, TIME, MEMORY, PROCESSES, OUTPUT = "ok", "error", "time", "memory", "p
 """Outcomes of a program, as the service decodes them."""
 
 Reply = dict[str, Any]
-"""outcome, stdout, stderr, result, truncated, wall_s, cpu_s, exit_status, error_type, error_message, traceback; absent means empty."""
+"""outcome, stdout, stderr, result, truncated, wall_s, cpu_s, exit_status, error_type, error_message, traceback; absent
+means empty."""
 
 
 class ProgramRejected(Exception):

@@ -1,7 +1,8 @@
-"""Languages whose programs are source files that commands of the host build and run: C, C++, languages of the operator, and JavaScript.
+"""Languages whose programs are source files that commands of the host build and run: C, C++, languages of the operator,
+and JavaScript.
 
-A build runs inside the jail under the same limits. If it fails, the outcome is ERROR with the text of the compiler. The program starts in
-the directory of the session. Only the files that it writes there remain.
+A build runs inside the jail under the same limits. If it fails, the outcome is ERROR with the text of the compiler. The
+program starts in the directory of the session. Only the files that it writes there remain.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _MESSAGE_CHARS_MAX = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How a source file is built and run. In an argument, `{folder}` stands for the directory that contains the source."""
+    """How a source file is built and run. In an argument, `{folder}` stands for the directory that contains the
+    source."""
 
     source: str
     """Name of the source file."""
@@ -55,7 +57,8 @@ COMMANDS = {
         source="main.cpp", build=("g++", "-O2", "-std=gnu++17", "-o", "program", "main.cpp"), run=("{folder}/program",)
     ),
 }
-"""By language. A zygote adds the languages of the operator before it is contained, so that its sessions inherit them."""
+"""By language. A zygote adds the languages of the operator before it is contained, so that its sessions inherit
+them."""
 
 
 class CommandLanguage:
@@ -111,7 +114,8 @@ class JavaScript:
 
 
 def _node_flags(limits: Limits) -> list[str]:
-    """Return flags that keep the heap below the session's memory. A small address space has no room for compiled code."""
+    """Return flags that keep the heap below the session's memory. A small address space has no room for compiled
+    code."""
     flags = [f"--max-old-space-size={max(16, limits.memory_bytes * 3 // 4 >> 20)}", "--v8-pool-size=1"]
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     return [*flags, "--jitless"] if 0 <= most < _NODE_ADDRESS_SPACE_BYTES else flags

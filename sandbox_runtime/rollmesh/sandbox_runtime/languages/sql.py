@@ -29,9 +29,12 @@ _PRAGMAS = frozenset(
 )
 _FORBIDDEN_FUNCTIONS = frozenset(("load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"))
 _ACTIONS = (
-    "ATTACH", "DETACH", "INSERT", "UPDATE", "DELETE", "PRAGMA", "FUNCTION", "TRANSACTION", "SAVEPOINT", "REINDEX", "ANALYZE",
-    "ALTER_TABLE", "CREATE_TABLE", "CREATE_INDEX", "CREATE_VIEW", "CREATE_TRIGGER", "CREATE_VTABLE", "CREATE_TEMP_TABLE",
-    "CREATE_TEMP_INDEX", "CREATE_TEMP_VIEW", "CREATE_TEMP_TRIGGER", "DROP_TABLE", "DROP_INDEX", "DROP_VIEW", "DROP_TRIGGER",
+    "ATTACH", "DETACH", "INSERT", "UPDATE", "DELETE", "PRAGMA", "FUNCTION", "TRANSACTION", "SAVEPOINT", "REINDEX",
+    "ANALYZE",
+    "ALTER_TABLE", "CREATE_TABLE", "CREATE_INDEX", "CREATE_VIEW", "CREATE_TRIGGER", "CREATE_VTABLE",
+    "CREATE_TEMP_TABLE",
+    "CREATE_TEMP_INDEX", "CREATE_TEMP_VIEW", "CREATE_TEMP_TRIGGER", "DROP_TABLE", "DROP_INDEX", "DROP_VIEW",
+    "DROP_TRIGGER",
 )  # fmt: skip
 """Actions of sqlite's authorizer by the names of its constants, for error messages."""
 _GROWTH = 6
@@ -111,7 +114,8 @@ def _duckdb(path: str, query: str, limits: Limits) -> Reply:
     import duckdb
 
     settings: dict[str, Any] = {
-        "enable_external_access": "false", "autoinstall_known_extensions": "false", "autoload_known_extensions": "false",
+        "enable_external_access": "false", "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
         "threads": "1", "memory_limit": f"{limits.memory_bytes // 2 >> 20}MB", "lock_configuration": "true",
     }  # fmt: skip
     try:

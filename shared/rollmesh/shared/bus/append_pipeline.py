@@ -1,14 +1,16 @@
 """Many appends of one stream in flight, stored in order, across lost connections: go-back-N over JetStream's acks.
 
-Entries wait in a queue in the order of submission; a task takes the ack of the head, resolves it, and continues. If an ack does not
-arrive (the connection broke, the server was killed), every entry still in the queue is sent again, in order, with its message id:
+Entries wait in a queue in the order of submission; a task takes the ack of the head, resolves it, and continues. If an
+ack does not arrive (the connection broke, the server was killed), every entry still in the queue is sent again, in
+order, with its message id:
 
-- stored, ack lost: within the dedup window JetStream answers with the first sequence; past it, an append with an expected sequence
-  is refused, and the record at that position has the same id. Both count as success.
+- stored, ack lost: within the dedup window JetStream answers with the first sequence; past it, an append with an
+  expected sequence is refused, and the record at that position has the same id. Both count as success.
 - never stored: it is stored now.
-- a follower in the queue was refused because its predecessor was lost: its rejection is ignored, because it is sent again too.
-- another server of a cluster leads the stream now: until it has applied what the one before had stored, it refuses the head, and
-  has no record at its position. It is sent again for `_SETTLE_S_MAX`.
+- a follower in the queue was refused because its predecessor was lost: its rejection is ignored, because it is sent
+  again too.
+- another server of a cluster leads the stream now: until it has applied what the one before had stored, it refuses the
+  head, and has no record at its position. It is sent again for `_SETTLE_S_MAX`.
 
 So a rejection of the *head* is final, and `WrongLastSequence` means that another writer's record is at that position.
 Bounded by the number and the bytes of entries in the queue; each entry fails with `BusUnavailable` at its own deadline.
@@ -34,7 +36,8 @@ from rollmesh.shared.telemetry.logs import apart
 
 _RESEND_PAUSE_S = 0.05
 _SETTLE_S_MAX = 5.0
-"""Longest time for which the leader of a replicated stream may not have every record that was acknowledged, in seconds."""
+"""Longest time for which the leader of a replicated stream may not have every record that was acknowledged, in
+seconds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +89,8 @@ class AppendPipeline:
         loop = asyncio.get_running_loop()
         wire_headers = _headers(self._stream, msg_id, expected_last_seq, headers)
         num_bytes = len(payload) + sum(len(key) + len(value) + 4 for key, value in wire_headers.items()) + 16
-        # Checked here with the headers: nats-py counts the payload only, and the server closes the connection for a message that is too large.
+        # Checked here with the headers: nats-py counts the payload only, and the server closes the connection for a
+        # message that is too large.
         if num_bytes > (limit := self._link.client.max_payload):
             raise PayloadTooLarge(
                 f"a record of {num_bytes} bytes exceeds NATS's max_payload of {limit}; send less at once"
@@ -150,7 +154,8 @@ class AppendPipeline:
         return not self._queue or (len(self._queue) < self._inflight_max and fits)
 
     async def _send(self, entry: _Entry) -> None:
-        """Publish once. Without a connection the entry stays without ack, and the collector sends it after the reconnect."""
+        """Publish once. Without a connection the entry stays without ack, and the collector sends it after the
+        reconnect."""
         if not self._link.up:
             return
         with contextlib.suppress(OSError, nats.errors.Error):
@@ -196,7 +201,8 @@ class AppendPipeline:
             raise
 
     async def _own_record(self, entry: _Entry) -> int:
-        """Return the sequence of a rejected entry if the record at its position has its id; otherwise the writer is fenced."""
+        """Return the sequence of a rejected entry if the record at its position has its id; otherwise the writer is
+        fenced."""
         assert entry.expected_last_seq is not None
         place = entry.expected_last_seq + 1
         try:

@@ -1,10 +1,11 @@
 """The bus port: named append-only logs with sequence numbers.
 
-A stream is a log, not a work queue: reading removes nothing. Sequences start at 1, grow by 1 per stored record and are never reused.
-`append` is idempotent by `msg_id` within the stream's dedup window. With `expected_last_seq` it stores only directly after that
-sequence: the ledger's single-writer rule.
+A stream is a log, not a work queue: reading removes nothing. Sequences start at 1, grow by 1 per stored record and are
+never reused. `append` is idempotent by `msg_id` within the stream's dedup window. With `expected_last_seq` it stores
+only directly after that sequence: the ledger's single-writer rule.
 
-Implementations: `jetstream_bus` (production) and `memory_bus` (simulator). One suite, tests/conformance/test_bus.py, runs on both.
+Implementations: `jetstream_bus` (production) and `memory_bus` (simulator). One suite, tests/conformance/test_bus.py,
+runs on both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class StreamFull(ResourceExhausted):
 
 
 class BusUnavailable(Unavailable):
-    """The bus did not respond within the deadline. The record may or may not be stored; append it again with the same `msg_id`."""
+    """The bus did not respond within the deadline. The record may or may not be stored; append it again with the same
+    `msg_id`."""
 
     reason = "BUS_UNAVAILABLE"
 
@@ -77,7 +79,8 @@ class StreamSpec:
     """Whether records can never be removed, except with the whole stream."""
     num_replicas: int = 1
     subject: str = ""
-    """Subject under which records are appended, beside `name`. Empty: only `name`. Permissions of NATS name subjects."""
+    """Subject under which records are appended, beside `name`. Empty: only `name`. Permissions of NATS name
+    subjects."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", self.name):
@@ -139,8 +142,8 @@ class StreamLog(Protocol):
     async def append_pipelined(self, payload: bytes, **options: Unpack[AppendOptions]) -> asyncio.Future[int]:
         """As `append`, but return when the record has been sent. The future gives its sequence.
 
-        Records of one `StreamLog` are stored in the order of the calls, also across reconnects; their futures resolve in that order.
-        Waits while the bus's limit of records in flight is reached.
+        Records of one `StreamLog` are stored in the order of the calls, also across reconnects; their futures resolve
+        in that order. Waits while the bus's limit of records in flight is reached.
         """
         ...
 
@@ -149,19 +152,22 @@ class StreamLog(Protocol):
         ...
 
     async def read_direct(self, seq: int) -> StreamRecord:
-        """The same, for large records whose sequence is known. Any replica may respond, or the leader if the replica lacks the record."""
+        """The same, for large records whose sequence is known. Any replica may respond, or the leader if the replica
+        lacks the record."""
         ...
 
     def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         """Yield records from `from_seq` up to the newest one that was stored when the call began. It skips removed
         records, also those that are removed meanwhile.
 
-        Raises `BusUnavailable` if the bus returns no record within its deadline although some exist, so the wait is bounded.
+        Raises `BusUnavailable` if the bus returns no record within its deadline although some exist, so the wait is
+        bounded.
         """
         ...
 
     def follow(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
-        """Yield records from `from_seq` on, each once, in order, without end; purged ones are skipped. Survives reconnects."""
+        """Yield records from `from_seq` on, each once, in order, without end; purged ones are skipped. Survives
+        reconnects."""
         ...
 
     async def last(self) -> StreamRecord | None:

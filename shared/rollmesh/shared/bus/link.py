@@ -1,7 +1,7 @@
 """The connection to NATS as the streams see it: up or down, and requests that are tried again until their deadline.
 
-With several servers the client leaves one that does not respond: a server that is stopped or cut off keeps its connections, and one that is
-cut off from the other servers accepts requests that it cannot perform.
+With several servers the client leaves one that does not respond: a server that is stopped or cut off keeps its
+connections, and one that is cut off from the other servers accepts requests that it cannot perform.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def is_transient(err: BaseException) -> bool:
 class Link:
     """One NATS client and whether it is connected. `on_lost` callbacks run whenever the connection breaks or is closed.
 
-    Acks of published records arrive on a separate inbox: `publish_async` of nats-py 2.16 loses every ack that is an error, for its
-    callback raises what it should have set.
+    Acks of published records arrive on a separate inbox: `publish_async` of nats-py 2.16 loses every ack that is an
+    error, for its callback raises what it should have set.
     """
 
     def __init__(self, client: Client, attempt_s: float, reconnect_wait_s: float) -> None:
@@ -112,7 +112,8 @@ class Link:
         self._num_sent = 0
 
     async def begin(self, *, several: bool) -> None:
-        """Once, after the client has connected; nats-py subscribes again after each reconnect. `several`: there are other servers."""
+        """Once, after the client has connected; nats-py subscribes again after each reconnect. `several`: there are
+        other servers."""
         self.cluster = cluster_of(self.client)
         self._ack_prefix = self.client.new_inbox()
         await self.client.subscribe(f"{self._ack_prefix}.*", cb=self._ack)
@@ -156,7 +157,8 @@ class Link:
         return str(url.netloc).rpartition("@")[2] if url is not None else "(none)"
 
     def choose_server(self, servers: list[Server], _: dict[str, Any]) -> tuple[Server | None, float]:
-        """For the client's reconnects: return another server than the one that was left, and the pause before. Servers that failed come last."""
+        """For the client's reconnects: return another server than the one that was left, and the pause before. Servers
+        that failed come last."""
         best = min(
             servers, key=lambda one: (one.uri.netloc == self._left, one.reconnects, random.random()), default=None
         )
@@ -193,7 +195,8 @@ class Link:
             )
 
     def refused(self, err: Exception) -> None:
-        """Note a subject that this user may not publish to. The server does not answer the request. nats-py reports it in lower case."""
+        """Note a subject that this user may not publish to. The server does not answer the request. nats-py reports it
+        in lower case."""
         if found := re.search(r'permissions violation for publish to "([^"]+)"', str(err), re.IGNORECASE):
             subject = found[1].lower()
             if subject not in self._denied:
@@ -211,12 +214,13 @@ class Link:
 
     def _denial(self, subject: str) -> str:
         return (
-            f"the NATS user {self.client.options.get('user')} may not publish to {subject}; `bus.login_file` must name the login of this kind "
-            "of service (docs/security.md)"
+            f"the NATS user {self.client.options.get('user')} may not publish to {subject}; `bus.login_file` must name "
+            "the login of this kind of service (docs/security.md)"
         )
 
     async def publish(self, subject: str, payload: bytes, headers: dict[str, str]) -> asyncio.Future[int]:
-        """Sends one record; the future gives its sequence, or the error that JetStream answers with. Cancel it to forget the ack."""
+        """Sends one record; the future gives its sequence, or the error that JetStream answers with. Cancel it to
+        forget the ack."""
         self._num_sent += 1
         token = str(self._num_sent)
         ack: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -325,7 +329,8 @@ def cluster_of(client: Client) -> str:
 
 
 def raise_if_cancelled() -> None:
-    """nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with the answer or error."""
+    """nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with the answer
+    or error."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

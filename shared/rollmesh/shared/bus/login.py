@@ -1,7 +1,7 @@
 """`BusLogin`: as whom a process speaks to NATS.
 
-The embedded server's password is derived from the run's token, so that one secret is handed out and NATS, whose config file holds
-the password in the clear, never holds the token itself. Logins of a cluster are random and stored in files.
+The embedded server's password is derived from the run's token, so that one secret is handed out and NATS, whose config
+file holds the password in the clear, never holds the token itself. Logins of a cluster are random and stored in files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BusLogin:
 
     @classmethod
     def read(cls, path: Path, tls: Tls | None = None, *, role: str = OPERATOR) -> Self:
-        """Read a file with lines USER:PASSWORD: one for every role, or one per role whose user ends in `-ROLE`. Raises ConfigError."""
+        """Read a file with lines USER:PASSWORD: one for every role, or one per role whose user ends in `-ROLE`. Raises
+        ConfigError."""
         try:
             lines = path.read_text(encoding="utf-8").split()
         except OSError as err:
@@ -53,8 +54,8 @@ class BusLogin:
         if len(found) != 1:
             users = ", ".join(user for user, _, _ in logins)
             raise ConfigError(
-                f"{path}: must contain one user that ends in -{role} for this process, got {users}; `rollmesh nats-config` writes the file "
-                "`logins` with all users, and one file for each",
+                f"{path}: must contain one user that ends in -{role} for this process, got {users}; `rollmesh "
+                "nats-config` writes the file `logins` with all users, and one file for each",
                 path=str(path),
             )
         return cls(user=found[0][0], password=found[0][1], tls=tls)

@@ -1,7 +1,7 @@
 """A bus whose sample streams keep their payloads in files of this host (`payload_files`), where that loses nothing.
 
-The stream of a run and its files are one `SampleStream`: the sequence of a record tells which of the two holds it. Readers take both, so
-that a run can be resumed with the other kind, and a worker on another host appends to the stream.
+The stream of a run and its files are one `SampleStream`: the sequence of a record tells which of the two holds it.
+Readers take both, so that a run can be resumed with the other kind, and a worker on another host appends to the stream.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class SampleStream:
         done, _ = await asyncio.wait([batch.task], timeout=deadline_s)  # does not cancel it, as others wait for it too
         if not done:
             raise BusUnavailable(
-                f"the disk did not store a payload of {self.name} within {deadline_s:g} s; see the disk of the run folder",
+                f"the disk did not store a payload of {self.name} within {deadline_s:g} s; see the disk of the run "
+                "folder",
                 stream=self.name,
             )
         return batch.task.result()[index]
@@ -113,8 +114,8 @@ class SampleStream:
     async def _read_file(self, seq: int) -> StreamRecord:
         if self.files is None:
             raise WrongHost(
-                f"payload {seq} of {self.name} is in a file of the run's host, which this process does not have; read it from the "
-                "gateway there, or resume the run with `bus.payloads: stream`"
+                f"payload {seq} of {self.name} is in a file of the run's host, which this process does not have; read "
+                "it from the gateway there, or resume the run with `bus.payloads: stream`"
             )
         try:
             return StreamRecord(seq=seq, payload=await asyncio.to_thread(self.files.read, seq), msg_id="")
@@ -149,7 +150,8 @@ class PayloadBus:
     """`bus`, whose sample streams are `SampleStream`s. Implements `Bus`."""
 
     def __init__(self, bus: Bus, folder: Path | None, *, write: bool, bytes_max: int) -> None:
-        """`folder` holds one folder per run, None on another host. `write` says whether appends go there, up to `bytes_max` per run."""
+        """`folder` holds one folder per run, None on another host. `write` says whether appends go there, up to
+        `bytes_max` per run."""
         self._bus = bus
         self._folder = folder
         self._write = write
@@ -178,7 +180,8 @@ class PayloadBus:
         await self._bus.close()
 
     async def _with_files(self, stream: StreamLog) -> StreamLog:
-        """Return the stream of a run that exists. Its folder is created here, because a writer must not create that of a deleted run."""
+        """Return the stream of a run that exists. Its folder is created here, because a writer must not create that of
+        a deleted run."""
         run = run_of_samples(stream.name)
         if not run:
             return stream

@@ -1,7 +1,7 @@
 """Append the payloads of one process to separate files (`payload_files`).
 
-`append` returns after write(2): the record survives the kill of every process, and a lost host may lose it, as with an ack of JetStream.
-The position is returned after that, so a report never names a record that a kill cut off.
+`append` returns after write(2): the record survives the kill of every process, and a lost host may lose it, as with an
+ack of JetStream. The position is returned after that, so a report never names a record that a kill cut off.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ class PayloadWriter:
     """Append to files that no other writer has. One thread at a time calls it."""
 
     def __init__(self, files: PayloadFiles, *, bytes_max: int) -> None:
-        """`bytes_max` is the limit of all files of the run together. Writers that append at once may exceed it by one call each."""
+        """`bytes_max` is the limit of all files of the run together. Writers that append at once may exceed it by one
+        call each."""
         self._files = files
         self._bytes_max = bytes_max
         self._file_bytes = min(FILE_BYTES_MAX, max(FILE_BYTES_MIN, bytes_max // FILES_PER_LIMIT))
         self._number, self._descriptor, self._end = 0, -1, 0
 
     def append(self, payloads: Sequence[bytes]) -> list[int]:
-        """Store payloads and return their positions. Raises StreamFull, DiskFull, PayloadTooLarge, UnknownStream; then it has stored none."""
+        """Store payloads and return their positions. Raises StreamFull, DiskFull, PayloadTooLarge, UnknownStream; then
+        it has stored none."""
         for payload in payloads:
             if len(payload) > RECORD_BYTES_MAX:
                 raise PayloadTooLarge(
-                    f"a payload of {len(payload)} bytes exceeds the {RECORD_BYTES_MAX} of a record; use shorter episodes"
+                    f"a payload of {len(payload)} bytes exceeds the {RECORD_BYTES_MAX} of a record; use shorter "
+                    "episodes"
                 )
         self._check_room(sum(len(payload) + HEADER.size for payload in payloads))
         with disk_told(self._files.folder):

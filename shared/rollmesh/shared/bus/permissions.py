@@ -8,9 +8,9 @@
 | gateway | gateways | read; write dead letters |
 | operator | commands on a run, and processes that host several of the services above | everything in the account of the mesh |
 
-The other kinds of services do not use NATS. A stream has the subject `RM.RUN.KIND`, so that a permission can name all streams of a kind. The
-subjects of the JetStream API end in the name of a stream, which NATS can permit for one stream or for all streams of the account. So a
-user that may read can read every stream of its mesh.
+The other kinds of services do not use NATS. A stream has the subject `RM.RUN.KIND`, so that a permission can name all
+streams of a kind. The subjects of the JetStream API end in the name of a stream, which NATS can permit for one stream
+or for all streams of the account. So a user that may read can read every stream of its mesh.
 
 NATS checks the subject of a message, not the subject that it names for the answer, to which the server publishes. A user in the account of
 the streams could thus name the subject of a ledger and have an answer stored there. So rollout workers, which run the code of agents, are in
@@ -44,7 +44,8 @@ PUBLISH: Mapping[str, tuple[str, ...]] = MappingProxyType({
     GATEWAY: (*_READ, f"{_API}.DIRECT.GET.*", "RM.*.DEAD"),
     OPERATOR: (f"{_API}.>", "RM.>"),
 })  # fmt: skip
-"""Subjects to which each user may publish. Every user may subscribe only to its own inbox, so that no user reads the answers to another."""
+"""Subjects to which each user may publish. Every user may subscribe only to its own inbox, so that no user reads the
+answers to another."""
 
 OUTSIDE = (ROLLOUT,)
 """Users with a separate account, which imports what they may publish to from that of the mesh."""

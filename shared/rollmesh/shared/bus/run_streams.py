@@ -24,12 +24,14 @@ class StreamLimits(Settings):
     dead_bytes_max: PositiveInt = 64 * MIB
     """Limit of dead letters, in bytes; the oldest are dropped."""
     num_replicas: PositiveInt = 1
-    """Copies of each stream: 1, 3 or 5. With 3 a cluster of NATS servers (`bus.url`) loses nothing if one of them is lost, with 5 if two are."""
+    """Copies of each stream: 1, 3 or 5. With 3 a cluster of NATS servers (`bus.url`) loses nothing if one of them is
+    lost, with 5 if two are."""
 
     def check_fields(self) -> None:
         if self.num_replicas not in (1, 3, 5):
             raise ValueError(
-                f"`num_replicas` must be 1, 3 or 5, got {self.num_replicas}: a majority must remain when a server is lost"
+                f"`num_replicas` must be 1, 3 or 5, got {self.num_replicas}: a majority must remain when a server is "
+                "lost"
             )
 
 

@@ -1,8 +1,9 @@
 """The configuration of a nats-server: of the embedded one, and of each server of a cluster.
 
-A cluster has one account per mesh, so that a mesh cannot use the streams of another one, and one user per kind of service in it
-(`permissions`). Users that must not choose where answers go have a separate account. Servers connect to each other with a separate login, and with TLS if it is configured. The embedded server has a single
-login in the default account, because every process of its run can read the token from which that login is derived.
+A cluster has one account per mesh, so that a mesh cannot use the streams of another one, and one user per kind of
+service in it (`permissions`). Users that must not choose where answers go have a separate account. Servers connect to
+each other with a separate login, and with TLS if it is configured. The embedded server has a single login in the
+default account, because every process of its run can read the token from which that login is derived.
 
 nats-server reads JSON, with one key per line.
 """

@@ -1,7 +1,7 @@
 """Following one JetStream stream: an ephemeral pull consumer, made again at the next sequence whenever it is lost.
 
-One request for a batch is outstanding at a time, so what waits in this process is bounded by the batch. Nothing is acknowledged: the
-stream is a log, and the position is this reader's own.
+One request for a batch is outstanding at a time, so what waits in this process is bounded by the batch. Nothing is
+acknowledged: the stream is a log, and the position is this reader's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _HEARTBEAT_S = 5.0
 _BATCH_BYTES_MAX = 64 * 1024 * 1024
 _INACTIVE_S = 60.0
 _PAUSE_S = 0.1
-"""Pause after a consumer that was lost before it gave a record, in seconds, so that a server in trouble does not get new ones at once."""
+"""Pause after a consumer that was lost before it gave a record, in seconds, so that a server in trouble does not get
+new ones at once."""
 _BUS_HEADERS = "nats-"
 
 
@@ -159,7 +160,8 @@ def make_record(seq: int, payload: bytes | None, headers: dict[str, str] | None)
 
 
 def _status(message: Msg | None) -> str:
-    """What a message on the inbox is: "" a record, "alive" a heartbeat, "end" of the request, "lost" for the consumer."""
+    """What a message on the inbox is: "" a record, "alive" a heartbeat, "end" of the request, "lost" for the
+    consumer."""
     if message is None or not message.headers or api.Header.STATUS.value not in message.headers or message.reply:
         return ""
     status = message.headers[api.Header.STATUS.value]

@@ -1,4 +1,5 @@
-"""Requests and results of the inference router: targets, whole generations as segments by version, and scored tokens."""
+"""Requests and results of the inference router: targets, whole generations as segments by version, and scored
+tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from rollmesh.v1 import inference_pb2
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The admissible weights: `step` or newer of `incarnation` or newer; exactly those if `exact`.
 
-    A generation to a `pinned` target finishes under the version that began it, also after a fail-over. Scoring ignores `pinned`.
+    A generation to a `pinned` target finishes under the version that began it, also after a fail-over. Scoring ignores
+    `pinned`.
     """
 
     policy: str = "main"
@@ -79,8 +81,8 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
 class ScoredTokens(msgspec.Struct, frozen=True, kw_only=True):
     """Given tokens under the plain softmax of one version of the weights.
 
-    Row i of each array belongs to token i given the tokens before it. The first token of a whole sequence has no such distribution: its
-    log-prob is 0, its values are 0, and its ids are -1.
+    Row i of each array belongs to token i given the tokens before it. The first token of a whole sequence has no such
+    distribution: its log-prob is 0, its values are 0, and its ids are -1.
     """
 
     logprobs: FloatArray
@@ -96,9 +98,11 @@ class ScoredTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merged(pieces: Sequence[Segment], finish: FinishReason) -> tuple[Segment, ...]:
-    """Join adjacent pieces of one version to one segment each; the last one gets `finish`. Pieces without tokens are dropped.
+    """Join adjacent pieces of one version to one segment each; the last one gets `finish`. Pieces without tokens are
+    dropped.
 
-    `kv_step_oldest` of a segment is the oldest of its pieces: under kv policy `keep`, a node after a fail-over has a fresher cache.
+    `kv_step_oldest` of a segment is the oldest of its pieces: under kv policy `keep`, a node after a fail-over has a
+    fresher cache.
     """
     runs: list[list[Segment]] = []
     for piece in pieces:

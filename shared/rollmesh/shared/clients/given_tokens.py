@@ -26,7 +26,8 @@ def prompt_ids(prompt: Prompt, encode: Callable[[Sequence[Message]], IntArray]) 
 
 
 def sequence(prompt: IntArray, token_ids: Sequence[int] | IntArray) -> IntArray:
-    """Return the prompt and the tokens after it, [n] int32. Raise ValueError if one of them is not a row of at least one token."""
+    """Return the prompt and the tokens after it, [n] int32. Raise ValueError if one of them is not a row of at least
+    one token."""
     given = np.asarray(token_ids, dtype=np.int32)
     for name, tokens in (("`token_ids`", given), ("the prompt", prompt)):
         if tokens.ndim != 1 or not tokens.size:

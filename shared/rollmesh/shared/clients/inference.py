@@ -6,14 +6,15 @@
         async for segment in generation: ...
     scored = await router.score([tokens], target=Target(), outputs=["entropy"])             # [ScoredTokens]
 
-A request goes to the last node of its session if that node is usable, else to the node with the lowest cost in prefix tokens to compute
-and load (`inference_choice`). If the node is lost or rejects the request, it continues at another node with the received tokens appended
-to its prefix and `max_tokens` reduced. Sampling is keyed by (seed, position), so with the same weights the result equals that of an
-undisturbed run. A stop string may span the fail-over: the submission contains the number of generated tokens in its prefix
-(`num_resumed`), and the engine searches for stop strings in these and the new tokens together.
+A request goes to the last node of its session if that node is usable, else to the node with the lowest cost in prefix
+tokens to compute and load (`inference_choice`). If the node is lost or rejects the request, it continues at another
+node with the received tokens appended to its prefix and `max_tokens` reduced. Sampling is keyed by (seed, position), so
+with the same weights the result equals that of an undisturbed run. A stop string may span the fail-over: the submission
+contains the number of generated tokens in its prefix (`num_resumed`), and the engine searches for stop strings in these
+and the new tokens together.
 
-A request to a pinned target asks for exactly the version of its first tokens from then on. If no node holds that version any more, it
-raises StaleWeights.
+A request to a pinned target asks for exactly the version of its first tokens from then on. If no node holds that
+version any more, it raises StaleWeights.
 
 Cancelling the awaiting task, or leaving the context, cancels the request at the node.
 """
@@ -67,9 +68,11 @@ class InferenceRouter:
         choice: NodeChoice | None = None,
         kind: coordinator_pb2.NodeKind.ValueType = coordinator_pb2.NODE_KIND_INFERENCE,
     ) -> None:
-        """`open_node` opens a channel to host:port, by default with `access`. Every request includes the engine `outputs`.
+        """`open_node` opens a channel to host:port, by default with `access`. Every request includes the engine
+        `outputs`.
 
-        `choice` replaces the policy, e.g. to compare it with others. `kind` is that of the nodes: INFERENCE or ENDPOINT.
+        `choice` replaces the policy, e.g. to compare it with others. `kind` is that of the nodes: INFERENCE or
+        ENDPOINT.
         """
         self._outputs, self._num_top = tuple(outputs), num_top
         self._config = config or RouterConfig()
@@ -145,10 +148,11 @@ class InferenceRouter:
         num_top: int | None = None,
         deadline_s: float | None = None,
     ) -> list[ScoredTokens]:
-        """Return log-probs and `outputs` of given sequences, each [n] with n >= 1, all under one version that `target` admits.
+        """Return log-probs and `outputs` of given sequences, each [n] with n >= 1, all under one version that `target`
+        admits.
 
-        A large request is sent in parts, possibly to several nodes. `num_top` is that of the router if None. Raise the errors of
-        `Generation`.
+        A large request is sent in parts, possibly to several nodes. `num_top` is that of the router if None. Raise the
+        errors of `Generation`.
         """
         limit_s = self._config.deadline_s if deadline_s is None else deadline_s
         scoring = Scoring(
@@ -176,8 +180,9 @@ class InferenceRouter:
 class Generation:
     """One request. Iterate inside `async with`. After the last piece, `finish` is the finish reason.
 
-    Raise `DeadlineExceeded`; `InfraFailure` after too many consecutive failures; `StaleWeights` for an exact step, or the version of a pinned
-    response, that no node holds any more; and errors that every node would return (`InvalidInput`, `UnknownPolicy`, ...).
+    Raise `DeadlineExceeded`; `InfraFailure` after too many consecutive failures; `StaleWeights` for an exact step, or
+    the version of a pinned response, that no node holds any more; and errors that every node would return
+    (`InvalidInput`, `UnknownPolicy`, ...).
     """
 
     def __init__(self, pool: NodePool, request: PendingRequest) -> None:
@@ -254,7 +259,8 @@ class Generation:
         self._pool.failed(self._request, node_id, node, err)
 
     def _decode(self, message: types_pb2.Segment, node_id: str) -> Segment:
-        """Return the new tokens. Raises InvalidInput for a malformed segment, and for another version or other arrays than requested."""
+        """Return the new tokens. Raises InvalidInput for a malformed segment, and for another version or other arrays
+        than requested."""
         segment = decode_segment(message, "segment")
         checks.check_segment(segment, "segment", index=0, num_params=0)
         expected = array_names(self._request.outputs)
@@ -274,4 +280,7 @@ class Generation:
     def _state(self) -> str:
         request = self._request
         last = f"; last error: {request.last_error}" if request.last_error is not None else ""
-        return f"received {len(request.received)} tokens, waiting for {request.waiting_for or 'a response of a node'}{last}"
+        return (
+            f"received {len(request.received)} tokens, waiting for "
+            f"{request.waiting_for or 'a response of a node'}{last}"
+        )

@@ -1,16 +1,18 @@
 """Choose the node of a request: the node of its session, else the one with the lowest cost in prefix tokens and load.
 
-A session keeps its node, because only this node has computed its history. It moves if the node is crowded (`session_moves_at`). Other
-requests go to the node with the lowest cost
+A session keeps its node, because only this node has computed its history. It moves if the node is crowded
+(`session_moves_at`). Other requests go to the node with the lowest cost
 
-    tokens of the prefix that the node has not computed  +  request_tokens * (requests at the node, relative to its capacity)
+    tokens of the prefix that the node has not computed  +  request_tokens * (requests at the node, relative to its
+    capacity)
 
-Nodes without a free slot, and nodes whose running requests fill the key-value cache, come after all others. A busy node thus loses the
-advantage of a known prefix when each further request there costs more than the prefix. The cost has the form of that of NVIDIA Dynamo's
-router (new prefill blocks plus active blocks); SGLang's cache-aware router compares queue lengths against thresholds instead.
+Nodes without a free slot, and nodes whose running requests fill the key-value cache, come after all others. A busy node
+thus loses the advantage of a known prefix when each further request there costs more than the prefix. The cost has the
+form of that of NVIDIA Dynamo's router (new prefill blocks plus active blocks); SGLang's cache-aware router compares
+queue lengths against thresholds instead.
 
-Independent routers see different parts of the traffic. At equal cost they choose by rendezvous hashing of the prompt, so that members of
-one group meet at one node.
+Independent routers see different parts of the traffic. At equal cost they choose by rendezvous hashing of the prompt,
+so that members of one group meet at one node.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from rollmesh.shared.clients.inference_nodes import KnownNode, RoutedRequest, Ro
 from rollmesh.shared.clients.prefix_index import BLOCK_TOKENS
 
 _GROWTH_BLOCKS = 8
-"""A history of a session is hashed again when it has grown or shrunk by this many blocks, so that most turns cost nothing."""
+"""A history of a session is hashed again when it has grown or shrunk by this many blocks, so that most turns cost
+nothing."""
 _KV_FULL = 0.9
 """Share of the key-value cache held by running requests from which a node counts as full."""
 _ODD = 0x9E3779B97F4A7C15

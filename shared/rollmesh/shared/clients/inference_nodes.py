@@ -1,4 +1,5 @@
-"""Keep the inference nodes that a router can use, with their streams and versions, and temporarily skip failed nodes."""
+"""Keep the inference nodes that a router can use, with their streams and versions, and temporarily skip failed
+nodes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthentic
 
 
 LOAD_S_MAX = 2.0
-"""Time after which a reported load of a node no longer counts, in seconds. A node without requests of this client sends no report."""
+"""Time after which a reported load of a node no longer counts, in seconds. A node without requests of this client sends
+no report."""
 PINNED_NEEDS = "responses under one version (an engine with `versions_max` >= 2, such as torch, or `rollout.pin` none)"
 """What an engine with one set of weights lacks for a pinned response, as errors name it."""
 
@@ -65,24 +67,29 @@ class RouterConfig(Settings):
     penalty_s_max: PositiveFloat = 10.0
     """Maximum time for which a failed node is skipped, in seconds."""
     session_moves_at: PositiveInt = 4
-    """A session moves to another node if its node has at least this many requests of this client and the other node, relative to its
-    capacity, at most half as many. A new node thus gets its share immediately, at the cost of a prefill per session."""
+    """A session moves to another node if its node has at least this many requests of this client and the other node,
+    relative to its capacity, at most half as many. A new node thus gets its share immediately, at the cost of a prefill
+    per session."""
     request_tokens: NonNegativeInt = 128
-    """Cost of one request that already runs at a node, in prefix tokens. A request without a session goes to the node with the lowest sum
-    of this cost and the tokens that the node has not computed. A larger value balances more, a smaller one computes fewer prefixes."""
+    """Cost of one request that already runs at a node, in prefix tokens. A request without a session goes to the node
+    with the lowest sum of this cost and the tokens that the node has not computed. A larger value balances more, a
+    smaller one computes fewer prefixes."""
     prefix_tokens_max: NonNegativeInt = 524288
-    """Maximum number of sent tokens that are remembered per node and version, to find prefixes there; about 5 bytes each. The least
-    recently used sequences are evicted first. 0: only load decides."""
+    """Maximum number of sent tokens that are remembered per node and version, to find prefixes there; about 5 bytes
+    each. The least recently used sequences are evicted first. 0: only load decides."""
     hold_s: HoldSeconds = 0.05
-    """Longest time for which a node keeps the tokens of an unfinished response, so that they arrive in one message, in seconds. The last
-    tokens are never kept back. 0: tokens arrive as the engine emits them. A node that is lost loses the tokens that it kept."""
+    """Longest time for which a node keeps the tokens of an unfinished response, so that they arrive in one message, in
+    seconds. The last tokens are never kept back. 0: tokens arrive as the engine emits them. A node that is lost loses
+    the tokens that it kept."""
     sessions_max: PositiveInt = 65536
-    """Maximum number of sessions with a stored node; the least recently used is evicted first. An eviction costs a prefill."""
+    """Maximum number of sessions with a stored node; the least recently used is evicted first. An eviction costs a
+    prefill."""
     score_tokens_max: PositiveInt = 4096
     """Maximum number of tokens in one scoring call; a longer sequence is sent alone. Larger requests are split. An
     engine may compute a call between two steps of generation, so that a larger value delays these steps."""
     score_calls_max: PositiveInt = 2
-    """Maximum number of concurrent scoring calls of this process; further ones wait, so that they do not displace generation."""
+    """Maximum number of concurrent scoring calls of this process; further ones wait, so that they do not displace
+    generation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +113,14 @@ class KnownNode:
         return self.stream.num_live + self.scoring.num_live
 
     def num_requests(self, now_s: float) -> int:
-        """Return the number of requests of this process, and of those that others had there at the last report of the node."""
+        """Return the number of requests of this process, and of those that others had there at the last report of the
+        node."""
         others = self.stream.num_others if now_s - self.stream.load_s < LOAD_S_MAX else 0
         return self.num_live + others
 
     def kv_pressure(self, now_s: float) -> float:
-        """Return the share of the key-value cache that running requests hold; 0 if the node did not report it lately."""
+        """Return the share of the key-value cache that running requests hold; 0 if the node did not report it
+        lately."""
         return self.stream.load.kv_pressure if now_s - self.stream.load_s < LOAD_S_MAX else 0.0
 
     def prefixes(self, target: Target) -> PrefixIndex | None:
@@ -121,7 +130,8 @@ class KnownNode:
         return next((prefixes for version, prefixes in self.served if target.admits(version)), None)
 
     def serve(self, versions: Sequence[PolicyVersion]) -> None:
-        """Note the versions that the node serves now. The cache of dropped ones is gone, under every policy for the cache."""
+        """Note the versions that the node serves now. The cache of dropped ones is gone, under every policy for the
+        cache."""
         known = dict(self.served)
         self.served = [(version, known.get(version) or PrefixIndex()) for version in versions]
 
@@ -133,7 +143,8 @@ class KnownNode:
 
 @dataclass(slots=True, kw_only=True)
 class RoutedRequest:
-    """What the choice of a node needs to know of a request over all its attempts: its target, its failures and its current wait."""
+    """What the choice of a node needs to know of a request over all its attempts: its target, its failures and its
+    current wait."""
 
     purpose: ClassVar[str]
     """Kind of the request, for messages."""
@@ -303,7 +314,8 @@ class NodePool:
     def failed(self, request: RoutedRequest, node_id: str, node: KnownNode, err: MeshError) -> None:
         """Record a failure. Stale weights concern only this request; an overloaded or failed node is skipped for all.
 
-        Raise the error if every node would return it, and InfraFailure after `failures_max` consecutive failures of the request.
+        Raise the error if every node would return it, and InfraFailure after `failures_max` consecutive failures of the
+        request.
         """
         if isinstance(err, _FINAL):
             raise err
@@ -326,7 +338,8 @@ class NodePool:
             ) from err
 
     def check_stamp(self, node_id: str, version: PolicyVersion) -> None:
-        """Raise InvalidInput if the coordinator lists the node with the same step and incarnation, but another digest."""
+        """Raise InvalidInput if the coordinator lists the node with the same step and incarnation, but another
+        digest."""
         if self._digests_revision != self._fleet.revision:
             self._digests_revision = self._fleet.revision
             self._digests = {
@@ -337,8 +350,8 @@ class NodePool:
         listed = self._digests.get((node_id, version.policy, version.step, version.incarnation), "")
         if listed and listed != version.weights_digest:
             raise InvalidInput(
-                f"the node sampled from {version} with digest {version.weights_digest!r}, but the fleet lists {listed!r}; "
-                "restart the node"
+                f"the node sampled from {version} with digest {version.weights_digest!r}, but the fleet lists "
+                f"{listed!r}; restart the node"
             )
 
     async def close(self) -> None:
@@ -448,8 +461,9 @@ class NodePool:
         wanted = sorted(set().union(*lacking))
         have = "; ".join(f"{engine} returns [{', '.join(request.offered(can))}]" for engine, can in engines.items())
         raise InvalidInput(
-            f"no inference node can do what {request.purpose} asks for: {', '.join(wanted)}. Engines of the fleet: {have}. Request less, "
-            "or set `inference.engine` to one that can: `rollmesh check` names the built-in ones, docs/engines.md lists them"
+            f"no inference node can do what {request.purpose} asks for: {', '.join(wanted)}. Engines of the fleet: "
+            f"{have}. Request less, or set `inference.engine` to one that can: `rollmesh check` names the built-in "
+            "ones, docs/engines.md lists them"
         )
 
     def _raise_if_hopeless(self, target: Target) -> None:
@@ -480,7 +494,8 @@ def _serving(node: coordinator_pb2.FleetNode, target: Target) -> list[PolicyVers
 
 
 def _capabilities(node: coordinator_pb2.FleetNode) -> coordinator_pb2.EngineCapabilities:
-    """Return what the engine of a node can do. A node of an older release reports nothing, has no outputs, and scores."""
+    """Return what the engine of a node can do. A node of an older release reports nothing, has no outputs, and
+    scores."""
     return node.capabilities if node.HasField("capabilities") else coordinator_pb2.EngineCapabilities(scores=True)
 
 

@@ -1,7 +1,9 @@
-"""Score given tokens at the inference nodes: in parts that fit a message and share the nodes with generation, never under a mix of versions.
+"""Score given tokens at the inference nodes: in parts that fit a message and share the nodes with generation, never
+under a mix of versions.
 
-The first part decides the version, and the others are sent to nodes that serve exactly this one. If the weights change in between, all parts
-are sent again. Scoring is repeatable, so a failed call goes to another node, like a failed generation.
+The first part decides the version, and the others are sent to nodes that serve exactly this one. If the weights change
+in between, all parts are sent again. Scoring is repeatable, so a failed call goes to another node, like a failed
+generation.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from rollmesh.shared.errors import (
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 _RESTARTS_MAX = 4
-"""Changes of the weights between the parts of one request after which it fails. Such a request takes longer than an update."""
+"""Changes of the weights between the parts of one request after which it fails. Such a request takes longer than an
+update."""
 _GRACE_S = 1.0
-"""The deadline of a call is later than that of the request by this time, so that the latter ends the request, with its state."""
+"""The deadline of a call is later than that of the request by this time, so that the latter ends the request, with its
+state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +73,8 @@ class Scoring:
         for index, row in enumerate(rows):
             if row.ndim != 1 or not row.size or row.dtype.kind not in "iu":
                 raise InvalidInput(
-                    f"sequence {index} must be a row of at least one token id, got {row.dtype} of shape {list(row.shape)}"
+                    f"sequence {index} must be a row of at least one token id, got {row.dtype} of shape "
+                    f"{list(row.shape)}"
                 )
         if not rows:
             return []
@@ -95,8 +100,8 @@ class Scoring:
                 num_restarts += 1
                 if num_restarts > _RESTARTS_MAX:
                     raise StaleWeights(
-                        f"the weights changed during each of {num_restarts} attempts to score {len(rows)} sequences under one version; "
-                        "score fewer sequences at once"
+                        f"the weights changed during each of {num_restarts} attempts to score {len(rows)} sequences "
+                        "under one version; score fewer sequences at once"
                     ) from err
 
     async def _all(self, parts: Sequence[Sequence[IntArray]], target: Target) -> list[ScoredTokens]:

@@ -1,7 +1,8 @@
-"""The connections of this process to one inference node: the long-lived Generate stream that all requests share, and scoring calls.
+"""The connections of this process to one inference node: the long-lived Generate stream that all requests share, and
+scoring calls.
 
-The stream opens with the first request and reopens after a loss. A loss ends every request on it with the error; the callers continue
-at another node.
+The stream opens with the first request and reopens after a loss. A loss ends every request on it with the error; the
+callers continue at another node.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The prefixes that one node was sent: which blocks of tokens it has probably computed, within a bound.
 
-A block is identified by a hash of all tokens up to its end. The hash of the first k tokens is the sum of (token + 1) * r[i] modulo 2**64
-with fixed random odd r[i], so that numpy computes the hashes of all blocks at once. Two different prefixes of one length collide with a
-probability of about 2**-63. A collision costs the computation of a prefix, not a wrong result.
+A block is identified by a hash of all tokens up to its end. The hash of the first k tokens is the sum of (token + 1) *
+r[i] modulo 2**64 with fixed random odd r[i], so that numpy computes the hashes of all blocks at once. Two different
+prefixes of one length collide with a probability of about 2**-63. A collision costs the computation of a prefix, not a
+wrong result.
 
-Sequences are evicted whole, least recently used first, as the engines do. A block belongs to every sequence that begins with it, so the
-blocks of a sequence are always complete from the first one on.
+Sequences are evicted whole, least recently used first, as the engines do. A block belongs to every sequence that begins
+with it, so the blocks of a sequence are always complete from the first one on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _factors = _Factors()
 
 
 def prefix_blocks(token_ids: IntArray) -> list[int]:
-    """Return one hash per whole block of `token_ids` [n], in order; each one identifies all tokens up to the end of its block."""
+    """Return one hash per whole block of `token_ids` [n], in order; each one identifies all tokens up to the end of its
+    block."""
     num = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
     if num == 0:
         return []
@@ -88,7 +90,8 @@ class PrefixIndex:
     def add(self, key: Hashable, blocks: Sequence[int], size_max: int, distinct_max: int) -> None:
         """Store a sequence in place of the one that `key` has. Evict the least recently used ones beyond the limits.
 
-        `size_max` limits `size`, and `distinct_max` limits `num_distinct`. Only the first blocks of a longer sequence are stored.
+        `size_max` limits `size`, and `distinct_max` limits `num_distinct`. Only the first blocks of a longer sequence
+        are stored.
         """
         blocks = blocks[: min(size_max, distinct_max)]
         old = self._sequences.pop(key, ())

@@ -48,7 +48,8 @@ class RewardClientConfig(Settings):
     """Limits of the reward client."""
 
     window_s: NonNegativeFloat = 0.002
-    """Maximum wait of an episode for others, seconds. 0 batches only episodes of the same iteration of the event loop."""
+    """Maximum wait of an episode for others, seconds. 0 batches only episodes of the same iteration of the event
+    loop."""
     batch_max: Annotated[int, Meta(ge=1, le=ITEMS_MAX)] = 64
     """Maximum number of episodes in one request, at most 256. A full batch is sent immediately."""
     inflight_max: PositiveInt = 8
@@ -58,7 +59,8 @@ class RewardClientConfig(Settings):
     tries_max: PositiveInt = 5
     """Maximum number of attempts of one request that a node fails or rejects temporarily, over all nodes."""
     wait_s_max: PositiveFloat = 100.0
-    """Maximum wait of one request while no node serves it, seconds. It should be lower than `rollout.stages.score_s_max`."""
+    """Maximum wait of one request while no node serves it, seconds. It should be lower than
+    `rollout.stages.score_s_max`."""
     backoff_s: PositiveFloat = 0.1
     """First back-off between attempts, seconds; doubles."""
     backoff_s_max: PositiveFloat = 2.0
@@ -116,7 +118,8 @@ class RewardClient:
         return len(self._sending) + bool(self._waiting)
 
     async def columns(self) -> Collection[str]:
-        """Return the names of the per-token arrays that the scorers read. Each node of a mesh has the same scorers. Raise `MeshError`."""
+        """Return the names of the per-token arrays that the scorers read. Each node of a mesh has the same scorers.
+        Raise `MeshError`."""
         known = next((self._columns[address] for address in self._addresses() if address in self._columns), None)
         return await self._repeated(self._learn_columns) if known is None else known
 
@@ -127,7 +130,8 @@ class RewardClient:
         return self._columns[address]
 
     async def score(self, run: str, item: reward_pb2.ScoreItem, uses: list[EndpointUse] | None = None) -> Rewards:
-        """Return the rewards of the item's samples, in order. Raise `MeshError`; the rewards contain failures of scorers.
+        """Return the rewards of the item's samples, in order. Raise `MeshError`; the rewards contain failures of
+        scorers.
 
         What the scorers asked of endpoints is appended to `uses`.
         """

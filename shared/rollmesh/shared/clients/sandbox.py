@@ -4,9 +4,10 @@
         result = await session.run("2 + 2")
     result = await client.call_stateless("calc", "call", "2+2", tenant="run")
 
-A session opens on the node with the fewest sessions of this client. A node that rejects it is skipped. If all nodes reject it, the client
-retries with back-off, up to a limit. A session always ends with its block: the message is queued without waiting, so a cancelled task
-does not leave a session open. An error of the program is an `ExecResult`; an error of the mesh is a `MeshError`.
+A session opens on the node with the fewest sessions of this client. A node that rejects it is skipped. If all nodes
+reject it, the client retries with back-off, up to a limit. A session always ends with its block: the message is queued
+without waiting, so a cancelled task does not leave a session open. An error of the program is an `ExecResult`; an error
+of the mesh is a `MeshError`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class SandboxClientConfig(Settings):
 
 
 class ExecOutcome(IntEnum):
-    """The outcome of a command. Numbers equal `rollmesh.v1.ExecOutcome`. The program causes all outcomes but INFRA_FAILURE."""
+    """The outcome of a command. Numbers equal `rollmesh.v1.ExecOutcome`. The program causes all outcomes but
+    INFRA_FAILURE."""
 
     OK = 1
     ERROR = 2
@@ -129,9 +131,9 @@ class RemoteSession:
     ) -> ExecResult:
         """Run source text. Definitions of Python and bash persist until the next run. Raise `MeshError`.
 
-        `stdin` and `arguments` are for the compiled languages; for SQL the first argument is the path of the database. The result contains
-        the regular files of `return_paths` that exist afterwards. `on_output` receives the stored output while it is printed; the result
-        contains all of it again.
+        `stdin` and `arguments` are for the compiled languages; for SQL the first argument is the path of the database.
+        The result contains the regular files of `return_paths` that exist afterwards. `on_output` receives the stored
+        output while it is printed; the result contains all of it again.
         """
         command = sandbox_pb2.RunCode(
             language=language, code=code, stdin=stdin, arguments=arguments, return_paths=return_paths, wall_s=wall_s
@@ -140,7 +142,8 @@ class RemoteSession:
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s, on_output)
 
     async def snapshot(self, *, ttl_s: float = 0.0) -> RemoteSnapshot:
-        """Save files and Python state. The snapshot expires after `ttl_s` without use; 0 means the node's default. Raise `MeshError`."""
+        """Save files and Python state. The snapshot expires after `ttl_s` without use; 0 means the node's default.
+        Raise `MeshError`."""
         command = sandbox_pb2.SnapshotSession(ttl_s=ttl_s)
         answer = await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, snapshot=command))
         taken = answer.snapshot
@@ -152,7 +155,8 @@ class RemoteSession:
         )
 
     async def restore(self, snapshot: RemoteSnapshot) -> None:
-        """Undo the changes of the session since the snapshot. If this fails for another reason than the snapshot, the session is gone."""
+        """Undo the changes of the session since the snapshot. If this fails for another reason than the snapshot, the
+        session is gone."""
         command = sandbox_pb2.RestoreSession(snapshot_id=snapshot.snapshot_id)
         await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, restore=command))
 
@@ -238,8 +242,9 @@ class SandboxClient:
     ) -> AsyncIterator[RemoteSession]:
         """Open a session of `profile`. `session_id` is unique among the mesh's live sessions.
 
-        `ttl_s`: idle seconds after which the node ends the session; 0 means the node's default. `tenant`: the quota on the node that it
-        counts against. Raise `Overloaded` or another `MeshError` if no node opens one within `open_s_max`.
+        `ttl_s`: idle seconds after which the node ends the session; 0 means the node's default. `tenant`: the quota on
+        the node that it counts against. Raise `Overloaded` or another `MeshError` if no node opens one within
+        `open_s_max`.
         """
         opening = sandbox_pb2.OpenSession(profile=profile, ttl_s=ttl_s, owner=owner, tenant=tenant)
         async with self._opened(session_id, sandbox_pb2.WorkRequest(open=opening)) as session:
@@ -262,8 +267,9 @@ class SandboxClient:
     ) -> ExecResult:
         """Call a function that the profile declares stateless, without a session. `wall_s` 0 means the profile's limit.
 
-        If the node or its session fails, the call is repeated, if possible on another node, within `open_s_max`. `call_key` is ignored.
-        Raise `InvalidInput` for a function that is not declared stateless, `Overloaded`, or another `MeshError`.
+        If the node or its session fails, the call is repeated, if possible on another node, within `open_s_max`.
+        `call_key` is ignored. Raise `InvalidInput` for a function that is not declared stateless, `Overloaded`, or
+        another `MeshError`.
         """
         del call_key
         limit_s = wall_s + self._config.command_s_max
@@ -329,7 +335,8 @@ class SandboxClient:
         numbers = itertools.count()
 
         async def open_on(link: WorkLink) -> tuple[WorkLink, str]:
-            # An attempt without a received response may have opened a session with its id, so every attempt has a separate id.
+            # An attempt without a received response may have opened a session with its id, so every attempt has a
+            # separate id.
             number = next(numbers)
             opened_id = f"{session_id}.{number}" if number else session_id
             await self._open_on(link, opened_id, opening)
@@ -421,7 +428,8 @@ def _exec_result(message: sandbox_pb2.ExecResult) -> ExecResult:
 
 
 def _outcome(number: int) -> ExecOutcome:
-    """Return the outcome. A newer node may return further program errors; only a missing outcome is an error of the node."""
+    """Return the outcome. A newer node may return further program errors; only a missing outcome is an error of the
+    node."""
     if number in set(ExecOutcome):
         return ExecOutcome(number)
     return ExecOutcome.ERROR if number else ExecOutcome.INFRA_FAILURE

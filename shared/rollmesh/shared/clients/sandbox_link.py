@@ -1,8 +1,8 @@
 """The long-lived Work stream to one sandbox node, multiplexed by request id.
 
-The stream opens with the first request and reopens after a failure. Requests in flight then fail, because their outcome is unknown.
-Sessions remain open at the node and are used over the next stream. Ends of sessions are posted without waiting, also from a cancelled
-task, and posted again on a new stream until the node has confirmed them.
+The stream opens with the first request and reopens after a failure. Requests in flight then fail, because their outcome
+is unknown. Sessions remain open at the node and are used over the next stream. Ends of sessions are posted without
+waiting, also from a cancelled task, and posted again on a new stream until the node has confirmed them.
 
 Calls of stateless functions that are made in one turn of the event loop are sent in one message.
 """

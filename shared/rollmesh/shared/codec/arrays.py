@@ -43,7 +43,8 @@ def encode_mask(values: MaskArray) -> bytes:
 
 
 def decode_ints(data: bytes, field: str, name: str = "") -> IntArray:
-    """Decode i32le [n]. Raises `InvalidInput` for `field`, or its part `name`, if the size is not a multiple of 4 bytes."""
+    """Decode i32le [n]. Raises `InvalidInput` for `field`, or its part `name`, if the size is not a multiple of 4
+    bytes."""
     if len(data) % 4:
         _refuse_size(data, "i32le", field, name)
     return np.frombuffer(data, dtype=_I32)

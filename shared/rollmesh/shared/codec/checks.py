@@ -1,4 +1,5 @@
-"""Check that an episode is well formed. The same rules apply to both directions, so that no sender writes what a receiver rejects.
+"""Check that an episode is well formed. The same rules apply to both directions, so that no sender writes what a
+receiver rejects.
 
 Every error is an `InvalidInput` naming the field by its path in the proto (`episode.segments[3].logprobs`).
 """
@@ -44,7 +45,8 @@ NAME_CHARS_MAX = 64
 REWARDS_MAX = 1024
 """Most rewards of one sample."""
 EXTEND_MAX = 49_152
-"""Most episodes that a finalizer may request at once: three times the largest `group_size`, because a group may grow to four times it."""
+"""Most episodes that a finalizer may request at once: three times the largest `group_size`, because a group may grow to
+four times it."""
 REASON_FORM = "have at most 64 characters of A-Z a-z 0-9 _ . : / -"
 """Form of the reason for which a sample ends. A run counts its samples by reason, so a reason names a case and holds no numbers of it."""
 _REASON = re.compile(r"[A-Za-z0-9_.:/-]{0,64}")
@@ -77,7 +79,8 @@ def check_episode(episode: Episode, field: str = "episode") -> None:
 
 
 def check_segment(segment: Segment, field: str, *, index: int, num_params: int) -> None:
-    """`index` is the segment's index in the episode, and `num_params` the number of the episode's sampling parameters."""
+    """`index` is the segment's index in the episode, and `num_params` the number of the episode's sampling
+    parameters."""
     if not ROOT <= segment.parent < index:
         invalid(f"{field}.parent", f"{segment.parent}, expected {ROOT} (root) or an earlier segment, below {index}")
     if segment.token_ids.ndim != 1:

@@ -1,9 +1,9 @@
 """Metadata of a sample, and its comparison with the stored payload.
 
-The coordinator judges the staleness bound by `SampleMeta.steps`, which a rollout worker reported. The stamps in the payload decide,
-because the engine wrote them: every reader that has a payload calls `check_leased` before it trains on the tokens. The worker
-builds its report with `sample_meta`, so both sides count in the same way. Works on messages, because the gateway does not decode payloads.
-docs/staleness.md has a table of the fields.
+The coordinator judges the staleness bound by `SampleMeta.steps`, which a rollout worker reported. The stamps in the
+payload decide, because the engine wrote them: every reader that has a payload calls `check_leased` before it trains on
+the tokens. The worker builds its report with `sample_meta`, so both sides count in the same way. Works on messages,
+because the gateway does not decode payloads. docs/staleness.md has a table of the fields.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _TOKEN_BYTES = 4
 
 
 def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_chars: int = 0) -> types_pb2.SampleMeta:
-    """Return what the coordinator needs of a sample: above all, which weights sampled how many of its trainable tokens. `text_chars` is
-    the maximum length of the text in its summary.
+    """Return what the coordinator needs of a sample: above all, which weights sampled how many of its trainable tokens.
+    `text_chars` is the maximum length of the text in its summary.
 
-    Raises `MetadataMismatch` for a sample whose path cannot be trained on. A trainable one trains no POLICY token of another policy.
+    Raises `MetadataMismatch` for a sample whose path cannot be trained on. A trainable one trains no POLICY token of
+    another policy.
     """
     policy = sample.policy or DEFAULT_POLICY
     tokens: dict[tuple[int, int], int] = {}
@@ -50,7 +51,10 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
             weights = (version.step, version.incarnation)
             tokens[weights] = tokens.get(weights, 0) + num_trainable
         elif sample.trainable:
-            what = f"segment {index} trains {num_trainable} tokens of policy {version.policy!r}, expected policy {policy!r}"
+            what = (
+                f"segment {index} trains {num_trainable} tokens of policy {version.policy!r}, expected policy "
+                f"{policy!r}"
+            )
             raise _mismatch(sample.sample_id, what)
     return types_pb2.SampleMeta(
         sample_id=sample.sample_id,
@@ -83,18 +87,20 @@ def check_leased(episode: types_pb2.Episode, leased: run_pb2.LeasedSample) -> No
 
 
 def check_key(episode: types_pb2.Episode, key: types_pb2.EpisodeKey) -> None:
-    """Compare the key of a payload with the one that it must have. Absent fields are not compared. Raises `MetadataMismatch`."""
+    """Compare the key of a payload with the one that it must have. Absent fields are not compared. Raises
+    `MetadataMismatch`."""
     for name in ("run", "episode", "attempt", "group", "task"):
         expected, stored = getattr(key, name), getattr(episode.key, name)
         if expected and expected != stored:
             raise MetadataMismatch(
-                f"the payload of episode {key.episode!r} has the key of another: `{name}` must be {expected!r}, got {stored!r}; drop its "
-                "samples"
+                f"the payload of episode {key.episode!r} has the key of another: `{name}` must be {expected!r}, got "
+                f"{stored!r}; drop its samples"
             )
 
 
 def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> types_pb2.Sample:
-    """Compare reported metadata without rewards with the payload, and return the sample there. Raises `MetadataMismatch`, as above."""
+    """Compare reported metadata without rewards with the payload, and return the sample there. Raises
+    `MetadataMismatch`, as above."""
     found = [one for one in episode.samples if one.sample_id == meta.sample_id]
     if len(found) != 1:
         what = "does not hold" if not found else f"has {len(found)} entries for"
@@ -110,7 +116,8 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> ty
         ("steps", _spans(meta), _spans(stamped)),
         ("external", _external(meta), _external(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
-        # The next one is absent from reports of older workers and in older ledgers, as the summary is. The bound does not depend on them.
+        # The next one is absent from reports of older workers and in older ledgers, as the summary is. The bound does
+        # not depend on them.
         ("num_sampled_tokens", meta.num_sampled_tokens or stamped.num_sampled_tokens, stamped.num_sampled_tokens),
     ):
         if reported != stored:
@@ -123,8 +130,8 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> ty
 
 
 def _stamp_problem(segment: types_pb2.Segment) -> str:
-    """Return what no engine can have stamped on a sampled segment; empty if nothing. After a roll-back, keys may be of an undone step above
-    that of the weights."""
+    """Return what no engine can have stamped on a sampled segment; empty if nothing. After a roll-back, keys may be of
+    an undone step above that of the weights."""
     version, oldest = segment.version, segment.kv_step_oldest
     if not segment.HasField("version"):
         return "has no version"
@@ -134,7 +141,8 @@ def _stamp_problem(segment: types_pb2.Segment) -> str:
 
 
 def _indices_before(episode: types_pb2.Episode, sample: types_pb2.Sample) -> set[int]:
-    """Return the segments on the paths of the samples before `sample`. Paths that are not valid count as far as they go."""
+    """Return the segments on the paths of the samples before `sample`. Paths that are not valid count as far as they
+    go."""
     found: set[int] = set()
     for one in episode.samples:
         if one.sample_id == sample.sample_id:

@@ -15,7 +15,8 @@ def invalid(field: str, what: str) -> NoReturn:
 
 
 def refuse_unknown(message: Any, field: str) -> None:
-    """Raises `InvalidInput` if `message` carries fields of newer protos: for messages that mean something else without them."""
+    """Raises `InvalidInput` if `message` carries fields of newer protos: for messages that mean something else without
+    them."""
     unknown = UnknownFieldSet(message)
     numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
     if numbers:

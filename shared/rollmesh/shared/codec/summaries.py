@@ -25,8 +25,8 @@ def sample_summary(
     *,
     text_chars: int = 0,
 ) -> types_pb2.SampleSummary:
-    """Return the summary of a sample of an episode. `path` has its segments with their indices and token ids, from the root to the
-    leaf. `text_chars` is the maximum length of the text."""
+    """Return the summary of a sample of an episode. `path` has its segments with their indices and token ids, from the
+    root to the leaf. `text_chars` is the maximum length of the text."""
     turns: list[types_pb2.TurnSummary] = []
     said: list[str] = []
     temperatures = [params.temperature for params in episode.sampling_params]

@@ -1,7 +1,7 @@
 """Episodes, samples and groups: domain (`rollmesh.shared.domain.trajectory`) to protobuf (`rollmesh/v1/types.proto`) and back.
 
-Both directions apply the rules of `codec.checks` and raise `InvalidInput` naming the field. Bytes are deterministic. The golden
-vectors of the tests hold for every release, so that one release reads the payloads of another.
+Both directions apply the rules of `codec.checks` and raise `InvalidInput` naming the field. Bytes are deterministic.
+The golden vectors of the tests hold for every release, so that one release reads the payloads of another.
 
 An empty array of a segment without tokens equals an absent one, and decodes to the form that its source requires.
 """

@@ -1,4 +1,5 @@
-"""JSON schema of a configuration type, for editors. Descriptions are the strings that follow the fields in the source."""
+"""JSON schema of a configuration type, for editors. Descriptions are the strings that follow the fields in the
+source."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(type_: type) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a tree of msgspec structs, with the docstrings of fields as `description`."""
+    """Return the JSON schema (draft 2020-12) of a tree of msgspec structs, with the docstrings of fields as
+    `description`."""
     schemas, components = msgspec.json.schema_components([type_], ref_template="#/$defs/{name}")
     for struct in {node.cls for node in _nodes(inspect.type_info(type_)) if isinstance(node, inspect.StructType)}:
         definition = components[struct.__name__]
@@ -31,7 +33,8 @@ def json_schema(type_: type) -> dict[str, Any]:
 
 @functools.cache
 def field_docs(type_: type) -> dict[str, str]:
-    """Return the string that follows each annotated field in the class body, including those of bases. Empty without source."""
+    """Return the string that follows each annotated field in the class body, including those of bases. Empty without
+    source."""
     docs: dict[str, str] = {}
     for cls in reversed(type_.__mro__):
         if issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct:

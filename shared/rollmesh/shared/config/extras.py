@@ -25,7 +25,8 @@ def install_hint(module: str | None) -> str:
 
 @contextmanager
 def libraries_needed(part: str) -> Iterator[None]:
-    """Raise ConfigError with the remedy if `part` needs a library of an extra that is not installed. Other errors pass unchanged."""
+    """Raise ConfigError with the remedy if `part` needs a library of an extra that is not installed. Other errors pass
+    unchanged."""
     try:
         yield
     except ModuleNotFoundError as err:

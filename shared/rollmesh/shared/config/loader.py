@@ -1,7 +1,8 @@
 """The configuration loader: defaults < YAML file < `key=value` overrides, into a frozen tree of msgspec structs.
 
-A type with a static method `underlay(tree, base_dir) -> Path | None` has one more layer between the defaults and the given values: the
-YAML file that the method returns for these values, e.g. a recipe. Its section `about` is not part of the configuration.
+A type with a static method `underlay(tree, base_dir) -> Path | None` has one more layer between the defaults and the
+given values: the YAML file that the method returns for these values, e.g. a recipe. Its section `about` is not part of
+the configuration.
 
 The loader is strict. An unknown key, a wrong type, a value out of range, a missing file or invalid YAML is an error that contains the path
 of the key (`rollout.turns_max`), the expected and the found value, and the line or override. One pass finds all errors: after each, the
@@ -39,7 +40,8 @@ _FIELD_PROBLEM = re.compile(r"^`?(?P<name>\w+)(?P<below>[^\s`]*)`? (?P<what>.*)$
 
 
 def load_config(type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """Build a `type_` from its defaults, the YAML file `path` if one is given, and `key=value` overrides, in that order.
+    """Build a `type_` from its defaults, the YAML file `path` if one is given, and `key=value` overrides, in that
+    order.
 
     Keys of overrides are dotted (`learner.optimizer.lr=3e-4`; a number indexes a list), values are YAML.
     Raises `ConfigError`.
@@ -53,7 +55,8 @@ def load_config(type_: type[T], path: str | Path | None = None, overrides: Seque
 def read_config(
     type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> tuple[T | None, list[ConfigError]]:
-    """As `load_config`, but return the errors together with the configuration without the wrong keys, or None if it cannot be built.
+    """As `load_config`, but return the errors together with the configuration without the wrong keys, or None if it
+    cannot be built.
 
     Raises `ConfigError` only for a file or an override that cannot be read.
     """
@@ -65,7 +68,8 @@ def read_config(
 
 
 def underlay_places(type_: type, path: Path, overrides: Sequence[str] = ()) -> Callable[[str], str]:
-    """Return a function from a dotted key to `FILE:LINE` in the layer that `underlay` names, or "" if another layer gives its value.
+    """Return a function from a dotted key to `FILE:LINE` in the layer that `underlay` names, or "" if another layer
+    gives its value.
 
     The arguments are those of a `read_config` that returned a configuration.
     """
@@ -211,7 +215,8 @@ def _key_in(node: object, part: str, override: str) -> str | int:
 
 
 def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None, *, fill: bool = True) -> Any:
-    """Replace short forms: a string in place of a struct that has a class attribute `short_form` means the field named there.
+    """Replace short forms: a string in place of a struct that has a class attribute `short_form` means the field named
+    there.
 
     With `fill`, a mapping that omits this field gets it from `default`, the default of the key that holds the struct.
     """

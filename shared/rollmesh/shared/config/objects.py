@@ -19,8 +19,8 @@ from rollmesh.shared.errors import ConfigError
 def load_object(name: str, base_dir: str | Path | None = None) -> Any:
     """Return the object called `name`. Relative files are relative to `base_dir`, by default the current folder.
 
-    A file is executed once per process, so its classes keep their identity. Raise ConfigError if the file, module or name does not exist.
-    An exception of the module is chained to it.
+    A file is executed once per process, so its classes keep their identity. Raise ConfigError if the file, module or
+    name does not exist. An exception of the module is chained to it.
     """
     source, attribute = _split(name)
     module = _load_file(name, source, base_dir) if source.endswith(".py") else _import(name, source)

@@ -1,7 +1,8 @@
 """Find extensions by name: built-ins by short name, user code as `file.py:Name` or `package.module:Name`.
 
-Every kind of extension is configured the same way, as `{name: NAME, options: {...}}`, or as the bare string `NAME` if it
-gets no options. Built-ins are listed by dotted name and imported on first use, so a heavy one costs nothing until then.
+Every kind of extension is configured the same way, as `{name: NAME, options: {...}}`, or as the bare string `NAME` if
+it gets no options. Built-ins are listed by dotted name and imported on first use, so a heavy one costs nothing until
+then.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Registry:
         return tuple(self._built_in)
 
     def find(self, name: str, base_dir: str | Path | None = None) -> Any:
-        """Return the class called `name`. A relative file is looked up in `base_dir`. Raise ConfigError if it does not exist."""
+        """Return the class called `name`. A relative file is looked up in `base_dir`. Raise ConfigError if it does not
+        exist."""
         if name in self._built_in:
             return load_object(self._built_in[name])
         if ":" in name:
@@ -88,7 +90,8 @@ class Registry:
             raise ConfigError(f"{self.kind} `{chosen.name}`: {what}", name=chosen.name) from err
 
     def options(self, chosen: Extension | str, base_dir: str | Path | None = None) -> msgspec.Struct:
-        """Return the options as the `Options` of the class, with defaults. Raise ConfigError that names the wrong key."""
+        """Return the options as the `Options` of the class, with defaults. Raise ConfigError that names the wrong
+        key."""
         chosen = _as_extension(chosen)
         type_: type[msgspec.Struct] | None = getattr(self.find(chosen.name, base_dir), "Options", None)
         if type_ is None and chosen.options:

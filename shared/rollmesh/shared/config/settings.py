@@ -1,8 +1,9 @@
-"""Base class of all settings. A setting is declared once, as a field with its type, range, default, change rule and docstring.
+"""Base class of all settings. A setting is declared once, as a field with its type, range, default, change rule and
+docstring.
 
-The range stands in the annotation (`Annotated[int, Meta(ge=1)]`, mostly by an alias below) and holds for files, RPCs and construction in
-Python. A field is fixed after its run began unless it, or the section around it, is marked `LIVE`. The unit is the suffix of the name
-(`_s` is seconds) or is given in the docstring, which is the string after the field.
+The range stands in the annotation (`Annotated[int, Meta(ge=1)]`, mostly by an alias below) and holds for files, RPCs
+and construction in Python. A field is fixed after its run began unless it, or the section around it, is marked `LIVE`.
+The unit is the suffix of the name (`_s` is seconds) or is given in the docstring, which is the string after the field.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class _SettingsMeta(msgspec.StructMeta):
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
 class Settings(msgspec.Struct, frozen=True, metaclass=_SettingsMeta):
-    """A frozen struct whose values are within the ranges of its fields. Construction raises ValueError that names the field."""
+    """A frozen struct whose values are within the ranges of its fields. Construction raises ValueError that names the
+    field."""
 
     def __post_init__(self) -> None:
         for name, node in _constrained_fields(type(self)):

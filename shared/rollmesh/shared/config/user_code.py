@@ -1,4 +1,5 @@
-"""Describe user code, such as an agent or a scorer: its errors with a hint and its frames, and whether a call would fit it."""
+"""Describe user code, such as an agent or a scorer: its errors with a hint and its frames, and whether a call would fit
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from rollmesh.shared.errors import MeshError
 
 TRACEBACK_CHARS_MAX = 4000
 _CALLERS = ("rollmesh.", "importlib.", "_frozen_importlib")
-"""Modules that call a user's code: services, trainer, mesh and command line all do. A user's file is never in the package."""
+"""Modules that call a user's code: services, trainer, mesh and command line all do. A user's file is never in the
+package."""
 
 
 def explain(error: BaseException) -> str:
@@ -38,7 +40,8 @@ def reported(what: str, failure: type[MeshError]) -> Iterator[None]:
 
 
 def takes_arguments(function: Callable[..., object], number: int) -> bool:
-    """Return whether a function can be called with `number` positional arguments. True if its signature cannot be read."""
+    """Return whether a function can be called with `number` positional arguments. True if its signature cannot be
+    read."""
     try:
         inspect.signature(function).bind(*range(number))
     except TypeError:
@@ -49,7 +52,8 @@ def takes_arguments(function: Callable[..., object], number: int) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the frames from the user's code on, without the error's message: the last `TRACEBACK_CHARS_MAX` characters."""
+    """Return the frames from the user's code on, without the error's message: the last `TRACEBACK_CHARS_MAX`
+    characters."""
     begin: TracebackType | None = error.__traceback__
     while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
         begin = begin.tb_next

@@ -7,8 +7,8 @@ update since the first, and on its samples. Its definition is therefore part of 
     digest_k = sha256( field(digest_{k-1}) field(str(k)) field(id_1) ... field(id_n) ), lower-case hex
 
 where field(x) is the length of x in UTF-8 bytes as an unsigned 64-bit big-endian integer, followed by those bytes, and
-id_1 ... id_n are the ids of the samples that were trained on, sorted by their UTF-8 bytes. The length prefix keeps ("ab", "c") and
-("a", "bc") apart; the order keeps the digest independent of how a batch was shuffled.
+id_1 ... id_n are the ids of the samples that were trained on, sorted by their UTF-8 bytes. The length prefix keeps
+("ab", "c") and ("a", "bc") apart; the order keeps the digest independent of how a batch was shuffled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""One rule for the formats of stored files: every format has a number, older numbers are read, and newer ones are rejected.
+"""One rule for the formats of stored files: every format has a number, older numbers are read, and newer ones are
+rejected.
 
-A format keeps its number while this release and the one before it read each other's files. docs/upgrades.md lists the formats.
+A format keeps its number while this release and the one before it read each other's files. docs/upgrades.md lists the
+formats.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ class NewerFormat(FailedPrecondition):
 
 
 def check_format(what: str, found: int, newest: int) -> None:
-    """Raise NewerFormat if `found` is above `newest`, the newest format that this release reads. `what` names the file or record."""
+    """Raise NewerFormat if `found` is above `newest`, the newest format that this release reads. `what` names the file
+    or record."""
     if found > newest:
         raise newer_format(f"{what} has format {found}, and this release reads formats up to {newest}")
 

@@ -14,7 +14,8 @@ class IdSource(Protocol):
     """Makes ids that are unique within a run."""
 
     def new(self, prefix: str = "") -> str:
-        """Return a new id: lower-case hex, after `prefix` and a dash if one is given. It is valid in NATS subjects and file names."""
+        """Return a new id: lower-case hex, after `prefix` and a dash if one is given. It is valid in NATS subjects and
+        file names."""
         ...
 
 

@@ -2,8 +2,8 @@
 
     hash_n = SHA-256(stored bytes of record n), and these bytes contain hash_{n-1} (LedgerRecord.previous)
 
-A client that stores a head outside the ledger can check later that the ledger still contains it. If a record at or before that position
-was removed, inserted, moved or changed, the hash differs.
+A client that stores a head outside the ledger can check later that the ledger still contains it. If a record at or
+before that position was removed, inserted, moved or changed, the hash differs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class LedgerHead(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0
     """Sequence of the record in the ledger's stream; 0 before the first."""
     hash: str = ""
-    """SHA-256 of the record's stored bytes, lower-case hex; empty before the first, or if only the position is known."""
+    """SHA-256 of the record's stored bytes, lower-case hex; empty before the first, or if only the position is
+    known."""
 
     def __str__(self) -> str:
         return f"{self.position}:{self.hash}"

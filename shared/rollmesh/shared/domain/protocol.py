@@ -37,11 +37,13 @@ class ProtocolVersion:
 UNREPORTED = ProtocolVersion(major=1, minor=0)
 """Version of a peer that reports none: releases before 1.1, and clients that are not part of this package."""
 PROTOCOL = ProtocolVersion(major=1, minor=1)
-"""Version of this release. A test compares it with the committed descriptors of the last release (`protos/released-*.binpb`)."""
+"""Version of this release. A test compares it with the committed descriptors of the last release
+(`protos/released-*.binpb`)."""
 
 
 class ProtocolMismatch(InvalidInput):
-    """A node and the coordinator are of releases that do not work together. The message names both versions and the remedy."""
+    """A node and the coordinator are of releases that do not work together. The message names both versions and the
+    remedy."""
 
     reason = "PROTOCOL_MISMATCH"
 
@@ -59,13 +61,16 @@ def check_protocol(
         return
     theirs = f"{node_name}{_build(node_build)} has protocol {node}"
     if node.major != coordinator.major:
-        remedy = "different major versions never work together: stop the mesh, install one release on every host, then resume the run"
+        remedy = (
+            "different major versions never work together: stop the mesh, install one release on every host, then "
+            "resume the run"
+        )
     elif node.minor > coordinator.minor:
         remedy = "upgrade the coordinator first, or install its release on the host of the node"
     else:
         remedy = (
-            f"it accepts {coordinator.major}.{coordinator.minor - OLDER_MINORS} to {coordinator}; install its release on the host of the "
-            "node"
+            f"it accepts {coordinator.major}.{coordinator.minor - OLDER_MINORS} to {coordinator}; install its release "
+            "on the host of the node"
         )
     raise ProtocolMismatch(
         f"{theirs}, and the coordinator{_build(coordinator_build)} has {coordinator}: {remedy} (docs/upgrades.md)",

@@ -113,19 +113,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 def oldest_kv_step(steps: Iterable[int], version: PolicyVersion) -> int:
     """Return which of the steps behind keys and values is of the oldest weights, for tokens of `version`.
 
-    Steps above that of the version are of weights that a roll-back has made void, which are older than those of the version."""
+    Steps above that of the version are of weights that a roll-back has made void, which are older than those of the
+    version."""
     return min(steps, key=lambda step: (step <= version.step, step))
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive tokens with one source and, if sampled, one set of weights.
 
-    `logprobs` [n] are under the distribution sampled from, natural log, present exactly for sampled (POLICY, PEER) spans.
-    `logprobs_model` [n] are under the plain softmax of the model (temperature 1, no truncation), if the engine gives them.
-    `loss_mask` [n] is 1 where a token may be trained on; None means none of them.
-    `version` and `kv_step_oldest` are set by the engine only: the weights that sampled the span, and the step of the
-    oldest weights behind the key-value cache it attended to.
-    `arrays` are further outputs of the engine, by name, as the run requested them.
+    `logprobs` [n] are under the distribution sampled from, natural log, present exactly for sampled (POLICY, PEER)
+    spans. `logprobs_model` [n] are under the plain softmax of the model (temperature 1, no truncation), if the engine
+    gives them. `loss_mask` [n] is 1 where a token may be trained on; None means none of them. `version` and
+    `kv_step_oldest` are set by the engine only: the weights that sampled the span, and the step of the oldest weights
+    behind the key-value cache it attended to. `arrays` are further outputs of the engine, by name, as the run requested
+    them.
     """
 
     parent: int
@@ -219,7 +220,8 @@ class EndpointUse(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     price: float = 0.0
-    """Price of the responses of the server, also of those that failed the request, in the currency of the table of endpoints."""
+    """Price of the responses of the server, also of those that failed the request, in the currency of the table of
+    endpoints."""
     latency_s: float = 0.0
     """Seconds that the caller waited."""
 
@@ -319,14 +321,15 @@ class TurnSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of a sample: the segments of one action, from the first to the one that has a finish reason."""
 
     segment: int
-    """Index of its last segment in the episode. A reward of a segment is one of the first turn whose index is not smaller."""
+    """Index of its last segment in the episode. A reward of a segment is one of the first turn whose index is not
+    smaller."""
     num_tokens: int
     """Number of tokens that the policy sampled."""
     mean_logprob: float
     """Mean behavior log-prob of these tokens, natural log; 0 without tokens."""
     observation: str = ""
-    """Digest of the token ids between the turn before, or the beginning of the sample, and this turn. Equal observations have equal
-    digests."""
+    """Digest of the token ids between the turn before, or the beginning of the sample, and this turn. Equal
+    observations have equal digests."""
 
 
 class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,7 +339,8 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason = FinishReason.UNFINISHED
     turns: tuple[TurnSummary, ...] = ()
     text: str = ""
-    """End of the text of its turns, which an empty line separates, at most `rollout.summary_text_chars` characters. Empty by default."""
+    """End of the text of its turns, which an empty line separates, at most `rollout.summary_text_chars` characters.
+    Empty by default."""
     greedy: bool = False
     """Whether the policy sampled tokens of it, all at temperature 0."""
 
@@ -351,8 +355,8 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
         return sum(turn.num_tokens * turn.mean_logprob for turn in self.turns) / max(1, self.num_tokens)
 
     def turn_of(self, segment: int) -> int | None:
-        """Return the number of the turn that a reward of `segment` belongs to, from 0. After the last turn of the summary, it is that
-        turn. None without turns."""
+        """Return the number of the turn that a reward of `segment` belongs to, from 0. After the last turn of the
+        summary, it is that turn. None without turns."""
         numbers = (number for number, turn in enumerate(self.turns) if turn.segment >= segment)
         return next(numbers, len(self.turns) - 1 if self.turns else None)
 
@@ -415,6 +419,7 @@ class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     episode: str = ""
     """Its episode, as in `MemberOutcome`."""
     sampling_params: tuple[SamplingParams, ...] = ()
-    """What `Segment.sampling` indexes into; a segment whose index is outside was sampled at temperature 1, untruncated."""
+    """What `Segment.sampling` indexes into; a segment whose index is outside was sampled at temperature 1,
+    untruncated."""
     indices: tuple[int, ...] = ()
     """Index in the episode of each segment, which `Reward.segment` refers to. Empty: 0, 1, 2, ..."""

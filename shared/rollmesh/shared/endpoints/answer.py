@@ -95,7 +95,8 @@ class ModelBackend(Protocol):
     """Sends the requests of one endpoint."""
 
     async def ask(self, asked: AskedPrompt, *, seed: int) -> ModelReply:
-        """Send one request and wait for its answer at most `timeout_s`. `seed` is that of its sampling, if the model has one.
+        """Send one request and wait for its answer at most `timeout_s`. `seed` is that of its sampling, if the model
+        has one.
 
         A response that is not an answer, and has its use of tokens, is a reply with a `problem`. Raises MeshError.
         """
@@ -126,5 +127,6 @@ class AsksBlocking(Protocol):
     """The same for task sources, which are not asynchronous."""
 
     def ask(self, endpoint: str, messages: Messages, **options: Unpack[AskOptions]) -> EndpointAnswer:
-        """Return the answer of an endpoint of kind `openai` with `replay`. Raise EndpointFailed, PriceLimit or ConfigError."""
+        """Return the answer of an endpoint of kind `openai` with `replay`. Raise EndpointFailed, PriceLimit or
+        ConfigError."""
         ...

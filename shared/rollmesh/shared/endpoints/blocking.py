@@ -1,7 +1,8 @@
-"""The client of endpoints for task sources, whose tasks are read by code that is not asynchronous, before the nodes have joined.
+"""The client of endpoints for task sources, whose tasks are read by code that is not asynchronous, before the nodes
+have joined.
 
-A source is read again at every start and must give the same tasks. So its endpoint must have `replay`; with `record` in the same folder, the
-first start asks and later ones read the recorded answers.
+A source is read again at every start and must give the same tasks. So its endpoint must have `replay`; with `record` in
+the same folder, the first start asks and later ones read the recorded answers.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class BlockingEndpoints:
         config = self._table.get(endpoint)
         if config is not None and not config.replay:
             raise ConfigError(
-                f"`endpoints.{endpoint}.replay` must be set, because a task source is read at every start and must give the same tasks; "
-                "set `record` and `replay` to one folder",
+                f"`endpoints.{endpoint}.replay` must be set, because a task source is read at every start and must "
+                "give the same tasks; set `record` and `replay` to one folder",
                 key=f"endpoints.{endpoint}.replay",
             )
         asking = self._endpoints.ask(endpoint, messages, meter=self._meter, **options)

@@ -3,9 +3,10 @@
     endpoints = Endpoints(config.endpoints, base_dir=folder)
     answer = await endpoints.ask("judge", "Is 7 prime? Answer yes or no.")        # EndpointAnswer
 
-A request passes these steps: recorded answer, or else a slot of `concurrency`, the limit of requests per second, the price limit, the server;
-then the response is priced, recorded, and counted by the meter of its episode. Every failure is an `EndpointFailed` that names the endpoint, except
-`PriceLimit` and `UnknownEndpoint`. So the episode that asked fails as an infra failure, and is retried.
+A request passes these steps: recorded answer, or else a slot of `concurrency`, the limit of requests per second, the
+price limit, the server; then the response is priced, recorded, and counted by the meter of its episode. Every failure
+is an `EndpointFailed` that names the endpoint, except `PriceLimit` and `UnknownEndpoint`. So the episode that asked
+fails as an infra failure, and is retried.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Endpoints:
         clock: Clock | None = None,
         open_weights: OpenBackend | None = None,
     ) -> None:
-        """Folders and files of the table are relative to `base_dir`. `spent_dir` is the run's folder for the sums of prices. Without
-        `open_weights`, only endpoints of kind `openai` can be asked."""
+        """Folders and files of the table are relative to `base_dir`. `spent_dir` is the run's folder for the sums of
+        prices. Without `open_weights`, only endpoints of kind `openai` can be asked."""
         self._table = dict(table)
         self._base_dir = base_dir
         self._spent_dir = spent_dir
@@ -96,10 +97,11 @@ class Endpoints:
         tool_choice: Literal["auto", "none"] = "auto",
         meter: EndpointMeter | None = None,
     ) -> EndpointAnswer:
-        """Return the answer of an endpoint. Omitted parameters come from its table entry. With `json` the text must be a JSON value.
+        """Return the answer of an endpoint. Omitted parameters come from its table entry. With `json` the text must be
+        a JSON value.
 
-        `tools`, in the form of the OpenAI protocol, are only for the kind `openai`. `meter` counts the answer; by default that of the
-        context. Raise EndpointFailed, PriceLimit or UnknownEndpoint.
+        `tools`, in the form of the OpenAI protocol, are only for the kind `openai`. `meter` counts the answer; by
+        default that of the context. Raise EndpointFailed, PriceLimit or UnknownEndpoint.
         """
         config = self._table.get(endpoint)
         if config is None:
@@ -143,7 +145,8 @@ class Endpoints:
                 await result.close()
 
     async def _open(self, name: str, config: EndpointConfig) -> _OpenEndpoint:
-        """Return the open endpoint. Concurrent first requests share one task; a failure is tried again by the next request."""
+        """Return the open endpoint. Concurrent first requests share one task; a failure is tried again by the next
+        request."""
         task = self._opened.get(name)
         if task is None:
             task = self._opened[name] = asyncio.create_task(self._opening(name, config))
@@ -228,8 +231,8 @@ class _OpenEndpoint:
         if backend is None:
             last = asked.messages[-1].content[-200:] if asked.messages else ""
             raise InvalidInput(
-                f"no answer is recorded in `replay` = {config.replay!r} for this request, which ends with {last!r}; record it, or set `record` "
-                "to the same folder, so that requests without a recorded answer are sent"
+                f"no answer is recorded in `replay` = {config.replay!r} for this request, which ends with {last!r}; "
+                "record it, or set `record` to the same folder, so that requests without a recorded answer are sent"
             )
         seed = int.from_bytes(hashlib.sha256(f"{meter.scope}/{digest}/{number}".encode()).digest()[:8], "big") >> 1
         return await retry(
@@ -263,8 +266,8 @@ class _OpenEndpoint:
                 raise Internal(reply.problem)
             if config.has_price and reply.prompt_tokens is None:
                 raise InvalidInput(
-                    "the response has no `usage`, so its price is unknown; set price_prompt and price_completion to 0, or use a server that "
-                    "reports it"
+                    "the response has no `usage`, so its price is unknown; set price_prompt and price_completion to 0, "
+                    "or use a server that reports it"
                 )
             return reply
 
@@ -310,5 +313,6 @@ def _count_answer(endpoint: str, answer: EndpointAnswer) -> None:
 
 async def _no_weights(name: str, config: EndpointConfig) -> ModelBackend:
     raise ConfigError(
-        f"the kind {config.kind} needs the inference nodes of a mesh, which this process does not use; only the kind openai can be asked here"
+        f"the kind {config.kind} needs the inference nodes of a mesh, which this process does not use; only the kind "
+        "openai can be asked here"
     )

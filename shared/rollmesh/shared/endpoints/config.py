@@ -33,28 +33,31 @@ _KEYS_OF_KIND = {
 
 
 class EndpointConfig(Settings):
-    """One model without a learner, with the limits of its client. Limits of requests hold for each process that asks."""
+    """One model without a learner, with the limits of its client. Limits of requests hold for each process that
+    asks."""
 
     kind: EndpointKind
-    """`openai`: a server of the OpenAI chat protocol. `frozen`: weights that do not change, on inference nodes of the endpoint.
-    `policy_step`: a past step of the policy, on the inference nodes of the run."""
+    """`openai`: a server of the OpenAI chat protocol. `frozen`: weights that do not change, on inference nodes of the
+    endpoint. `policy_step`: a past step of the policy, on the inference nodes of the run."""
     base_url: Annotated[str, LIVE] = ""
     """`openai`: URL before `/chat/completions`, such as `https://HOST/v1`."""
     model: str = ""
-    """`openai`: name of the model in the requests. `frozen`: folder of the weights in transformers format, with tokenizer, relative to the
-    configuration file."""
+    """`openai`: name of the model in the requests. `frozen`: folder of the weights in transformers format, with
+    tokenizer, relative to the configuration file."""
     key_file: Annotated[str, LIVE] = ""
     """`openai`: file with the key of the server, relative to the configuration file."""
     key_env: Annotated[str, LIVE] = ""
     """`openai`: environment variable with the key, in the processes that ask. Empty, without `key_file`: no key."""
     request: dict[str, Any] = {}
-    """`openai`: further fields of each request. A field of the same name is replaced; null removes it, such as `max_tokens: null`."""
+    """`openai`: further fields of each request. A field of the same name is replaced; null removes it, such as
+    `max_tokens: null`."""
     step: NonNegativeInt = 0
     """`policy_step`: the step. Nodes keep it beside the newest step if their engine has `versions_max` >= 2."""
     incarnation: NonNegativeInt = 0
     """`policy_step`: the incarnation of the step."""
     nodes: Annotated[NonNegativeInt, LIVE] = 1
-    """`frozen`: number of nodes that this host starts. With 0 they join from elsewhere: `rollmesh serve endpoint-NAME`."""
+    """`frozen`: number of nodes that this host starts. With 0 they join from elsewhere: `rollmesh serve
+    endpoint-NAME`."""
     engine: Extension | None = None
     """`frozen`: the engine of these nodes. Unset: as in `inference.engine`."""
     temperature: Annotated[float, Meta(ge=0, le=10)] = 0.0
@@ -66,13 +69,13 @@ class EndpointConfig(Settings):
     price_completion: Annotated[NonNegativeFloat, LIVE] = 0.0
     """Price of a million new tokens, in the same currency."""
     price_max: Annotated[NonNegativeFloat, LIVE] = 0.0
-    """Limit of the price of a run. Each request is checked before it is sent, so the requests that run then may exceed it. Nodes on
-    another host have a separate limit. 0: no limit."""
+    """Limit of the price of a run. Each request is checked before it is sent, so the requests that run then may exceed
+    it. Nodes on another host have a separate limit. 0: no limit."""
     timeout_s: Annotated[PositiveFloat, LIVE] = 60.0
     """Timeout of one attempt, in seconds."""
     retry_s: Annotated[NonNegativeFloat, LIVE] = 60.0
-    """Time after which a failed request is not repeated any more, in seconds. Only requests that an unreachable, slow or overloaded server
-    failed are repeated."""
+    """Time after which a failed request is not repeated any more, in seconds. Only requests that an unreachable, slow
+    or overloaded server failed are repeated."""
     backoff_s: Annotated[PositiveFloat, LIVE] = 0.5
     """First pause between attempts, in seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: Annotated[PositiveFloat, LIVE] = 10.0
@@ -84,8 +87,8 @@ class EndpointConfig(Settings):
     record: Annotated[str, LIVE] = ""
     """Folder to which answers are recorded, relative to the configuration file. Empty: none are."""
     replay: str = ""
-    """Folder of recorded answers, relative to the configuration file. A request without a recorded answer fails, or is sent if `record`
-    is set too. Empty: every request is sent."""
+    """Folder of recorded answers, relative to the configuration file. A request without a recorded answer fails, or is
+    sent if `record` is set too. Empty: every request is sent."""
 
     def check_fields(self) -> None:
         for kind, names in _KEYS_OF_KIND.items():

@@ -1,6 +1,7 @@
 """What an episode has asked of endpoints: numbers of calls, tokens, price and latency by endpoint and caller.
 
-Agents pass the meter of their episode. Scorers and other code below `metered` need not, because a context variable holds it.
+Agents pass the meter of their episode. Scorers and other code below `metered` need not, because a context variable
+holds it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class EndpointMeter:
     """The use of endpoints by one caller in one episode."""
 
     def __init__(self, scope: str = "", *, caller: str = "") -> None:
-        """`scope` is the id of the episode or of the sample. It is the same in every attempt. `caller` is "agent" or the scorer."""
+        """`scope` is the id of the episode or of the sample. It is the same in every attempt. `caller` is "agent" or
+        the scorer."""
         self.scope = scope
         self.cut = ""
         """The endpoint whose answer was awaited when the caller was cancelled, such as by its time limit."""
@@ -35,7 +37,8 @@ class EndpointMeter:
         return tuple(self._uses.values())
 
     def number(self, digest: str) -> int:
-        """Return the lowest number that no equal request has. One that fails or is cancelled releases its number, as in a replay."""
+        """Return the lowest number that no equal request has. One that fails or is cancelled releases its number, as in
+        a replay."""
         taken = self._asked.setdefault(digest, set())
         number = next(number for number in range(len(taken) + 1) if number not in taken)
         taken.add(number)

@@ -94,7 +94,8 @@ class OpenAiBackend:
         finish = FinishReason.STOP if calls else _FINISH.get(choice.finish_reason or "")
         if finish is None or (choice.message.content is None and not calls):
             raise Internal(
-                f"{name}: the response has no text: its finish_reason is {choice.finish_reason!r}, expected 'stop' or 'length'"
+                f"{name}: the response has no text: its finish_reason is {choice.finish_reason!r}, expected 'stop' or "
+                "'length'"
             )
         return replace(reply, text=choice.message.content or "", finish=finish, calls=calls)
 

@@ -1,8 +1,9 @@
 """Recorded answers of an endpoint: JSON lines in a folder, one file per process that records.
 
-An answer is found by (scope, digest, number): the episode or sample that asked, the request, and how often it was made before there.
-Without an answer of that scope, the newest one of the same request and number is taken, so that the answers also serve a run whose episodes
-have other ids. Of several answers for one key, the newest one counts: an episode that was repeated used that one.
+An answer is found by (scope, digest, number): the episode or sample that asked, the request, and how often it was made
+before there. Without an answer of that scope, the newest one of the same request and number is taken, so that the
+answers also serve a run whose episodes have other ids. Of several answers for one key, the newest one counts: an
+episode that was repeated used that one.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class AnswerStore:
 
 
 def _answers(path: Path) -> list[RecordedAnswer]:
-    """Return the answers of a file. A last line without end is skipped, because its process was killed while it wrote."""
+    """Return the answers of a file. A last line without end is skipped, because its process was killed while it
+    wrote."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as err:

@@ -48,7 +48,8 @@ class EndpointSpending:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Open a file for reading and writing while no other process has it open here. The lock is held for microseconds."""
+    """Open a file for reading and writing while no other process has it open here. The lock is held for
+    microseconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -4,9 +4,9 @@
         node.address                    # host:port, if the node serves
         await node.wait()               # until the node was drained and has finished; raises the error that stopped it
 
-Entering runs `build`, starts the server, joins the coordinator, and starts `run` in a task. The address is bound before the node joins,
-so that the coordinator never announces a server that does not respond. Leaving cancels the task, leaves the mesh, runs `end_calls`,
-stops the server, and closes what `build` has put on the stack, in reverse order.
+Entering runs `build`, starts the server, joins the coordinator, and starts `run` in a task. The address is bound before
+the node joins, so that the coordinator never announces a server that does not respond. Leaving cancels the task, leaves
+the mesh, runs `end_calls`, stops the server, and closes what `build` has put on the stack, in reverse order.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class JoinedNode:
         """Finish accepted work after the command to drain, within a limit. The server still accepts calls."""
 
     async def end_calls(self) -> None:
-        """End the calls in progress after the node has left the mesh. Calls that remain end with the server's `stop_s`."""
+        """End the calls in progress after the node has left the mesh. Calls that remain end with the server's
+        `stop_s`."""
 
     # NodeHandler ------------------------------------------------------------------------------------------------------
 
@@ -117,8 +118,8 @@ class JoinedNode:
 
     @property
     def takes_work(self) -> bool:
-        """Whether the node has been usable since its last join, for a probe: it is READY, or no node of its kind is, because there is no work
-        yet. It stays so while the coordinator is away, and ends with the command to drain."""
+        """Whether the node has been usable since its last join, for a probe: it is READY, or no node of its kind is,
+        because there is no work yet. It stays so while the coordinator is away, and ends with the command to drain."""
         membership = self.membership
         if membership is None or membership.draining:
             return membership is None
@@ -128,16 +129,16 @@ class JoinedNode:
         return self._took_work
 
     async def drain(self) -> None:
-        """Drain on the request of this process. The coordinator is asked first, so that other nodes send no new work; if it does not respond
-        within `DRAIN_CALL_S_MAX`, the node drains without it."""
+        """Drain on the request of this process. The coordinator is asked first, so that other nodes send no new work;
+        if it does not respond within `DRAIN_CALL_S_MAX`, the node drains without it."""
         if self.membership is not None:
             await self.membership.drain()
         else:
             await self.on_drain()
 
     async def wait(self) -> None:
-        """Return once `run` has finished; the host then leaves the context. Raises the error that stopped it, and the rejection if the
-        coordinator does not accept this node."""
+        """Return once `run` has finished; the host then leaves the context. Raises the error that stopped it, and the
+        rejection if the coordinator does not accept this node."""
         assert self._task is not None, "not entered"
         ends: list[asyncio.Future[None]] = [self._task]
         if self.membership is not None:

@@ -1,8 +1,9 @@
 """The membership of a node: the client of `CoordinatorService.Join` that every kind of node uses.
 
-One stream carries the hello, then reports to the coordinator and commands to the node. If the coordinator is unavailable, the node
-continues its work and joins again with back-off. The last report announces a clean leave. Reports on a lost stream are not repeated: the
-next hello contains the active weights, and the coordinator repeats commands without a response. So handlers must be idempotent.
+One stream carries the hello, then reports to the coordinator and commands to the node. If the coordinator is
+unavailable, the node continues its work and joins again with back-off. The last report announces a clean leave. Reports
+on a lost stream are not repeated: the next hello contains the active weights, and the coordinator repeats commands
+without a response. So handlers must be idempotent.
 
     coordinator --commands--> inbox (bounded) --> handler task --weight reports--> outbox --> coordinator
                 --fleet-----> Fleet (snapshot)
@@ -57,7 +58,8 @@ class MembershipConfig(Settings):
     backoff_s_max: PositiveFloat = 5.0
     """Longest pause, in seconds. It bounds how late a restarted coordinator sees this node again."""
     commands_max: PositiveInt = 256
-    """Maximum number of commands that wait for the handler. More mean a stuck handler, so the stream is dropped with the commands."""
+    """Maximum number of commands that wait for the handler. More mean a stuck handler, so the stream is dropped with
+    the commands."""
     leave_s: PositiveFloat = 5.0
     """Longest wait for the last report when the node leaves, in seconds."""
 
@@ -74,7 +76,8 @@ class NodeHandler(Protocol):
         ...
 
     async def on_weights(self, command: coordinator_pb2.WeightCommand) -> None:
-        """Execute a weight command, or start to. Respond with `Membership.report_weights`. Commands come in order; the handler is idempotent."""
+        """Execute a weight command, or start to. Respond with `Membership.report_weights`. Commands come in order; the
+        handler is idempotent."""
         ...
 
     async def on_cancel(self, command: coordinator_pb2.CancelEpisodes) -> None: ...
@@ -167,7 +170,8 @@ class Membership:
         return self._joined.is_set()
 
     async def rejected(self) -> NoReturn:
-        """Wait until the coordinator rejects this node permanently, and raise that error. Otherwise wait until cancelled."""
+        """Wait until the coordinator rejects this node permanently, and raise that error. Otherwise wait until
+        cancelled."""
         await self._rejected.wait()
         assert self._refusal is not None
         raise self._refusal

@@ -1,8 +1,8 @@
 """Serve an ASGI application with uvicorn on the event loop of the caller, on a listener that is bound before.
 
-It leaves the signals of the process alone. Clients that send or read nothing cannot hold connections, and connections cannot use all files of
-the process. Requests whose end is ambiguous are rejected (RFC 9112), because a proxy could read another request in them. uvicorn and h11 are
-imported when the server starts, not with this module.
+It leaves the signals of the process alone. Clients that send or read nothing cannot hold connections, and connections
+cannot use all files of the process. Requests whose end is ambiguous are rejected (RFC 9112), because a proxy could read
+another request in them. uvicorn and h11 are imported when the server starts, not with this module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from rollmesh.shared.errors import ConfigError, Internal
 _KEEP_ALIVE_S = 75
 """Longer than the pools of clients keep an idle connection, so that they do not use one that is being closed."""
 _HEADERS_S_MAX = 15.0
-"""Limit of the time from the begin of a connection, or the first byte of a later request, until all headers are there."""
+"""Limit of the time from the begin of a connection, or the first byte of a later request, until all headers are
+there."""
 _BODY_S_MAX = 60.0
 """Limit of the time from the headers of a request until all of its body is there."""
 _LINGER_S = 2.0
-"""Time in which the rest of a body is discarded after a reply that did not wait for it, so that the client can read the reply."""
+"""Time in which the rest of a body is discarded after a reply that did not wait for it, so that the client can read the
+reply."""
 _UNREAD_S_MAX = 60.0
 """Limit of the time in which a client reads the last reply of its connection."""
 _STOP_S_MAX = 5.0
@@ -51,7 +53,8 @@ def connections_max() -> int:
 
 
 def bind_http(address: str, key: str) -> socket.socket:
-    """Return a listener on host:port. Raise ConfigError that names the setting `key` if the address cannot be listened on."""
+    """Return a listener on host:port. Raise ConfigError that names the setting `key` if the address cannot be listened
+    on."""
     try:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
@@ -81,8 +84,8 @@ class AsgiServer:
         client_certificates: bool = False,
         num_max: int | None = None,
     ) -> AsgiServer:
-        """Return once the server responds. `client_certificates`: clients need a certificate of the authority of `tls`. `num_max` connections,
-        by default `connections_max`.
+        """Return once the server responds. `client_certificates`: clients need a certificate of the authority of `tls`.
+        `num_max` connections, by default `connections_max`.
 
         Raise Internal if the server ends while it starts. The listener is then closed.
         """

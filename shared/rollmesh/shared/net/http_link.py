@@ -9,7 +9,8 @@ Every failure becomes one of the typed errors, so that `shared.retry` and the ca
     other 4xx                                        InvalidInput with the server's message
     other, or a body that is not as agreed           Internal
 
-Closing a stream early closes its connection, by which the server notices that the client is gone. Keys are sent and never shown.
+Closing a stream early closes its connection, by which the server notices that the client is gone. Keys are sent and
+never shown.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class HttpLink:
     def __init__(
         self, url: str, *, api_key: str = "", api_key_file: str = "", connections_max: int, call_s: float
     ) -> None:
-        """`call_s` is the deadline of a call that names none. The key is `api_key`, or read from `api_key_file` when the link opens."""
+        """`call_s` is the deadline of a call that names none. The key is `api_key`, or read from `api_key_file` when
+        the link opens."""
         self.url = url.rstrip("/")
         self._api_key = api_key
         self._api_key_file = api_key_file

@@ -1,10 +1,10 @@
 """TCP ports of this machine: choose free ports that stay free, and find the owner of a port.
 
-A server whose clients reconnect after its restart needs a port that no other process takes meanwhile. The kernel gives outgoing
-connections ports of the ephemeral range. A client that connects to such a port while the server is down may get that port as its own
-source port: it then connects to itself, and the server finds its port in use. Ports are therefore chosen outside that range.
-A chosen port is not listened on yet, and not while its server restarts: a reservation keeps other processes of this module from choosing it.
-Linux only, by /proc and abstract sockets.
+A server whose clients reconnect after its restart needs a port that no other process takes meanwhile. The kernel gives
+outgoing connections ports of the ephemeral range. A client that connects to such a port while the server is down may
+get that port as its own source port: it then connects to itself, and the server finds its port in use. Ports are
+therefore chosen outside that range. A chosen port is not listened on yet, and not while its server restarts: a
+reservation keeps other processes of this module from choosing it. Linux only, by /proc and abstract sockets.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ _LISTEN = "0A"
 _COMMAND_CHARS_MAX = 100
 _RESERVED_MAX = 256
 _reserved: dict[int, socket.socket] = {}
-"""Reservations of this process, oldest first. They end with the process, or when more than `_RESERVED_MAX` newer ones were made."""
+"""Reservations of this process, oldest first. They end with the process, or when more than `_RESERVED_MAX` newer ones
+were made."""
 
 
 def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
-    """Return free ports on loopback, outside the ephemeral range if possible, and reserve them against other callers on this machine."""
+    """Return free ports on loopback, outside the ephemeral range if possible, and reserve them against other callers on
+    this machine."""
     rng = rng or random.SystemRandom()
     below = range(_LOWEST, _ephemeral_begin())
     found: list[int] = []
@@ -44,8 +46,8 @@ def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
 
 
 def _reserve(port: int) -> bool:
-    """Reserve the port by an abstract socket of its number, which the kernel gives to one process and removes with it. Such sockets
-    belong to the network namespace, as ports do. False if it is reserved already."""
+    """Reserve the port by an abstract socket of its number, which the kernel gives to one process and removes with it.
+    Such sockets belong to the network namespace, as ports do. False if it is reserved already."""
     reservation = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         reservation.bind(f"\0rollmesh-port-{port}")

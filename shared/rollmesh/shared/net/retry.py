@@ -33,7 +33,8 @@ class RetryConfig(Settings):
     """How long a client of RunService retries while the gateway is away."""
 
     retry_s: PositiveFloat = 60.0
-    """Longest time that one request is repeated, in seconds; at least the term of the batch lease once that is known."""
+    """Longest time that one request is repeated, in seconds; at least the term of the batch lease once that is
+    known."""
     backoff_s: PositiveFloat = 0.05
     """First pause between attempts, in seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
@@ -45,7 +46,8 @@ class RetryConfig(Settings):
 
 
 def pause_after(num_failed: int, first_s: float, max_s: float) -> float:
-    """Return the pause in seconds after `num_failed` >= 1 consecutive failures: `first_s`, doubled for each further one, up to `max_s`."""
+    """Return the pause in seconds after `num_failed` >= 1 consecutive failures: `first_s`, doubled for each further
+    one, up to `max_s`."""
     return min(max_s, first_s * 2.0 ** min(num_failed - 1, _DOUBLINGS_MAX))
 
 
@@ -74,7 +76,8 @@ def worth_retrying(err: MeshError) -> bool:
 
 
 def is_away(err: MeshError) -> bool:
-    """Return whether the other side was not reached or does not serve yet or any more, as opposed to a failure of the work."""
+    """Return whether the other side was not reached or does not serve yet or any more, as opposed to a failure of the
+    work."""
     return isinstance(err, Unavailable) and not isinstance(err, InfraFailure)
 
 
@@ -86,7 +89,8 @@ async def retry(
     clock: Clock,
     again: Callable[[MeshError], bool] = worth_retrying,
 ) -> T:
-    """Call `ask` until it returns or `limit_s` has passed; then raise the last error. Errors that `again` rejects are raised at once."""
+    """Call `ask` until it returns or `limit_s` has passed; then raise the last error. Errors that `again` rejects are
+    raised at once."""
     backoff = Backoff(config, clock)
     end_s = clock.monotonic_s() + limit_s
     while True:

@@ -1,4 +1,5 @@
-"""Named points in a service at which a hook is awaited, so that a supervisor can log progress and a test can inject a crash.
+"""Named points in a service at which a hook is awaited, so that a supervisor can log progress and a test can inject a
+crash.
 
 An exception that the hook raises has the effect of a crash at that point. While the hook waits, the service waits.
 """

@@ -1,4 +1,5 @@
-"""The information that a process reports when its nodes join a mesh: build, host, and addresses of metrics and spans."""
+"""The information that a process reports when its nodes join a mesh: build, host, and addresses of metrics and
+spans."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Commands that the kernel kills when the process that started them ends for any reason, and commands whose whole process tree ends with
-them.
+"""Commands that the kernel kills when the process that started them ends for any reason, and commands whose whole
+process tree ends with them.
 
     subprocess.Popen(bound_to_parent([sys.executable, "-m", "worker"]))
 
-Linux sends the death signal when the parent's *thread* that started the command ends. Start it from the main thread, or from one
-that runs as long as the command should. The signal goes to this command only, so its children must be bound to it in turn.
+Linux sends the death signal when the parent's *thread* that started the command ends. Start it from the main thread, or
+from one that runs as long as the command should. The signal goes to this command only, so its children must be bound to
+it in turn.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# Runs in a fresh interpreter and becomes the command. Python code between fork and exec in the parent (preexec_fn) could deadlock on a
-# lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have exited before it was set. SIGKILL (9),
-# because a stopped or stuck process handles no other signal.
+# Runs in a fresh interpreter and becomes the command. Python code between fork and exec in the parent (preexec_fn)
+# could deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have
+# exited before it was set. SIGKILL (9), because a stopped or stuck process handles no other signal.
 _LAUNCHER = """
 import ctypes, os, sys
 parent, *command = sys.argv[1:]
@@ -30,13 +31,15 @@ os.execvp(command[0], command)
 
 
 def bound_to_parent(command: Sequence[str]) -> list[str]:
-    """Return the command line that runs `command` (same process id, streams and environment) and is killed when this process ends."""
+    """Return the command line that runs `command` (same process id, streams and environment) and is killed when this
+    process ends."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
 
 
-# The keeper runs in a fresh interpreter and starts the command in a separate session. It adopts the command's orphans (PR_SET_CHILD_SUBREAPER,
-# 36), and exits when all of them are gone. SIGTERM asks the command's group to end, and kills the tree after `stop_s`. The death of the parent
-# (SIGUSR1), like the end of the command, kills the rest of the tree at once. A command that cannot start exits with 127.
+# The keeper runs in a fresh interpreter and starts the command in a separate session. It adopts the command's orphans
+# (PR_SET_CHILD_SUBREAPER, 36), and exits when all of them are gone. SIGTERM asks the command's group to end, and kills
+# the tree after `stop_s`. The death of the parent (SIGUSR1), like the end of the command, kills the rest of the tree at
+# once. A command that cannot start exits with 127.
 _KEEPER = """
 import ctypes, os, signal, sys
 parent, stop_s, folder, *command = sys.argv[1:]
@@ -98,16 +101,18 @@ os._exit(os.waitstatus_to_exitcode(status) & 0xFF if os.WIFEXITED(status) else 1
 
 
 def kept_tree(command: Sequence[str], *, folder: str, stop_s: float) -> list[str]:
-    """Return the command line that runs `command` in `folder`, and ends all of its processes when it or this process ends.
+    """Return the command line that runs `command` in `folder`, and ends all of its processes when it or this process
+    ends.
 
-    The folder is deleted then. SIGTERM ends the command with SIGTERM, and its tree with SIGKILL after `stop_s` seconds. The exit status is
-    that of the command: 128 + N after signal N, 127 if it cannot start.
+    The folder is deleted then. SIGTERM ends the command with SIGTERM, and its tree with SIGKILL after `stop_s` seconds.
+    The exit status is that of the command: 128 + N after signal N, 127 if it cannot start.
     """
     return [sys.executable, "-I", "-S", "-c", _KEEPER, str(os.getpid()), str(stop_s), folder, *command]
 
 
 def kill_with_variable(name: str, value: str) -> None:
-    """Kill the processes that have inherited an environment variable, for a tree whose keeper was killed. Blocks for at most a second."""
+    """Kill the processes that have inherited an environment variable, for a tree whose keeper was killed. Blocks for at
+    most a second."""
     wanted = f"{name}={value}".encode()
     deadline_s = time.monotonic() + 1.0
     while time.monotonic() < deadline_s:

@@ -1,7 +1,8 @@
 """`Access`: the credentials of a process as client and as server: the token, and TLS if it is configured.
 
-Every server, channel and node gets one value with both. With `tls` both sides authenticate (mutual TLS): a server accepts only clients
-with a certificate of the same CA. Neither the token nor the content of a file is part of a repr, a message or a log.
+Every server, channel and node gets one value with both. With `tls` both sides authenticate (mutual TLS): a server
+accepts only clients with a certificate of the same CA. Neither the token nor the content of a file is part of a repr, a
+message or a log.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Tls:
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Return the context for clients other than gRPC's. ConfigError if the files cannot be read, or do not belong together."""
+        """Return the context for clients other than gRPC's. ConfigError if the files cannot be read, or do not belong
+        together."""
         for path in (self.ca, self.certificate, self.key):
             _read(path)
         try:
@@ -46,14 +48,15 @@ class Tls:
             context.load_cert_chain(self.certificate, self.key)
         except ssl.SSLError as err:
             raise ConfigError(
-                f"{self.ca}, {self.certificate}, {self.key}: not PEM files of a CA, a certificate and its key ({err.reason}); "
-                "`rollmesh certs` makes some",
+                f"{self.ca}, {self.certificate}, {self.key}: not PEM files of a CA, a certificate and its key "
+                f"({err.reason}); `rollmesh certs` makes some",
                 path=str(self.certificate),
             ) from err
         return context
 
     def check(self) -> float:
-        """Let the certificate authenticate itself as server and as client. Return the Unix time at which it or its CA expires.
+        """Let the certificate authenticate itself as server and as client. Return the Unix time at which it or its CA
+        expires.
 
         ConfigError if it cannot: it is expired, not valid yet, of another CA, or not for both uses.
         """
@@ -68,8 +71,8 @@ class Tls:
         except ssl.SSLError as err:
             why = getattr(err, "verify_message", "") or err.reason
             raise ConfigError(
-                f"{self.certificate}: this certificate cannot be used with the CA in {self.ca}: {why}; replace it (`rollmesh certs --ca` signs "
-                "one for servers and clients) and check the clock of this host",
+                f"{self.certificate}: this certificate cannot be used with the CA in {self.ca}: {why}; replace it "
+                "(`rollmesh certs --ca` signs one for servers and clients) and check the clock of this host",
                 path=str(self.certificate),
             ) from err
         signers = [one for one in client.get_ca_certs() if one["subject"] == used["issuer"]]
@@ -97,7 +100,8 @@ class Access:
 
 
 def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> dict[str, Any]:
-    """Connect two contexts in memory and return the server's certificate. Raises SSLError as a connection between two hosts would."""
+    """Connect two contexts in memory and return the server's certificate. Raises SSLError as a connection between two
+    hosts would."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
     for side in (*sides, *sides):  # the last message of TLS 1.3 is the second one of the client

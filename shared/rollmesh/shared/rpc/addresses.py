@@ -1,4 +1,5 @@
-"""Properties of an address (host:port or unix:PATH): whether only this machine reaches it, and whether a client can call it."""
+"""Properties of an address (host:port or unix:PATH): whether only this machine reaches it, and whether a client can
+call it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def port_of(address: str) -> int:
 
 
 def split_addresses(text: str) -> list[str]:
-    """Return the addresses of one server that is found at the first of them that responds. Raises `ConfigError` for a list with a name.
+    """Return the addresses of one server that is found at the first of them that responds. Raises `ConfigError` for a
+    list with a name.
 
     A name that resolves to the current address of the server needs no list.
     """
@@ -28,7 +30,8 @@ def split_addresses(text: str) -> list[str]:
     for one in found if len(found) > 1 else ():
         if not is_ip_address(host_of(one)):
             raise ConfigError(
-                f"a list of addresses must contain only IP:PORT, got {one!r} in {text}; use one name without a list, or IP addresses",
+                f"a list of addresses must contain only IP:PORT, got {one!r} in {text}; use one name without a list, "
+                "or IP addresses",
                 address=text,
             )
     return found
@@ -58,7 +61,8 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`. A name other than localhost can resolve to any address, so it does not count."""
+    """Return whether only this machine reaches `host`. A name other than localhost can resolve to any address, so it
+    does not count."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -93,8 +97,8 @@ def advertised(address: str, advertise: str, port: int) -> str:
     host = advertise or host_of(address)
     if is_wildcard(host):
         raise ConfigError(
-            f"a server on {address} listens on every interface, but others need a host to call: set `advertise` to a name "
-            "or address by which they reach this machine",
+            f"a server on {address} listens on every interface, but others need a host to call: set `advertise` to a "
+            "name or address by which they reach this machine",
             address=address,
         )
     return join_host_port(host, port)

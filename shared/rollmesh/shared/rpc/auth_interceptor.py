@@ -1,7 +1,7 @@
 """Bearer tokens: a server accepts only calls that carry the run's token in the `authorization` metadata.
 
-A single health check is exempt, because a probe must work without a secret. Watching health is not exempt, because streams without a
-token could exhaust the server. Tokens are compared in constant time.
+A single health check is exempt, because a probe must work without a secret. Watching health is not exempt, because
+streams without a token could exhaust the server. Tokens are compared in constant time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Handler:
         if handler_call_details.method == EXEMPT or self._admits(handler_call_details):
             return await continuation(handler_call_details)
-        # Serves a method of any arity: on the wire they are alike, and a stream handler need not wait for a first message.
+        # Serves a method of any arity: on the wire they are alike, and a stream handler need not wait for a first
+        # message.
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
     def _admits(self, details: grpc.HandlerCallDetails) -> bool:

@@ -1,7 +1,7 @@
 """The client channels that every service uses: token, deadline, trace context and retries on each call.
 
-`MeshChannel` decorates the calls of a plain channel instead of using grpc.aio's client interceptors: those put a task and a
-queue around every call, and this class changes only its timeout and metadata.
+`MeshChannel` decorates the calls of a plain channel instead of using grpc.aio's client interceptors: those put a task
+and a queue around every call, and this class changes only its timeout and metadata.
 
     async with open_channel(address, access=access) as channel:
         stub = run_pb2_grpc.RunServiceStub(channel)
@@ -38,9 +38,11 @@ class ChannelConfig(Settings):
     keepalive_s: PositiveFloat = 20.0
     """Seconds without data after which the server is pinged. A crashed server is detected 10 s later."""
     reconnect_s_max: PositiveFloat = 1.0
-    """Longest pause between attempts to connect, in seconds. It is short, so that a restarted service is found quickly."""
+    """Longest pause between attempts to connect, in seconds. It is short, so that a restarted service is found
+    quickly."""
     wait_for_ready: bool = False
-    """Whether a call waits (within its deadline) for a server that cannot be reached, instead of failing with UNAVAILABLE."""
+    """Whether a call waits (within its deadline) for a server that cannot be reached, instead of failing with
+    UNAVAILABLE."""
     attempts_max: Annotated[int, Meta(ge=1, le=5)] = 4
     """Attempts of an idempotent call that ends in UNAVAILABLE; gRPC allows up to 5. 1 means no retry."""
 
@@ -55,8 +57,8 @@ def open_channel(
     """Return a channel to `address`. It connects on the first call, and again when the connection breaks. Calls to a server of this event
     loop that accepts direct calls need no connection (`rollmesh.shared.rpc.direct`), unless the channel has TLS, a unix socket or `idempotent`.
 
-    `address` may list several, IP:PORT,IP:PORT: the channel uses the first one that responds, and tries all of them again when the connection
-    breaks. With TLS the certificate of each server must contain the first address.
+    `address` may list several, IP:PORT,IP:PORT: the channel uses the first one that responds, and tries all of them
+    again when the connection breaks. With TLS the certificate of each server must contain the first address.
 
     `idempotent` lists services and methods that may be sent again after UNAVAILABLE, such as
     "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".

@@ -1,7 +1,9 @@
-"""Requests that cannot be decoded, or that are beyond the limits of their service, end with a status that contains the cause.
+"""Requests that cannot be decoded, or that are beyond the limits of their service, end with a status that contains the
+cause.
 
-grpc.aio calls a deserializer outside of the handler, where no interceptor sees what it raises: the client would get UNKNOWN or INTERNAL
-without a reason. So the deserializer returns the failure in place of the message, and the handler raises it when it reads that message.
+grpc.aio calls a deserializer outside of the handler, where no interceptor sees what it raises: the client would get
+UNKNOWN or INTERNAL without a reason. So the deserializer returns the failure in place of the message, and the handler
+raises it when it reads that message.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def _decoding(decode: Decode, method: str, limits: RequestLimits, received: Call
         if limits.request_bytes is not None and len(raw) > limits.request_bytes:
             return _Refused(
                 PayloadTooLarge(
-                    f"a request of {method} must have at most {limits.request_bytes} bytes, got {len(raw)}; send less at once",
+                    f"a request of {method} must have at most {limits.request_bytes} bytes, got {len(raw)}; send less "
+                    "at once",
                     method=method,
                 )
             )
@@ -74,8 +77,8 @@ def _decoding(decode: Decode, method: str, limits: RequestLimits, received: Call
         except DecodeError as err:
             return _Refused(
                 UndecodableRequest(
-                    f"{method} cannot decode a request of {len(raw)} bytes ({err}); encode it with the message type that "
-                    "the mesh's protos name for this method, with text in UTF-8",
+                    f"{method} cannot decode a request of {len(raw)} bytes ({err}); encode it with the message type "
+                    "that the mesh's protos name for this method, with text in UTF-8",
                     method=method,
                 )
             )
@@ -122,7 +125,8 @@ def _num_bytes(text: str) -> int:
 
 
 def _reading(behavior: Callable[..., Any], *, streams: bool) -> Callable[..., Any]:
-    """`behavior` with requests that raise the cause of their rejection. It is a function of the same kind, because grpc.aio checks the kind."""
+    """`behavior` with requests that raise the cause of their rejection. It is a function of the same kind, because
+    grpc.aio checks the kind."""
     checked = _each if streams else _one
     if inspect.isasyncgenfunction(behavior):
 

@@ -1,8 +1,8 @@
 """The one place where exceptions of servicers become statuses.
 
 A `MeshError` becomes its status with details. A failed call to another server that was not translated keeps its status.
-Every other exception is a bug. It is logged here once with its traceback, and the client gets INTERNAL without its text. Cancellation
-passes unchanged.
+Every other exception is a bug. It is logged here once with its traceback, and the client gets INTERNAL without its
+text. Cancellation passes unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Wrapping a server-side method handler, whatever its arity: the base of the interceptors.
 
-A handler of the mesh is an `async def` (one response, or a stream written with `context.write`) or an async generator. A plain
-`def` is a method that the generated base class provides because the servicer does not implement it.
+A handler of the mesh is an `async def` (one response, or a stream written with `context.write`) or an async generator.
+A plain `def` is a method that the generated base class provides because the servicer does not implement it.
 """
 
 from __future__ import annotations

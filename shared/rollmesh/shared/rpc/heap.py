@@ -1,11 +1,11 @@
 """Reuse the memory of messages, and return that of many large requests to the system.
 
-A message of 1 MiB takes several blocks of that size while it is sent or received. By default glibc returns freed blocks of 128 KiB and more
-to the system, and each page of the next message is then a page fault, which costs more than the copies. A server therefore lets it keep
-some MiB.
+A message of 1 MiB takes several blocks of that size while it is sent or received. By default glibc returns freed blocks
+of 128 KiB and more to the system, and each page of the next message is then a page fault, which costs more than the
+copies. A server therefore lets it keep some MiB.
 
-gRPC receives a message in many small pieces. When they are freed, glibc keeps the memory for later allocations, so that a burst of large
-requests leaves a process 100 MiB larger for as long as it runs.
+gRPC receives a message in many small pieces. When they are freed, glibc keeps the memory for later allocations, so that
+a burst of large requests leaves a process 100 MiB larger for as long as it runs.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ REUSED_BYTES = 8 * 1024 * 1024
 def reuse_freed_memory() -> None:
     """Let this process reuse freed blocks of up to `REUSED_BYTES` instead of returning each to the system. Idempotent.
 
-    When a block that was mapped separately is freed, glibc raises the limit from which it maps blocks to the size of that block, and the
-    free memory that it keeps at the top of a heap to twice that size (M_MMAP_THRESHOLD in mallopt(3)). One block sets both here. Setting
-    them with mallopt would also stop them from rising further, which torch needs for larger tensors.
+    When a block that was mapped separately is freed, glibc raises the limit from which it maps blocks to the size of
+    that block, and the free memory that it keeps at the top of a heap to twice that size (M_MMAP_THRESHOLD in
+    mallopt(3)). One block sets both here. Setting them with mallopt would also stop them from rising further, which
+    torch needs for larger tensors.
 
-    The price is up to 16 MiB of free memory for each heap, of which a process has one per thread that allocates large blocks: 2 to 10 MiB
-    in a node that fetched 64 MB. An operator who has set MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ keeps these limits. Another C
-    library ignores the call.
+    The price is up to 16 MiB of free memory for each heap, of which a process has one per thread that allocates large
+    blocks: 2 to 10 MiB in a node that fetched 64 MB. An operator who has set MALLOC_MMAP_THRESHOLD_ or
+    MALLOC_TRIM_THRESHOLD_ keeps these limits. Another C library ignores the call.
     """
     bytes(REUSED_BYTES)
 

@@ -19,6 +19,7 @@ class RequestLimits:
 
 
 RECORDED = RequestLimits(request_bytes=6 * 1024 * 1024)
-"""Limits of CoordinatorService. Its requests are stored in ledger records, and a record must fit into a NATS message."""
+"""Limits of CoordinatorService. Its requests are stored in ledger records, and a record must fit into a NATS
+message."""
 RECORDED_TEXTS = RequestLimits(text_bytes=64 * 1024, request_bytes=RECORDED.request_bytes)
 """Limits of RunService, whose texts are names, reasons and settings."""

@@ -36,7 +36,8 @@ _NAMES = {key: code.name for code in grpc.StatusCode for key in (code, code.valu
 
 
 class MetricsInterceptor(AroundInterceptor):
-    """Counts and measures calls, on servers. It is directly outside of the error interceptor, so it sees the statuses."""
+    """Counts and measures calls, on servers. It is directly outside of the error interceptor, so it sees the
+    statuses."""
 
     def __init__(self) -> None:
         self._streams: set[str] = set()

@@ -1,7 +1,7 @@
 """Server reflection, v1 and v1alpha.
 
-grpcio-reflection ships v1alpha only. v1 has the same messages in another package: the bytes are equal, so the same servicer
-serves both, and v1's descriptor is v1alpha's with the package renamed.
+grpcio-reflection ships v1alpha only. v1 has the same messages in another package: the bytes are equal, so the same
+servicer serves both, and v1's descriptor is v1alpha's with the package renamed.
 """
 
 from __future__ import annotations

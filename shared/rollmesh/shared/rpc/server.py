@@ -1,8 +1,8 @@
 """`RpcServer`: the gRPC server of every service.
 
-Interceptors around each call, outermost first: trace, metrics (if they are on), token, errors, streams, deadline, decoding. Health (grpc.health.v1)
-and reflection (v1, v1alpha) are always served.
-By default the server binds to loopback and requires the run's token. On other addresses it also requires TLS.
+Interceptors around each call, outermost first: trace, metrics (if they are on), token, errors, streams, deadline,
+decoding. Health (grpc.health.v1) and reflection (v1, v1alpha) are always served. By default the server binds to
+loopback and requires the run's token. On other addresses it also requires TLS.
 
     async with RpcServer(ServerConfig(), access=access) as server:
         server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
@@ -48,15 +48,16 @@ class ServerConfig(Settings):
     advertise: str = ""
     """Host that is advertised to clients; empty means the host of `address`. Required if that is 0.0.0.0 or [::]."""
     message_bytes_max: PositiveInt = MESSAGE_BYTES_MAX
-    """Maximum size of a message in each direction, in bytes. Bulk data is sent in chunks of 1-2 MiB, because gRPC is several times slower
-    above 4 MiB."""
+    """Maximum size of a message in each direction, in bytes. Bulk data is sent in chunks of 1-2 MiB, because gRPC is
+    several times slower above 4 MiB."""
     concurrent_rpcs_max: PositiveInt = 4096
     """Maximum number of calls in progress, including streams; more are rejected with RESOURCE_EXHAUSTED."""
     streams_max: PositiveInt = 3072
-    """Maximum number of streams in progress; more are rejected with RESOURCE_EXHAUSTED. A value below `concurrent_rpcs_max` leaves capacity
-    for short calls."""
+    """Maximum number of streams in progress; more are rejected with RESOURCE_EXHAUSTED. A value below
+    `concurrent_rpcs_max` leaves capacity for short calls."""
     connection_rpcs_max: PositiveInt = 1024
-    """Maximum number of calls in progress on one connection. Further calls wait in the client, so that one client cannot exhaust the server."""
+    """Maximum number of calls in progress on one connection. Further calls wait in the client, so that one client
+    cannot exhaust the server."""
     deadline_s: PositiveFloat = 60.0
     """Timeout of a unary call whose client set no deadline, in seconds."""
     keepalive_s: PositiveFloat = 20.0
@@ -71,7 +72,8 @@ class RpcServer:
     """A gRPC server with the mesh's interceptors. Leaving the context stops it."""
 
     def __init__(self, config: ServerConfig | None = None, *, access: Access) -> None:
-        """Only `access` with TLS allows an address other than loopback. ConfigError if one of its files cannot be read."""
+        """Only `access` with TLS allows an address other than loopback. ConfigError if one of its files cannot be
+        read."""
         self._config = config or ServerConfig()
         # The file system protects a unix socket, and a certificate has no name for it.
         local_socket = self._config.address.startswith("unix:")
@@ -137,7 +139,8 @@ class RpcServer:
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Reject new calls, wait up to `grace_s` (default `stop_s`) for calls in progress, then cancel them. Idempotent."""
+        """Reject new calls, wait up to `grace_s` (default `stop_s`) for calls in progress, then cancel them.
+        Idempotent."""
         grace_s = self._config.stop_s if grace_s is None else grace_s
         self._heap.close()
         await self._health.enter_graceful_shutdown()
@@ -185,7 +188,8 @@ def _unbindable(address: str) -> MeshError:
         taken = False
     if taken:
         return AddressTaken(
-            f"cannot listen on {address}: {owner_of(int(port))} has the port; stop it, or use another port (0 takes a free one)",
+            f"cannot listen on {address}: {owner_of(int(port))} has the port; stop it, or use another port (0 takes a "
+            "free one)",
             address=address,
         )
     return ConfigError(
@@ -218,7 +222,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients may ping at the interval of the mesh's clients, also without calls; the default allows one ping in 5 minutes.
+        # Clients may ping at the interval of the mesh's clients, also without calls; the default allows one ping in 5
+        # minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 5_000)),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

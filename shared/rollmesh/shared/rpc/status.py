@@ -1,8 +1,8 @@
 """Convert typed errors to `google.rpc.Status` and back. Only this module defines the wire format of errors.
 
-A status carries ErrorInfo (domain `rollmesh`, reason, metadata), RetryInfo where waiting helps, and BadRequest where fields are
-wrong, in the `grpc-status-details-bin` trailer. The class is restored by its reason, so `except StaleWeights` works on both sides.
-Errors that gRPC itself raises (no ErrorInfo) become the class of their code.
+A status carries ErrorInfo (domain `rollmesh`, reason, metadata), RetryInfo where waiting helps, and BadRequest where
+fields are wrong, in the `grpc-status-details-bin` trailer. The class is restored by its reason, so `except
+StaleWeights` works on both sides. Errors that gRPC itself raises (no ErrorInfo) become the class of their code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from rollmesh.shared.errors import (
 )
 
 MESSAGE_CHARS_MAX = 1500
-"""Trailers share one 8 KiB metadata budget, which contains the message twice; beyond it the call fails with another error."""
+"""Trailers share one 8 KiB metadata budget, which contains the message twice; beyond it the call fails with another
+error."""
 METADATA_CHARS_MAX = 200
 
 
@@ -108,8 +109,9 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], err: MeshError
 def drop_tracebacks_later(aborted: BaseException) -> None:
     """Drop the tracebacks of the error that ends this call, and of its causes, when the task of the call has ended.
 
-    An error refers to its frames, these to the request and the call, and the call to the error that aborted it. Until the next garbage
-    collection this cycle would keep a request of any size, and the call would count against the connection's limit.
+    An error refers to its frames, these to the request and the call, and the call to the error that aborted it. Until
+    the next garbage collection this cycle would keep a request of any size, and the call would count against the
+    connection's limit.
     """
     task = asyncio.current_task()
     assert task is not None

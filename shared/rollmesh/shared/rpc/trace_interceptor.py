@@ -13,7 +13,8 @@ from rollmesh.shared.telemetry import tracing
 
 
 class TraceInterceptor(AroundInterceptor):
-    """Continues the caller's trace, on servers. Calls outside of a trace get no span, because heartbeats would dominate."""
+    """Continues the caller's trace, on servers. Calls outside of a trace get no span, because heartbeats would
+    dominate."""
 
     def applies(self, details: grpc.HandlerCallDetails, handler: Handler) -> bool:
         return any(key == "traceparent" for key, _ in details.invocation_metadata or ())

@@ -23,8 +23,8 @@ def disk_told(place: Path) -> Iterator[None]:
         if not is_disk_full(err):
             raise
         raise DiskFull(
-            f"{place}: no space left on the device ({free_bytes(place) >> 20} MiB free); free some, e.g. by `rollmesh clean`, then "
-            "resume the run",
+            f"{place}: no space left on the device ({free_bytes(place) >> 20} MiB free); free some, e.g. by `rollmesh "
+            "clean`, then resume the run",
             path=place,
         ) from err
 

@@ -1,7 +1,7 @@
 """Read a JSONL file of a user. Errors contain file, line number and field.
 
-The data service (prompts) and the reward service (answer keys) read the same file with this module. They compare `digest` to detect that
-they have different files.
+The data service (prompts) and the reward service (answer keys) read the same file with this module. They compare
+`digest` to detect that they have different files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class JsonlRecord:
     fields: Mapping[str, object]
 
     def value(self, field: str) -> object:
-        """Return the value at `field`, in which dots separate names of nested objects. Raise RecordError if it is absent."""
+        """Return the value at `field`, in which dots separate names of nested objects. Raise RecordError if it is
+        absent."""
         node: object = self.fields
         for name in field.split("."):
             if not isinstance(node, dict) or name not in node:
@@ -50,7 +51,8 @@ class JsonlRecord:
         return node
 
     def text(self, field: str) -> str:
-        """Return the non-empty string at `field`, or a number or boolean in its JSON form. Raise RecordError for other values."""
+        """Return the non-empty string at `field`, or a number or boolean in its JSON form. Raise RecordError for other
+        values."""
         value = self.value(field)
         if isinstance(value, (bool, int, float)):
             return json.dumps(value)
@@ -61,7 +63,8 @@ class JsonlRecord:
         return value
 
     def extract(self, field: str, pattern: re.Pattern[str] | None) -> str:
-        """Return the text at `field`, or the last match of `pattern` in it: group 1, or the whole match without a group."""
+        """Return the text at `field`, or the last match of `pattern` in it: group 1, or the whole match without a
+        group."""
         text = self.text(field)
         if pattern is None:
             return text.strip()
@@ -94,7 +97,8 @@ class JsonlFile:
 def read_jsonl(path: Path, *, num_lines_max: int) -> JsonlFile:
     """Return all records of a UTF-8 file with one JSON object per line. Blank lines are skipped.
 
-    Raise ConfigError if the file cannot be read, and RecordError for the first line that is not a JSON object or exceeds a limit.
+    Raise ConfigError if the file cannot be read, and RecordError for the first line that is not a JSON object or
+    exceeds a limit.
     """
     try:
         return _read(path, num_lines_max)
@@ -103,7 +107,8 @@ def read_jsonl(path: Path, *, num_lines_max: int) -> JsonlFile:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return the last match of `pattern` in `text`: group 1, or the whole match without a group. None without a match."""
+    """Return the last match of `pattern` in `text`: group 1, or the whole match without a group. None without a
+    match."""
     matches = deque(pattern.finditer(text), maxlen=1)
     if not matches:
         return None

@@ -2,8 +2,9 @@
 
     FOLDER/00004096.payloads       one writer each, whole records: header (magic, position, length, CRC-32), then the payload
 
-The position of a record is a sequence at or above `FIRST_SEQUENCE`: the number of its file, then its offset in it. A sequence of a stream
-never gets there, so both kinds fit the same field, and a position names nothing but a record of this run.
+The position of a record is a sequence at or above `FIRST_SEQUENCE`: the number of its file, then its offset in it. A
+sequence of a stream never gets there, so both kinds fit the same field, and a position names nothing but a record of
+this run.
 
 Every read compares header, length and CRC, so a record that was cut off or damaged is never returned.
 """

@@ -1,4 +1,5 @@
-"""Folders and files that only their owner can read, whatever the umask: they hold samples, decisions or logs of a run."""
+"""Folders and files that only their owner can read, whatever the umask: they hold samples, decisions or logs of a
+run."""
 
 from __future__ import annotations
 

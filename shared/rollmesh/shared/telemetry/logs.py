@@ -1,7 +1,8 @@
 """Logging with the ids of the current work.
 
-`log_context(run=..., episode=...)` puts ids on every log line below it, through awaits and the tasks it starts; `node` among them is
-also the label of metrics. Tasks that outlive or serve many of what they were started for are started in `apart()`.
+`log_context(run=..., episode=...)` puts ids on every log line below it, through awaits and the tasks it starts; `node`
+among them is also the label of metrics. Tasks that outlive or serve many of what they were started for are started in
+`apart()`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def _keep_node_only() -> None:
 
 
 def set_up_logging(config: LoggingConfig | None = None, stream: TextIO | None = None) -> None:
-    """Replaces the root logger's handlers by one that writes to `stream` (default: stderr). For processes, not for libraries."""
+    """Replaces the root logger's handlers by one that writes to `stream` (default: stderr). For processes, not for
+    libraries."""
     config = config or LoggingConfig()
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.format == "json" else _PlainFormatter())

@@ -3,8 +3,8 @@
     async with Telemetry(config.telemetry, folder=run_dir, process="coordinator+depot") as telemetry:
         telemetry.add_source("depot", source)
 
-It does not set up logging. A process does that with `set_up_logging`, because the mesh may run in another application's process.
-Libraries of the extra `telemetry` are loaded only if they are configured.
+It does not set up logging. A process does that with `set_up_logging`, because the mesh may run in another application's
+process. Libraries of the extra `telemetry` are loaded only if they are configured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Metrics for Prometheus: one /metrics per process, served on the event loop of its nodes.
 
-Sources are read on that loop, so a scrape sees consistent state; a separate thread writes the text. If one source fails, only its series are
-missing. One collection runs at a time, and simultaneous and close scrapes share it, so that a flood of scrapes costs no more than a few.
-The address is written to RUN/metrics as a target file of Prometheus' `file_sd_configs`.
+Sources are read on that loop, so a scrape sees consistent state; a separate thread writes the text. If one source
+fails, only its series are missing. One collection runs at a time, and simultaneous and close scrapes share it, so that
+a flood of scrapes costs no more than a few. The address is written to RUN/metrics as a target file of Prometheus'
+`file_sd_configs`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Spans. If tracing is off, or outside of a sampled episode, every call returns immediately and creates neither a span nor a header.
+"""Spans. If tracing is off, or outside of a sampled episode, every call returns immediately and creates neither a span
+nor a header.
 
-Only the root span of an episode decides about sampling (`begin_root`, by the episode's id). All other spans check whether the current span
-is sampled. A context comes from the caller's task, or over the network as a W3C traceparent: in gRPC metadata for separate calls, in a
-field of the message if many episodes share a stream or a request.
+Only the root span of an episode decides about sampling (`begin_root`, by the episode's id). All other spans check
+whether the current span is sampled. A context comes from the caller's task, or over the network as a W3C traceparent:
+in gRPC metadata for separate calls, in a field of the message if many episodes share a stream or a request.
 
-The provider belongs to this module. OpenTelemetry's global provider can be set only once, but a process may run several meshes in turn.
+The provider belongs to this module. OpenTelemetry's global provider can be set only once, but a process may run several
+meshes in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ EPISODE = "rollmesh.episode"
 EXPORT_DELAY_S = 1.0
 """Longest time that a finished span waits in memory, in seconds. A killed process loses these spans."""
 QUEUE_MAX = 65536
-"""Maximum number of finished spans that wait; more are lost. A commit ends three for each traced episode of its batch at once."""
+"""Maximum number of finished spans that wait; more are lost. A commit ends three for each traced episode of its batch
+at once."""
 
 _HEADER = "traceparent"
 _NOTHING: AbstractContextManager[Span | None] = nullcontext(None)
@@ -72,7 +75,8 @@ class Tracing:
         return zlib.crc32(episode.encode()) < self._threshold
 
     def close(self, limit_s: float) -> None:
-        """Export the remaining spans for at most `limit_s`, because an unavailable collector must not block the process. Blocks."""
+        """Export the remaining spans for at most `limit_s`, because an unavailable collector must not block the
+        process. Blocks."""
         global _tracing
         _tracing = None
         ending = threading.Thread(target=self._provider.shutdown, name="tracing shutdown", daemon=True)
@@ -117,7 +121,8 @@ def traceparent() -> str:
 
 
 def trace_headers() -> Mapping[str, str]:
-    """Return the current span as W3C headers; empty outside of a sampled one. A process without tracing passes the received headers on."""
+    """Return the current span as W3C headers; empty outside of a sampled one. A process without tracing passes the
+    received headers on."""
     if current() is None:
         return _NO_HEADERS
     headers: dict[str, str] = {}
@@ -158,7 +163,8 @@ def span_below(
 
 
 def call_span(headers: Mapping[str, str], name: str, attributes: Attributes) -> AbstractContextManager[Span | None]:
-    """Around the serving of a call: a span if tracing is on here, else the caller's own, so that calls further on carry it."""
+    """Around the serving of a call: a span if tracing is on here, else the caller's own, so that calls further on carry
+    it."""
     context = parent_in(headers)
     if context is None:
         return _NOTHING

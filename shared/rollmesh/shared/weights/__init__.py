@@ -1,1 +1,2 @@
-"""Weights as content-addressed blobs: the store, the manifest, the transfer. It handles bytes and digests, not tensors."""
+"""Weights as content-addressed blobs: the store, the manifest, the transfer. It handles bytes and digests, not
+tensors."""

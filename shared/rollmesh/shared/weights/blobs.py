@@ -1,11 +1,13 @@
 """Content-addressed blobs in a directory: `<directory>/<sha256>`, visible only when their bytes hash to their name.
 
-A blob is written to a partial file and renamed. Readers may follow one that is being written, except its last piece, which they get when
-the bytes are verified; so no reader gets all bytes of a wrong blob. Each blob has owners; a blob without an owner is deleted. Files that
-another process of this host put into the directory (a same-host upload) are added by `claim`, which hashes them first. Blobs from before a
-restart are hashed at their first use, because a crash of the host may have truncated them.
+A blob is written to a partial file and renamed. Readers may follow one that is being written, except its last piece,
+which they get when the bytes are verified; so no reader gets all bytes of a wrong blob. Each blob has owners; a blob
+without an owner is deleted. Files that another process of this host put into the directory (a same-host upload) are
+added by `claim`, which hashes them first. Blobs from before a restart are hashed at their first use, because a crash of
+the host may have truncated them.
 
-Used on one event loop; hashing, reading and writing of more than `SMALL_BYTES` happen in threads. One process owns a directory.
+Used on one event loop; hashing, reading and writing of more than `SMALL_BYTES` happen in threads. One process owns a
+directory.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ PARTIAL_SUFFIX = ".partial"
 UPLOAD_MARK = ".upload-"
 """Part of the name of a partial file that another process of this host writes."""
 SMALL_BYTES = 64 * 1024
-"""Bytes that are hashed, read or written on the event loop. They take 0.1 ms, and a thread takes longer to begin on a busy machine."""
+"""Bytes that are hashed, read or written on the event loop. They take 0.1 ms, and a thread takes longer to begin on a
+busy machine."""
 LINKED_BYTES = 2 * 1024 * 1024
-"""Bytes of a file of this host that are hashed on the event loop before it is claimed or adopted. They take 1 to 5 ms, and are one file per
-version of a small model. The pieces of a large one would block the loop one after the other."""
+"""Bytes of a file of this host that are hashed on the event loop before it is claimed or adopted. They take 1 to 5 ms,
+and are one file per version of a small model. The pieces of a large one would block the loop one after the other."""
 T = TypeVar("T")
 
 
@@ -42,7 +45,8 @@ class BlobStore:
     """One directory of blobs with a quota. `start` before use, `close` after."""
 
     def __init__(self, directory: Path, *, quota_bytes: int, durable: bool = True, clock: Clock | None = None) -> None:
-        """Blobs of a `durable` store are on the disk before they are visible; those of another one may be lost with the host."""
+        """Blobs of a `durable` store are on the disk before they are visible; those of another one may be lost with the
+        host."""
         self.durable = durable
         self.directory = directory.absolute()
         self._quota_bytes = quota_bytes
@@ -52,7 +56,8 @@ class BlobStore:
         self._reserved_bytes = 0
         self._partial_numbers = itertools.count()
         self._arrivals: dict[str, set[asyncio.Future[None]]] = {}
-        """Futures that are done when the blob is stored or its first bytes are there, one for each caller that waits."""
+        """Futures that are done when the blob is stored or its first bytes are there, one for each caller that
+        waits."""
         self._incoming: dict[str, PartialBlob] = {}
         """Blobs that are being written, for readers to follow."""
         self._owners = OwnerJournal(self.directory / "owners.jsonl")
@@ -91,7 +96,8 @@ class BlobStore:
         return self._owners.owners
 
     def missing(self, digests: Iterable[str]) -> list[str]:
-        """Return the digests that are not stored, in order. A damaged blob is detected at its first use and is missing from then on."""
+        """Return the digests that are not stored, in order. A damaged blob is detected at its first use and is missing
+        from then on."""
         return [digest for digest in digests if digest not in self._sizes]
 
     async def arrival(self, digest: str, limit_s: float) -> None:
@@ -121,8 +127,8 @@ class BlobStore:
     async def read(self, digest: str, *, offset: int = 0, piece_bytes: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Yield the blob's bytes from `offset` in pieces, also of a blob that is being written.
 
-        Raises `UnknownBlob`, also if the writer stops; `HashMismatch` if what was written turns out to be wrong; `InvalidInput` for an
-        offset past the end.
+        Raises `UnknownBlob`, also if the writer stops; `HashMismatch` if what was written turns out to be wrong;
+        `InvalidInput` for an offset past the end.
         """
         if digest not in self._sizes and (partial := self._incoming.get(digest)) is not None:
             if not 0 <= offset <= partial.size_bytes:
@@ -149,7 +155,8 @@ class BlobStore:
     # Storing ----------------------------------------------------------------------------------------------------------
 
     async def claim(self, digest: str, *, owner: str) -> bool:
-        """Make `owner` an owner of a stored blob, also of one that a peer on this host wrote. Return False if it does not exist.
+        """Make `owner` an owner of a stored blob, also of one that a peer on this host wrote. Return False if it does
+        not exist.
 
         Raises `HashMismatch` for a file with other bytes, which is deleted, and `DiskFull`, after deleting it too.
         """
@@ -168,7 +175,8 @@ class BlobStore:
     async def put(self, digest: str, size_bytes: int, pieces: AsyncIterable[bytes], *, owner: str) -> bool:
         """Store a blob. Return whether it was already stored; `pieces` is then not read.
 
-        Raises `HashMismatch` if the bytes do not match the digest, `InvalidInput` if they are more than announced, `DiskFull`.
+        Raises `HashMismatch` if the bytes do not match the digest, `InvalidInput` if they are more than announced,
+        `DiskFull`.
         """
         check_digest(digest)
         with contextlib.suppress(HashMismatch, UnknownBlob):  # damaged since it was stored: store it again
@@ -218,7 +226,8 @@ class BlobStore:
     def sweep(self, older_s: float) -> int:
         """Delete files that uploads on this host left in the directory when they were killed. Return the freed bytes.
 
-        These are partial files of uploads, and whole blobs that were not claimed, if no process has written them for `older_s` seconds.
+        These are partial files of uploads, and whole blobs that were not claimed, if no process has written them for
+        `older_s` seconds.
         """
         freed_bytes = 0
         for entry in list(os.scandir(self.directory)):
@@ -322,7 +331,8 @@ class PartialBlob:
         self._notify()
 
     async def follow(self, offset: int, piece_bytes: int) -> AsyncGenerator[bytes, None]:
-        """Yield whole pieces from `offset` when they are written, without the last one of the announced size. End with the writer.
+        """Yield whole pieces from `offset` when they are written, without the last one of the announced size. End with
+        the writer.
 
         Raises `HashMismatch` after `reset`.
         """
@@ -397,5 +407,6 @@ class PartialBlob:
 
 
 async def run_sized(num_bytes: int, work: Callable[[], T], *, inline_max: int = SMALL_BYTES) -> T:
-    """Return `work()`, which reads or writes `num_bytes` of a file: in a thread, or here if they are at most `inline_max`."""
+    """Return `work()`, which reads or writes `num_bytes` of a file: in a thread, or here if they are at most
+    `inline_max`."""
     return work() if num_bytes <= inline_max else await asyncio.to_thread(work)

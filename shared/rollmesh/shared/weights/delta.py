@@ -2,11 +2,11 @@
 
     delta(base, new) = 1 byte W | zstd(shuffle_W(base xor new))
 
-`shuffle_W` takes the first byte of each W-byte value, then the second, and so on: in the exclusive-or of two bf16 arrays most high bytes
-are 0, and so become one long run. Both chunks have the same size.
+`shuffle_W` takes the first byte of each W-byte value, then the second, and so on: in the exclusive-or of two bf16
+arrays most high bytes are 0, and so become one long run. Both chunks have the same size.
 
-A delta is not trusted: its reader hashes the chunk that it makes, as it hashes any chunk. A delta computed from other bytes than the reader
-has makes another chunk, with another digest.
+A delta is not trusted: its reader hashes the chunk that it makes, as it hashes any chunk. A delta computed from other
+bytes than the reader has makes another chunk, with another digest.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from rollmesh.shared.errors import HashMismatch
 
 LEVEL = 1
-"""Level of compression. On deltas of bf16 weights, levels up to 9 saved at most a tenth more and took 2 to 20 times as long."""
+"""Level of compression. On deltas of bf16 weights, levels up to 9 saved at most a tenth more and took 2 to 20 times as
+long."""
 WIDTHS = (1, 2, 4, 8)
 SAMPLE_BYTES = 1 << 16
 
 
 def encode_delta(base: bytes, new: bytes) -> bytes:
-    """Return the delta from `base` to `new`, of the same length. Call it in a thread. W is what makes a sample of the chunk smallest.
+    """Return the delta from `base` to `new`, of the same length. Call it in a thread. W is what makes a sample of the
+    chunk smallest.
 
     Raises ValueError for chunks of different lengths.
     """
@@ -47,7 +49,8 @@ def _encoded(changed: NDArray[np.uint8], width: int) -> bytes:
 def apply_delta(base: bytes, delta: bytes) -> bytes:
     """Return the chunk that `delta` makes of `base`. Call it in a thread. The caller checks the digest of the result.
 
-    Raises `HashMismatch` for bytes that are not a delta of a chunk of this size. Never makes more bytes than `base` has.
+    Raises `HashMismatch` for bytes that are not a delta of a chunk of this size. Never makes more bytes than `base`
+    has.
     """
     width, frame = delta[:1], delta[1:]
     try:

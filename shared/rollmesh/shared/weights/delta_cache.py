@@ -1,4 +1,5 @@
-"""The deltas of a store: computed once for each pair of chunks, or received, and kept in memory for the next node that asks."""
+"""The deltas of a store: computed once for each pair of chunks, or received, and kept in memory for the next node that
+asks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rollmesh.shared.weights.delta import encode_delta
 WORTH = 0.9
 """Largest delta that is sent, as a share of the chunk."""
 PAIR_BYTES = 512
-"""Memory that a pair counts besides its delta, more than its digests and its entry take. It bounds the number of empty deltas."""
+"""Memory that a pair counts besides its delta, more than its digests and its entry take. It bounds the number of empty
+deltas."""
 Pair = tuple[str, str]
 """Digests of the base and of the new chunk."""
 
@@ -30,7 +32,8 @@ class DeltaCache:
         self._making: dict[Pair, asyncio.Task[bytes]] = {}
 
     async def get(self, base: str, new: str) -> bytes | None:
-        """Return the delta from the chunk `base` to `new`; None if it saves little, or the store has not both chunks."""
+        """Return the delta from the chunk `base` to `new`; None if it saves little, or the store has not both
+        chunks."""
         pair = (base, new)
         if pair in self._kept:
             self._kept.move_to_end(pair)

@@ -1,4 +1,5 @@
-"""Bring versions from the depot or from other nodes into a store: as whole chunks, as deltas to chunks that are here, or by links on one host.
+"""Bring versions from the depot or from other nodes into a store: as whole chunks, as deltas to chunks that are here,
+or by links on one host.
 
 Nothing is trusted that was not hashed here.
 """
@@ -28,7 +29,8 @@ from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 MANIFEST_BYTES_MAX = 8 << 20
 """Reserved while a manifest is fetched, whose size is not known before; 8 MiB name about 1 TB in chunks."""
 _ROUNDS = 2
-"""A blob begun at a bad source and ended at a good one shows only at its end; the second round starts it clean at each."""
+"""A blob begun at a bad source and ended at a good one shows only at its end; the second round starts it clean at
+each."""
 CHANNELS_MAX = 64
 """Sources to which channels stay open. Beyond it, the one used longest ago is closed."""
 OpenChannel = Callable[[str], grpc.aio.Channel]
@@ -36,7 +38,8 @@ OpenChannel = Callable[[str], grpc.aio.Channel]
 
 
 class SourceChannels:
-    """Channels to sources, and where those of this host store their blobs. They stay open from one version to the next, until `close`."""
+    """Channels to sources, and where those of this host store their blobs. They stay open from one version to the next,
+    until `close`."""
 
     def __init__(self, open_channel: OpenChannel) -> None:
         self._open_channel = open_channel
@@ -56,7 +59,8 @@ class SourceChannels:
         return weights_pb2_grpc.BlobServiceStub(channel)
 
     async def directory(self, source: str, limit_s: float) -> Path | None:
-        """Return the directory of a source on this host; None if it is on another one. Asks each source once. Raises `MeshError`."""
+        """Return the directory of a source on this host; None if it is on another one. Asks each source once. Raises
+        `MeshError`."""
         if source not in self._directories:
             with typed_errors():
                 reply = await (await self.stub(source)).Has(weights_pb2.HasRequest(), timeout=limit_s)
@@ -98,7 +102,8 @@ class Fetcher:
         owner: str,
         base: weights_pb2.WeightManifest | None = None,
     ) -> weights_pb2.WeightManifest:
-        """Store the manifest and every chunk of it, and return the manifest. Chunks may arrive as deltas to those of the stored version `base`.
+        """Store the manifest and every chunk of it, and return the manifest. Chunks may arrive as deltas to those of
+        the stored version `base`.
 
         Raises `UnknownBlob` if no source has a blob, `HashMismatch` if none has it right, `DiskFull`, `InvalidInput`.
         """
@@ -120,7 +125,8 @@ class Fetcher:
         size_bytes_max: int = MANIFEST_BYTES_MAX,
         base: str = "",
     ) -> None:
-        """Store one blob, from the first source that has its right bytes. `base` is a stored blob to which a source may send a delta."""
+        """Store one blob, from the first source that has its right bytes. `base` is a stored blob to which a source may
+        send a delta."""
         with contextlib.suppress(HashMismatch, UnknownBlob):  # ours is damaged: fetch it again
             if await self._store.claim(digest, owner=owner):
                 return
@@ -174,7 +180,8 @@ class Fetcher:
         raise failure
 
     async def _receive(self, partial: PartialBlob, digest: str, source: str, base: str, *, wait: bool) -> bytes:
-        """Append the bytes of `source` from where a broken transfer stopped. Return the delta, if the source sent one."""
+        """Append the bytes of `source` from where a broken transfer stopped. Return the delta, if the source sent
+        one."""
         wait_s = self._config.peer_wait_s if wait else 0.0
         request = weights_pb2.FetchRequest(digest=digest, offset=partial.written_bytes, wait_s=wait_s)
         with contextlib.ExitStack() as stack:
@@ -197,7 +204,8 @@ class Fetcher:
             return bytes(delta)
 
     async def _open_base(self, digest: str, stack: contextlib.ExitStack) -> BinaryIO | None:
-        """Return the open file of a stored blob, which stays readable if the blob is deleted meanwhile; None if it cannot be read."""
+        """Return the open file of a stored blob, which stays readable if the blob is deleted meanwhile; None if it
+        cannot be read."""
         try:
             return stack.enter_context((await self._store.open(digest)).open("rb"))
         except (UnknownBlob, HashMismatch, OSError):
@@ -206,8 +214,9 @@ class Fetcher:
     async def _pieces(self, source: str, request: weights_pb2.FetchRequest) -> AsyncGenerator[tuple[bytes, bool], None]:
         """Yield the pieces that `source` sends, each with whether it belongs to a delta.
 
-        Raises `DeadlineExceeded` if it sends nothing for `stall_s`, or for some time less than `rate_min_bytes_per_s`: it has an allowance
-        of twice `stall_s`, which shrinks while this process waits for it, and grows by the time that a piece takes at this rate. Raises the error of the source, `Unavailable` for its full disk.
+        Raises `DeadlineExceeded` if it sends nothing for `stall_s`, or for some time less than `rate_min_bytes_per_s`:
+        it has an allowance of twice `stall_s`, which shrinks while this process waits for it, and grows by the time
+        that a piece takes at this rate. Raises the error of the source, `Unavailable` for its full disk.
         """
         now, config = asyncio.get_running_loop().time, self._config
         stub, left_s, num_bytes = await self._sources.stub(source), 2 * config.stall_s, 0
@@ -228,8 +237,8 @@ class Fetcher:
         except TimeoutError as err:
             what = f"only {num_bytes} bytes" if num_bytes else "nothing"
             raise DeadlineExceeded(
-                f"{source} sent {what} of blob {request.digest} before it stalled or was slower than rate_min_bytes_per_s = "
-                f"{config.rate_min_bytes_per_s:g}; stall_s = {config.stall_s:g}"
+                f"{source} sent {what} of blob {request.digest} before it stalled or was slower than "
+                f"rate_min_bytes_per_s = {config.rate_min_bytes_per_s:g}; stall_s = {config.stall_s:g}"
             ) from err
         except grpc.aio.AioRpcError as err:
             failure = from_rpc_error(err)
@@ -246,7 +255,8 @@ def base_chunks(manifest: weights_pb2.WeightManifest, base: weights_pb2.WeightMa
 
 
 def _weightier(failure: MeshError, err: MeshError) -> MeshError:
-    """Return the error to report: a wrong hash before a source that failed, and that before a source without the blob."""
+    """Return the error to report: a wrong hash before a source that failed, and that before a source without the
+    blob."""
     if isinstance(failure, HashMismatch):
         return failure
     return failure if isinstance(err, UnknownBlob) and not isinstance(failure, UnknownBlob) else err

@@ -11,13 +11,15 @@ from rollmesh.shared.weights.precision import TensorHeader, tensor_headers
 _BLOCK_BYTES = 256 << 10
 """Values are checked in blocks of this size, each of which keeps other threads waiting for 0.05 ms."""
 _EXPONENTS = {"float32": (4, 0x7F80), "float16": (2, 0x7C00), "float64": (8, 0x7FF0), "bfloat16": (2, 0x7F80)}
-"""Bytes of a value, and the bits of the exponent in its two highest bytes. A value is NaN or infinite if all of them are set."""
+"""Bytes of a value, and the bits of the exponent in its two highest bytes. A value is NaN or infinite if all of them
+are set."""
 _SET = {bits: bytes(byte & bits == bits for byte in range(256)) for bits in (0x7F, 0x7C, 0x80, 0xF0, 0x00)}
 """Tables that make a byte 1 if it has all these bits, else 0."""
 
 
 def first_not_finite(path: Path) -> str:
-    """Return the first tensor of a file that has a value which is NaN or infinite; empty if all are finite. Blocks, 0.2 ms per MB.
+    """Return the first tensor of a file that has a value which is NaN or infinite; empty if all are finite. Blocks, 0.2
+    ms per MB.
 
     Types of fewer than 16 bits are not checked. Raises `InvalidInput` if it is not a safetensors file, OSError.
     """

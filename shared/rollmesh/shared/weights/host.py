@@ -13,8 +13,8 @@ _SOURCES = ("/proc/sys/kernel/random/boot_id", "/etc/machine-id")
 def host_id() -> str:
     """Hex id of this boot of this machine; empty where the system tells none, which never equals another's.
 
-    Two containers of one machine may share it without sharing a file system: a process that uses a peer's directory must be ready
-    to find nothing there, and checks digests anyway.
+    Two containers of one machine may share it without sharing a file system: a process that uses a peer's directory
+    must be ready to find nothing there, and checks digests anyway.
     """
     parts = [path.read_bytes() for path in map(Path, _SOURCES) if path.is_file()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32] if parts else ""

@@ -1,7 +1,9 @@
-"""The manifest of a version: its files in content-addressed chunks, and the probes that tell right weights from wrong ones.
+"""The manifest of a version: its files in content-addressed chunks, and the probes that tell right weights from wrong
+ones.
 
-The manifest's bytes are a blob too, and their SHA-256 is the version's `weights_digest`. Digests are taken over the bytes as stored, and
-a reader does not serialize a manifest again to check it. Free of numpy, since thin clients publish too.
+The manifest's bytes are a blob too, and their SHA-256 is the version's `weights_digest`. Digests are taken over the
+bytes as stored, and a reader does not serialize a manifest again to check it. Free of numpy, since thin clients publish
+too.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PROBE_TOLERANCE = 0.01
 """Nats. Reordered float32 sums differ by 1e-5; a stale layer of a small model showed 1e-1 and more."""
 ROUNDED_PROBE_TOLERANCE = 1.0
-"""Nats, where the trainer, the published weights or the engine are in bfloat16. Between such a pair and float32, the model of the demo
-showed differences of up to 0.56 on 16,128 tokens that it drew (99 % are below 0.09), and a random model of 12 layers of width 512 with
-logits of up to 21 one of 0.24 on 1,008. A layer that stayed behind by 70 updates showed 2.0 and more on every four probes."""
+"""Nats, where the trainer, the published weights or the engine are in bfloat16. Between such a pair and float32, the
+model of the demo showed differences of up to 0.56 on 16,128 tokens that it drew (99 % are below 0.09), and a random
+model of 12 layers of width 512 with logits of up to 21 one of 0.24 on 1,008. A layer that stayed behind by 70 updates
+showed 2.0 and more on every four probes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +81,13 @@ def build_manifest(
     chunk_bytes: int = CHUNK_BYTES,
     known: Mapping[str, weights_pb2.WeightFile] = MappingProxyType({}),
 ) -> BuiltManifest:
-    """Reads and hashes the safetensors files (about 1.8 GB/s): call it in a thread. Together they are one whole state dict.
+    """Reads and hashes the safetensors files (about 1.8 GB/s): call it in a thread. Together they are one whole state
+    dict.
 
-    With an `adapter`, the two files of peft by their names, the version is that state dict with the adapter. Its chunks are those of the
-    versions with the same base, so only the adapter travels. `known` has the chunks of files that were hashed before and have not changed
-    since; they are not read again. Raises `InvalidInput` for a file that is not safetensors, OSError for one that cannot be read. The same
-    files, probes and settings give the same digest.
+    With an `adapter`, the two files of peft by their names, the version is that state dict with the adapter. Its chunks
+    are those of the versions with the same base, so only the adapter travels. `known` has the chunks of files that were
+    hashed before and have not changed since; they are not read again. Raises `InvalidInput` for a file that is not
+    safetensors, OSError for one that cannot be read. The same files, probes and settings give the same digest.
     """
     if not 0 < chunk_bytes <= CHUNK_BYTES_MAX:
         invalid("chunk_bytes", f"{chunk_bytes}, expected 1 to {CHUNK_BYTES_MAX}")

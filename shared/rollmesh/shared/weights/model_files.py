@@ -1,7 +1,7 @@
 """The small files of a model, which a host provides and a node with an empty disk fetches.
 
-They are configuration, tokenizer and chat template, which a rollout worker or an engine reads before it has weights. Weights come from
-the depot, version by version, and are excluded here by name and by size.
+They are configuration, tokenizer and chat template, which a rollout worker or an engine reads before it has weights.
+Weights come from the depot, version by version, and are excluded here by name and by size.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Where the model of a run is, and how long its sequences may be. Reads files only: no network, no model library.
 
-`check`, `train`, `up`, `rollout` and the engine use these functions, so that all of them give the same answer and the same error.
+`check`, `train`, `up`, `rollout` and the engine use these functions, so that all of them give the same answer and the
+same error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_model(model: str, base_dir: Path, key: str = "model") -> Path:
-    """The folder that `model` names: a path relative to `base_dir`, or an id of the Hugging Face Hub that is in the local cache.
+    """The folder that `model` names: a path relative to `base_dir`, or an id of the Hugging Face Hub that is in the
+    local cache.
 
     Raises ConfigError with the remedy. `key` is the setting that names the model.
     """
@@ -30,14 +32,14 @@ def find_model(model: str, base_dir: Path, key: str = "model") -> Path:
         return folder
     if (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(
-            f"`{key}`: {folder} holds a low-rank adapter and no weights of a model; merge it into its base (`rollmesh merge {folder} --out "
-            "MODEL`), and name that folder",
+            f"`{key}`: {folder} holds a low-rank adapter and no weights of a model; merge it into its base (`rollmesh "
+            f"merge {folder} --out MODEL`), and name that folder",
             key=key,
         )
     if folder.is_file() or folder.suffix in _WEIGHT_FILES:
         raise ConfigError(
-            f"`{key}` must be a folder with a model in transformers format (config.json, safetensors, tokenizer), got the file {folder}; "
-            "name the folder, or convert the file",
+            f"`{key}` must be a folder with a model in transformers format (config.json, safetensors, tokenizer), got "
+            f"the file {folder}; name the folder, or convert the file",
             key=key,
         )
     if folder.exists() or not _HUB_ID.fullmatch(model):
@@ -48,8 +50,8 @@ def find_model(model: str, base_dir: Path, key: str = "model") -> Path:
     snapshot = _cached_snapshot(model)
     if snapshot is None:
         raise ConfigError(
-            f"`{key}`: there is no folder {folder}, and {model} is not in the cache {_hub_cache()}; rollmesh does not download "
-            f"models: run `hf download {model}`, or copy the model into a folder and name that folder",
+            f"`{key}`: there is no folder {folder}, and {model} is not in the cache {_hub_cache()}; rollmesh does not "
+            f"download models: run `hf download {model}`, or copy the model into a folder and name that folder",
             key=key,
         )
     return snapshot
@@ -75,8 +77,8 @@ def _hub_cache() -> Path:
 
 
 def check_positions(config: Mapping[str, Any], context_max: int, *, model: str, key: str) -> None:
-    """Raise ConfigError if sequences of `context_max` tokens are beyond the positions that the fields of a model's configuration
-    give. `model` is how the message calls the model, `key` is the setting that gives `context_max`."""
+    """Raise ConfigError if sequences of `context_max` tokens are beyond the positions that the fields of a model's
+    configuration give. `model` is how the message calls the model, `key` is the setting that gives `context_max`."""
     limit = positions_max(config)
     if limit is not None and context_max > limit:
         raise ConfigError(
@@ -89,8 +91,8 @@ def check_positions(config: Mapping[str, Any], context_max: int, *, model: str, 
 def positions_max(config: Mapping[str, Any]) -> int | None:
     """Return the maximum number of tokens of a sequence by the fields of a configuration; None if they do not state it.
 
-    With `longrope` these are the original positions: beyond them all frequencies change, and the log-probs of earlier tokens would
-    depend on the length of the sequence.
+    With `longrope` these are the original positions: beyond them all frequencies change, and the log-probs of earlier
+    tokens would depend on the length of the sequence.
     """
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -1,7 +1,8 @@
 """The owners of each blob, stored in a journal beside the blobs.
 
-The journal is a JSON line per change, compacted when it is opened. A line is written before its blob becomes visible: after a crash
-there may be an owned blob that is missing, which an upload notices, but never a stored blob whose owner was forgotten.
+The journal is a JSON line per change, compacted when it is opened. A line is written before its blob becomes visible:
+after a crash there may be an owned blob that is missing, which an upload notices, but never a stored blob whose owner
+was forgotten.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Element types of weights: what the headers of safetensors files say, what a manifest states, and which conversions are exact.
+"""Element types of weights: what the headers of safetensors files say, what a manifest states, and which conversions
+are exact.
 
 A safetensors file is a u64le length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
 (https://huggingface.co/docs/safetensors). Free of numpy, because thin clients publish too.
@@ -18,8 +19,10 @@ from rollmesh.v1 import weights_pb2
 
 HEADER_BYTES_MAX = 100 << 20
 DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "F64": "float64", "F32": "float32", "F16": "float16",
+    "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
     "BOOL": "bool",
 }  # fmt: skip
 """Element types by their names in safetensors files."""
@@ -43,7 +46,8 @@ class TensorHeader:
 
 
 def tensor_headers(path: Path) -> dict[str, TensorHeader]:
-    """Return the tensors of a safetensors file by name. Raises `InvalidInput` if it is not such a file, OSError if it cannot be read."""
+    """Return the tensors of a safetensors file by name. Raises `InvalidInput` if it is not such a file, OSError if it
+    cannot be read."""
     with path.open("rb") as file:
         length, size_bytes = int.from_bytes(file.read(8), "little"), path.stat().st_size
         if not 2 <= length <= min(HEADER_BYTES_MAX, size_bytes - 8):
@@ -104,7 +108,8 @@ def check_precision(manifest: weights_pb2.WeightManifest) -> None:
 
 
 def misstated(manifest: weights_pb2.WeightManifest, dtypes: Mapping[str, str]) -> str:
-    """Return in words which tensor has another type than the manifest states; empty if none has, or nothing is stated."""
+    """Return in words which tensor has another type than the manifest states; empty if none has, or nothing is
+    stated."""
     if not manifest.dtype:
         return ""
     stated = {name: group.dtype for group in manifest.exceptions for name in group.tensors}
@@ -117,7 +122,8 @@ def misstated(manifest: weights_pb2.WeightManifest, dtypes: Mapping[str, str]) -
 
 
 def rounded(dtypes: Mapping[str, str], dtype: str) -> list[str]:
-    """Return the tensors whose values an engine that computes in `dtype` would have to round. Empty `dtype`: unknown, none."""
+    """Return the tensors whose values an engine that computes in `dtype` would have to round. Empty `dtype`: unknown,
+    none."""
     return [name for name, own in dtypes.items() if dtype and own in _EXACT and dtype not in _EXACT[own]]
 
 

@@ -1,7 +1,7 @@
 """A trainer's upload of a version, and the limits of transfers in both directions (`fetcher` brings versions to nodes).
 
-On one host bytes do not cross a socket: an upload writes chunks into the store's own directory, which verifies them when they are claimed.
-Free of numpy, because thin clients upload.
+On one host bytes do not cross a socket: an upload writes chunks into the store's own directory, which verifies them
+when they are claimed. Free of numpy, because thin clients upload.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class TransferConfig(Settings):
     stall_s: PositiveFloat = 5.0
     """Time without a byte after which another source is asked, in seconds."""
     rate_min_bytes_per_s: NonNegativeFloat = 65536.0
-    """Rate below which a source counts as stalled, in bytes per second and blob, so that one that sends a byte now and then does not hold a
-    version up for `blob_deadline_s`. Lower it for links that are shared by many nodes; 0 means no minimum."""
+    """Rate below which a source counts as stalled, in bytes per second and blob, so that one that sends a byte now and
+    then does not hold a version up for `blob_deadline_s`. Lower it for links that are shared by many nodes; 0 means no
+    minimum."""
     peer_wait_s: Annotated[float, Meta(ge=0, le=WAIT_S_MAX)] = 2.0
     """Time to wait for a blob that is on its way to a source, in seconds. The last source is not waited for."""
     ingress_bytes_per_s: NonNegativeFloat = 0.0
