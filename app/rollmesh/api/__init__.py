@@ -32,11 +32,13 @@ async def train(
     in_process: bool = True,
     view: View | None = None,
 ) -> Summary:
-    """Train with a configuration file, or resume the run in a folder. Return the summary of the run, which summary.json also holds.
+    """Train with a configuration file, or resume the run in a folder. Return the summary of the run, which summary.json
+    also holds.
 
-    `out` is the folder of a new run. Default: runs/NAME-TIME. `in_process` runs every service in this event loop. False starts a process
-    for each service, and the call must be made in the main thread. `view` receives the progress. In the main thread, Ctrl-C, SIGTERM and
-    SIGHUP stop the run cleanly with the outcome `interrupted`. Raises MeshError: ConfigError for invalid input, or the cause of a failure.
+    `out` is the folder of a new run. Default: runs/NAME-TIME. `in_process` runs every service in this event loop. False
+    starts a process for each service, and the call must be made in the main thread. `view` receives the progress. In
+    the main thread, Ctrl-C, SIGTERM and SIGHUP stop the run cleanly with the outcome `interrupted`. Raises MeshError:
+    ConfigError for invalid input, or the cause of a failure.
     """
     set_up_compute()
     folder = Path(out) if out is not None else None

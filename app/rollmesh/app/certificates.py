@@ -1,7 +1,8 @@
 """`rollmesh certs`: a development CA, one certificate for all services of a host, and a token, by the openssl command.
 
-It is meant for private hosts. Where an authority exists, use its certificates instead. Only the owner may read the files, and an
-existing file is never overwritten. The key of the CA is needed only to sign for further hosts: keep it off the hosts that serve.
+It is meant for private hosts. Where an authority exists, use its certificates instead. Only the owner may read the
+files, and an existing file is never overwritten. The key of the CA is needed only to sign for further hosts: keep it
+off the hosts that serve.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ def _openssl(*arguments: str | Path) -> None:
     program = shutil.which("openssl")
     if program is None:
         raise ConfigError(
-            "the openssl command is not on the PATH; install it (apt install openssl), or name existing certificates in `security`"
+            "the openssl command is not on the PATH; install it (apt install openssl), or name existing certificates "
+            "in `security`"
         )
     try:
         done = subprocess.run(

@@ -1,7 +1,8 @@
-"""Open a coordinator that runs alone in its process, with a NATS cluster that runs elsewhere; the other services join it.
+"""Open a coordinator that runs alone in its process, with a NATS cluster that runs elsewhere; the other services join
+it.
 
-Its folder is that of a mesh: `status`, `drain`, `audit`, `trace` and `health` take it. Only its snapshots are worth keeping: without them
-it recovers from the ledger. Collaborators: `mesh.host` (runs it), `commands.serve`.
+Its folder is that of a mesh: `status`, `drain`, `audit`, `trace` and `health` take it. Only its snapshots are worth
+keeping: without them it recovers from the ledger. Collaborators: `mesh.host` (runs it), `commands.serve`.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ _NODES = ("inference", "rollout", "sandbox")
 
 
 def open_coordinator(arguments: Sequence[str], folder: Path | None, base_dir: Path | None) -> RunLayout:
-    """Return the layout of a coordinator; `arguments` are its configuration file and overrides. Write its folder, which may hold an earlier one.
+    """Return the layout of a coordinator; `arguments` are its configuration file and overrides. Write its folder, which
+    may hold an earlier one.
 
-    Raises InvalidInput with every mistake in the configuration, ConfigError if it names no NATS cluster or no fixed address.
+    Raises InvalidInput with every mistake in the configuration, ConfigError if it names no NATS cluster or no fixed
+    address.
     """
     file, overrides = _split(arguments)
     config = load_checked(file, [*(f"counts.{kind}=0" for kind in _NODES), *overrides], learner=False)
     if not config.bus.url:
         raise ConfigError(
-            "`bus.url` must name the NATS cluster of a coordinator that runs alone, e.g. tls://nats:4222; `rollmesh up` starts a server itself",
+            "`bus.url` must name the NATS cluster of a coordinator that runs alone, e.g. tls://nats:4222; `rollmesh "
+            "up` starts a server itself",
             key="bus.url",
         )
     if config.made_model is not None:
         raise ConfigError(
-            "`made_model` must be empty for a coordinator that runs alone, because it has no learner; name a model folder in `model`",
+            "`made_model` must be empty for a coordinator that runs alone, because it has no learner; name a model "
+            "folder in `model`",
             key="made_model",
         )
     base_dir = (base_dir or file.parent).resolve()
@@ -55,7 +60,8 @@ def open_coordinator(arguments: Sequence[str], folder: Path | None, base_dir: Pa
 
 
 async def refuse_second(layout: RunLayout) -> None:
-    """Raise AlreadyExists if a coordinator responds at the address that this one is about to serve: the two would fence each other in turn."""
+    """Raise AlreadyExists if a coordinator responds at the address that this one is about to serve: the two would fence
+    each other in turn."""
     async with open_channel(layout.coordinator, access=layout.access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         try:
@@ -68,7 +74,8 @@ async def refuse_second(layout: RunLayout) -> None:
                 f"another server responds at {layout.coordinator} ({err}); choose another port"
             ) from err
     raise AlreadyExists(
-        f"a coordinator serves at {layout.coordinator} already, and a mesh has one; stop this one, or set the number of replicas to 1",
+        f"a coordinator serves at {layout.coordinator} already, and a mesh has one; stop this one, or set the number "
+        "of replicas to 1",
         coordinator=layout.coordinator,
     )
 

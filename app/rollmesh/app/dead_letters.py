@@ -75,7 +75,10 @@ def as_dicts(letters: Sequence[run_pb2.ListedLetter]) -> list[dict[str, Any]]:
 def _line(listed: run_pb2.ListedLetter) -> str:
     letter = listed.letter
     tries = f" after {letter.tries} tries" if letter.tries else ""
-    return f"{letter.dead_id:>6}  {_kind(letter)} {_what(letter)}{tries}: {letter.cause}{'  (replayed)' if listed.replayed else ''}"
+    return (
+        f"{letter.dead_id:>6}  {_kind(letter)} {_what(letter)}{tries}: "
+        f"{letter.cause}{'  (replayed)' if listed.replayed else ''}"
+    )
 
 
 def _kind(letter: events_pb2.DeadLetter) -> str:

@@ -18,7 +18,8 @@ _HIDDEN = ("rpc.", "rollmesh.episode", "rollmesh.run", "rollmesh.lease")
 
 
 def load_trace(run_dir: Path, episode: str = "") -> list[SpanRecord]:
-    """Return the spans of the last attempt of an episode, root first. Default: the newest trained episode, else the newest one.
+    """Return the spans of the last attempt of an episode, root first. Default: the newest trained episode, else the
+    newest one.
 
     `episode` may also be a trace id, as in logs. Raises NotFound.
     """
@@ -89,11 +90,13 @@ def _not_found(run_dir: Path, episode: str, any_episode: bool) -> NotFound:
     if any_episode:
         unread = [one for one in read_joined_folders(run_dir) if not Path(one.folder).is_dir()]
         elsewhere = "".join(
-            f"; or {one.node} ran it, whose spans are on host {one.host} in {one.folder}: copy them into {run_dir / FOLDER}"
+            f"; or {one.node} ran it, whose spans are on host {one.host} in {one.folder}: copy them into "
+            f"{run_dir / FOLDER}"
             for one in unread
         )
         return NotFound(
-            f"{run_dir / FOLDER} holds no trace of episode {episode!r}: it was not sampled (telemetry.sample_ratio), its spans "
+            f"{run_dir / FOLDER} holds no trace of episode {episode!r}: it was not sampled (telemetry.sample_ratio), "
+            "its spans "
             f"are not written yet, or the file has been replaced since (telemetry.trace_file_bytes_max){elsewhere}"
         )
     return NotFound(

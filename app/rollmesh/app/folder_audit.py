@@ -1,6 +1,7 @@
 """Audit the ledger of a run folder.
 
-Collaborators: `coordinator.audit` (the claims), `run_bus` (the streams of the folder), `stored_heads` (ledger heads stored elsewhere).
+Collaborators: `coordinator.audit` (the claims), `run_bus` (the streams of the folder), `stored_heads` (ledger heads
+stored elsewhere).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def audit_folder(
 ) -> tuple[bool, str]:
     """Return (whether every claim holds, the report as text or JSON).
 
-    `name`: name of the run, if the mesh served several; by default the configuration's. The trainer's list is read from `checkpoint`, by
-    default the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH, in addition to those stored in the
-    folder. `payloads`: compare metadata with the payloads that remain in the stream. Raise ConfigError if `root` is not a run's folder,
-    InvalidInput for a malformed head, BusUnavailable if its streams cannot be read.
+    `name`: name of the run, if the mesh served several; by default the configuration's. The trainer's list is read from
+    `checkpoint`, by default the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH,
+    in addition to those stored in the folder. `payloads`: compare metadata with the payloads that remain in the stream.
+    Raise ConfigError if `root` is not a run's folder, InvalidInput for a malformed head, BusUnavailable if its streams
+    cannot be read.
     """
     given = [StoredHead("--head", LedgerHead.parse(text)) for text in heads]
     folder = RunFolder(root.resolve())
@@ -74,8 +76,8 @@ def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | N
             "it is not a checkpoint folder of the built-in learner" if named.exists() else "the folder does not exist"
         )
         raise ConfigError(
-            f"--checkpoint {named}: {problem}; name one below {folder.root / 'checkpoints'}, or compare a ledger head with "
-            "--head POSITION:HASH"
+            f"--checkpoint {named}: {problem}; name one below {folder.root / 'checkpoints'}, or compare a ledger head "
+            "with --head POSITION:HASH"
         )
     return named
 

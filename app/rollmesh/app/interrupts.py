@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first one requests an orderly stop, the second one kills all child processes and exits at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first one requests an orderly stop, the second one kills all child processes and
+exits at once.
 
 SIGHUP arrives when the terminal or its SSH session is closed. Under `nohup` it is ignored.
 
@@ -89,7 +90,8 @@ class Interrupts:
 
 
 def _end_children(limit_s: float) -> None:
-    """Kill the processes that this thread has started, and wait until they have exited, so that the prompt returns after them.
+    """Kill the processes that this thread has started, and wait until they have exited, so that the prompt returns
+    after them.
 
     The kernel kills their own children with them.
     """

@@ -1,7 +1,8 @@
-"""A client of a running mesh for `status`, `drain`, `stop` and `delete`, at the folder of a run on this host or at an address.
+"""A client of a running mesh for `status`, `drain`, `stop` and `delete`, at the folder of a run on this host or at an
+address.
 
-It only reads, except for Drain, StopRun and DeleteRun. Collaborators: `run_folder` (the address of a run), `mesh.security` (TLS files
-from `security.*` overrides), `status_view` (shows the result).
+It only reads, except for Drain, StopRun and DeleteRun. Collaborators: `run_folder` (the address of a run),
+`mesh.security` (TLS files from `security.*` overrides), `status_view` (shows the result).
 """
 
 from __future__ import annotations
@@ -68,19 +69,20 @@ class MeshAddress:
                 raise starting from err
             if RunFolder(self.run).read_origin().is_mesh:
                 raise Unavailable(
-                    f"the mesh in {self.run} is not running: nothing responds at {self.address}; `rollmesh up {self.run}` "
-                    "restarts it",
+                    f"the mesh in {self.run} is not running: nothing responds at {self.address}; `rollmesh up "
+                    f"{self.run}` restarts it",
                     address=self.address,
                 ) from err
             raise Unavailable(
-                f"the run in {self.run} is not running: nothing responds at {self.address}; `rollmesh train {self.run}` resumes "
-                f"it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read its files",
+                f"the run in {self.run} is not running: nothing responds at {self.address}; `rollmesh train "
+                f"{self.run}` resumes it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read its files",
                 address=self.address,
             ) from err
 
 
 def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: Sequence[str]) -> MeshAddress:
-    """Return the address of a mesh, named by a run folder or by `join` and `token_file`. Raises ConfigError for any other combination."""
+    """Return the address of a mesh, named by a run folder or by `join` and `token_file`. Raises ConfigError for any
+    other combination."""
     if run is not None and not join and token_file is None:
         folder, config, base_dir = open_folder(run, [])
         layout = open_layout(config, run_dir=folder.root, base_dir=base_dir)

@@ -5,7 +5,8 @@
     OUT/logins/MESH/ROLE         for one kind of service: coordinator, rollout, data, gateway, operator
     OUT/route                    password of the servers among themselves
 
-Passwords are random. A repeated call keeps those that exist and writes the configurations again, so that meshes and servers can be added.
+Passwords are random. A repeated call keeps those that exist and writes the configurations again, so that meshes and
+servers can be added.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def _hosts(plan: NatsPlan) -> dict[str, str]:
     """Return the host of each server by name."""
     if len(plan.servers) not in SIZES:
         raise ConfigError(
-            f"--server must be given 1, 3 or 5 times, got {len(plan.servers)}: a cluster needs a majority of its servers to store a "
-            "record, so an even number tolerates no more losses than the odd number below it"
+            f"--server must be given 1, 3 or 5 times, got {len(plan.servers)}: a cluster needs a majority of its "
+            "servers to store a record, so an even number tolerates no more losses than the odd number below it"
         )
     found: dict[str, str] = {}
     for one in plan.servers:
@@ -157,7 +158,8 @@ def _hosts(plan: NatsPlan) -> dict[str, str]:
             raise ConfigError(f"--server must be HOST or NAME=HOST without port, got {one!r}; an address needs a NAME")
         if not plan.tls and not is_loopback(host):
             raise ConfigError(
-                f"--tls must name the folder with the certificates on the servers, because {host} is not a loopback address: samples and "
+                f"--tls must name the folder with the certificates on the servers, because {host} is not a loopback "
+                "address: samples and "
                 "passwords would cross the network unencrypted; `rollmesh certs` makes certificates"
             )
         if name in found or host in found.values():
@@ -171,7 +173,8 @@ def _meshes(plan: NatsPlan) -> Sequence[str]:
     for mesh in plan.meshes:
         if not _NAME.fullmatch(mesh) or mesh == SYSTEM_ACCOUNT:
             raise ConfigError(
-                f"--mesh must be 1 to 64 letters, digits, dashes and underscores, other than {SYSTEM_ACCOUNT}, got {mesh!r}"
+                f"--mesh must be 1 to 64 letters, digits, dashes and underscores, other than {SYSTEM_ACCOUNT}, got "
+                f"{mesh!r}"
             )
     return sorted(set(plan.meshes))
 

@@ -1,7 +1,7 @@
 """Open the folder of a new or a resumed run, and hold its lock.
 
-Everything is checked before a service starts: a change of a fixed setting is rejected, a damaged checkpoint is skipped and reported.
-Collaborators: `mesh.changes` (the table of settings), `trainer.checkpoint_files`, `run_folder`.
+Everything is checked before a service starts: a change of a fixed setting is rejected, a damaged checkpoint is skipped
+and reported. Collaborators: `mesh.changes` (the table of settings), `trainer.checkpoint_files`, `run_folder`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class OpenedRun:
 
 @contextmanager
 def open_run(path: Path, overrides: Sequence[str], *, command: list[str], out: Path | None) -> Iterator[OpenedRun]:
-    """Create a run from a configuration file, or resume the run in a folder, with the lock of its folder. Raises MeshError."""
+    """Create a run from a configuration file, or resume the run in a folder, with the lock of its folder. Raises
+    MeshError."""
     if path.is_dir():
         if out is not None:
             raise ConfigError(
@@ -57,13 +58,14 @@ def open_run(path: Path, overrides: Sequence[str], *, command: list[str], out: P
 def open_resumed(root: Path, overrides: list[str]) -> OpenedRun:
     """Open the run in a folder with its configuration and `overrides`, and write the configuration back.
 
-    Raises ConfigError if it is not a run's folder, its configuration is unusable or no checkpoint is whole; ChangeRefused.
+    Raises ConfigError if it is not a run's folder, its configuration is unusable or no checkpoint is whole;
+    ChangeRefused.
     """
     folder, config, base_dir = open_folder(root, overrides)
     if folder.ledger_was_removed:
         raise ConfigError(
-            f"{folder.root}: the ledger of this run was removed by `rollmesh clean --for-good`, so it cannot be resumed; start a new "
-            f"run from a checkpoint in {folder.checkpoints} (model=CHECKPOINT)",
+            f"{folder.root}: the ledger of this run was removed by `rollmesh clean --for-good`, so it cannot be "
+            f"resumed; start a new run from a checkpoint in {folder.checkpoints} (model=CHECKPOINT)",
             path=folder.root,
         )
     changes = _changes(folder, load_train_config(folder.config), config)
@@ -99,7 +101,8 @@ def open_stopped_mesh(root: Path, overrides: list[str], *, out: Path | None) -> 
 
 
 def _changes(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> tuple[ConfigChange, ...]:
-    """Compare with the settings in the ledger; before CreateRun every change is allowed. Only the folder stores `made_model`."""
+    """Compare with the settings in the ledger; before CreateRun every change is allowed. Only the folder stores
+    `made_model`."""
     known = recorded(folder.root)
     if known is None:
         return ()

@@ -13,11 +13,12 @@ from rollmesh.shared.rpc.addresses import host_of, is_loopback, port_of
 
 
 def page_link(layout: RunLayout) -> str:
-    """Return a link that logs in once. Raise ConfigError with the remedy if the gateway of the run does not serve the page."""
+    """Return a link that logs in once. Raise ConfigError with the remedy if the gateway of the run does not serve the
+    page."""
     if not has_page(layout):
         raise ConfigError(
-            "the gateway of this run does not serve the live page; install its libraries with `pip install 'rollmesh[openai]'`, "
-            "and set `gateway.page.address` if the gateway is not on loopback"
+            "the gateway of this run does not serve the live page; install its libraries with `pip install "
+            "'rollmesh[openai]'`, and set `gateway.page.address` if the gateway is not on loopback"
         )
     config = msgspec.structs.replace(layout.config.gateway.page, address=layout.page)
     url = page_url(config, port_of(layout.page), secure=layout.access.tls is not None)

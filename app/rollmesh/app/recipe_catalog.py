@@ -1,4 +1,5 @@
-"""One recipe as the catalog describes it: what it says about itself, what its parts need, and the settings that it changes."""
+"""One recipe as the catalog describes it: what it says about itself, what its parts need, and the settings that it
+changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Method:
     needs: MethodNeeds
     file: Path
     changed: dict[str, Any]
-    """Key -> value, for the settings that differ from the defaults. An extension is one value, with all of its options."""
+    """Key -> value, for the settings that differ from the defaults. An extension is one value, with all of its
+    options."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of `rollmesh recipes --json`."""
@@ -38,7 +40,8 @@ class Method:
 def load_method(name: str) -> Method:
     """Return a recipe: a built-in by its name, or a user's by its path, relative to the working directory. Loads torch.
 
-    Files that a user's recipe names are relative to its folder, where the configurations that use it are. Raises ConfigError.
+    Files that a user's recipe names are relative to its folder, where the configurations that use it are. Raises
+    ConfigError.
     """
     file = find_recipe(name)
     about, _ = read_recipe(file)

@@ -1,4 +1,5 @@
-"""Open the streams of a run folder, whether the run is running or not. Only the files of the NATS server are written."""
+"""Open the streams of a run folder, whether the run is running or not. Only the files of the NATS server are
+written."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from rollmesh.shared.errors import ConfigError
 
 @asynccontextmanager
 async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
-    """Connect to the bus of a run: the configured cluster, the server that runs on its folder, or one started for the call.
+    """Connect to the bus of a run: the configured cluster, the server that runs on its folder, or one started for the
+    call.
 
-    Raises ConfigError if the run was never started or its streams were removed, NotReady while it starts, BusUnavailable if the
-    bus cannot be reached.
+    Raises ConfigError if the run was never started or its streams were removed, NotReady while it starts,
+    BusUnavailable if the bus cannot be reached.
     """
     if not folder.was_started:
         if starting := still_starting(folder.root):

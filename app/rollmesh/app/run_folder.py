@@ -149,21 +149,24 @@ class RunFolder:
 
 
 def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> RunFolder:
-    """Create a folder with configuration and origin: `out`, or runs/<name>-<time>. Raises RunExistsHere if `out` is not empty."""
+    """Create a folder with configuration and origin: `out`, or runs/<name>-<time>. Raises RunExistsHere if `out` is not
+    empty."""
     folder = RunFolder(claim_folder(config.run.name, out))
     folder.write(config, origin)
     return folder
 
 
 def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
-    """Return folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Write nothing.
+    """Return folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Write
+    nothing.
 
     Raises ConfigError if it is not a run's folder, its configuration is invalid, or a restore into it was interrupted.
     """
     folder = RunFolder(root.resolve())
     if (folder.root / RESTORING).exists():
         raise ConfigError(
-            f"{folder.root}: a restore into this folder is not complete; repeat `rollmesh restore FILE --out {root}` with the same file",
+            f"{folder.root}: a restore into this folder is not complete; repeat `rollmesh restore FILE --out {root}` "
+            "with the same file",
             path=folder.root,
         )
     origin = folder.read_origin()
@@ -216,7 +219,8 @@ def _version(package: str) -> str:
 
 
 def claim_folder(name: str, out: Path | None) -> Path:
-    """Create an empty folder and return its absolute path: `out`, or runs/<name>-<time>. Raises RunExistsHere, ConfigError."""
+    """Create an empty folder and return its absolute path: `out`, or runs/<name>-<time>. Raises RunExistsHere,
+    ConfigError."""
     return _claim(out) if out is not None else _claim_dated(name)
 
 

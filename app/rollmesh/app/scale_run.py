@@ -1,4 +1,5 @@
-"""Change the number of nodes of the run in a folder: check the request, pass it to the supervisor, and keep it for a resume."""
+"""Change the number of nodes of the run in a folder: check the request, pass it to the supervisor, and keep it for a
+resume."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class NotRunning(FailedPrecondition):
 
 
 def scale_run(run: Path, wanted: Mapping[str, int], *, wait_s: float | None) -> ScaleAnswer:
-    """Change the counts of a running mesh. With `wait_s`, wait until the nodes have joined or left. Raises MeshError."""
+    """Change the counts of a running mesh. With `wait_s`, wait until the nodes have joined or left. Raises
+    MeshError."""
     folder, config, _ = open_folder(run, [])
     is_mesh = folder.read_origin().is_mesh
     if not owner_of(folder.root):
@@ -62,7 +64,8 @@ def _others(nodes: Iterable[pb.FleetNode], config: TrainConfig) -> Counter[str]:
 
 
 def _check_devices(config: TrainConfig, num: int) -> None:
-    """Raise ConfigError if there are more inference nodes than CUDA devices for them, because a model fills the memory of its device."""
+    """Raise ConfigError if there are more inference nodes than CUDA devices for them, because a model fills the memory
+    of its device."""
     device = str(config.inference.engine.options.get("device", "cpu"))
     if num <= config.counts.inference or not device.startswith("cuda"):
         return
@@ -70,7 +73,8 @@ def _check_devices(config: TrainConfig, num: int) -> None:
 
     if num > (found := torch.cuda.device_count()):
         raise ConfigError(
-            f"`inference` must be <= {found}, the number of CUDA devices of this host, because `inference.engine.options.device` is "
+            f"`inference` must be <= {found}, the number of CUDA devices of this host, because "
+            "`inference.engine.options.device` is "
             f"{device}; got {num}; add nodes on other hosts (rollmesh serve inference --join HOST:PORT)",
             key="inference",
         )
@@ -88,5 +92,6 @@ async def _until_done(client: FleetClient, answer: ScaleAnswer, limit_s: float, 
         await clock.sleep(POLL_S)
     raise DeadlineExceeded(
         f"after {limit_s:g} s, {', '.join(missing + left)} {'have' if len(missing + left) > 1 else 'has'} not "
-        f"{'joined' if missing else 'left'}; `rollmesh status` shows the nodes, logs/NAME.log of the run folder has the cause"
+        f"{'joined' if missing else 'left'}; `rollmesh status` shows the nodes, logs/NAME.log of the run folder has "
+        "the cause"
     )

@@ -4,8 +4,8 @@ The caller holds the lock of the run folder (`mesh.run_lock`), because a session
 
     folder -> model -> mesh -> watch -> learner finishes -> last evaluation -> checkpoint, summary.json, report.html
 
-However it ends, `rollmesh train FOLDER` can resume it from the newest checkpoint.
-Collaborators: `mesh` (the run itself: a process for each part, or all in this one), `watch` and `display` (RunService clients), `results`.
+However it ends, `rollmesh train FOLDER` can resume it from the newest checkpoint. Collaborators: `mesh` (the run
+itself: a process for each part, or all in this one), `watch` and `display` (RunService clients), `results`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class TrainSession:
     outcome: Outcome = "failed"
 
     async def run(self) -> Summary:
-        """Run, and return the summary, also after an interrupt. On an error, write summary and report first, then raise it."""
+        """Run, and return the summary, also after an interrupt. On an error, write summary and report first, then raise
+        it."""
         points_before = len(read_series(self.folder.series).points)
         with Interrupts(leave=self.view.close, notice=self._notice_stop) as interrupts:
             try:
@@ -190,7 +191,8 @@ class TrainSession:
 async def make_model(
     folder: RunFolder, config: TrainConfig, base_dir: Path, on_step: Callable[[WarmStep], None] = lambda _: None
 ) -> WarmStep:
-    """Make the model of `made_model` in the run folder, and return the last step of its warm start. Raises ModelNotMade."""
+    """Make the model of `made_model` in the run folder, and return the last step of its warm start. Raises
+    ModelNotMade."""
     plan = config.model_plan(base_dir)
     assert plan is not None, "the configuration names a model"
     seed = plan.seed or config.run.seed
@@ -204,7 +206,8 @@ async def _ended(watcher: Watcher, limit_s: float, folder: Path) -> None:
             await watcher.wait()
     except TimeoutError as err:
         raise DeadlineExceeded(
-            f"the learner has finished, but the run has not ended within {limit_s:.0f} s; resume it with `rollmesh train {shown(folder)}`"
+            f"the learner has finished, but the run has not ended within {limit_s:.0f} s; resume it with `rollmesh "
+            f"train {shown(folder)}`"
         ) from err
 
 

@@ -43,8 +43,8 @@ def main(
 ) -> None:
     """Asynchronous reinforcement learning for LLM agents, as a mesh of small gRPC services.
 
-    Exit codes: 0 success; 1 a run, an audit or a check failed; 2 invalid input; 130 interrupted by Ctrl-C; 143 a node of `serve`
-    was stopped by SIGTERM or Ctrl-C.
+    Exit codes: 0 success; 1 a run, an audit or a check failed; 2 invalid input; 130 interrupted by Ctrl-C; 143 a node
+    of `serve` was stopped by SIGTERM or Ctrl-C.
     """
 
 

@@ -1,4 +1,5 @@
-"""Show the state of a mesh as text or JSON: the fleet, then per run its clocks, leases, queues, waits and sample counts."""
+"""Show the state of a mesh as text or JSON: the fleet, then per run its clocks, leases, queues, waits and sample
+counts."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def _fleet_lines(status: MeshStatus) -> Iterator[Text]:
 
 
 def _build(node: coordinator_pb2.FleetNode) -> str:
-    """Return package version and protocol, e.g. `0.2.0, protocol 1.1`. A coordinator before protocol 1.1 reports no protocol."""
+    """Return package version and protocol, e.g. `0.2.0, protocol 1.1`. A coordinator before protocol 1.1 reports no
+    protocol."""
     protocol = f", protocol {node.protocol.major}.{node.protocol.minor}" if node.HasField("protocol") else ""
     return f"{node.process.version or 'unknown'}{protocol}"
 
@@ -141,7 +143,8 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
     for policy in run.policies:
         yield Text(
             f"  {policy.policy}: applied {policy.applied_step}, published {_published(policy.published_step)}, "
-            f"checkpoint {policy.checkpoint_update}, incarnation {policy.incarnation}, trainer epoch {policy.trainer_epoch}"
+            f"checkpoint {policy.checkpoint_update}, incarnation {policy.incarnation}, trainer epoch "
+            f"{policy.trainer_epoch}"
         )
         yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
     yield Text(f"  leases: {_leases(run.leases)}")
@@ -166,8 +169,7 @@ def _leases(leases: run_pb2.LeaseCounts) -> str:
     evals = f", {leases.eval_episodes_pending} pending for evaluation" if leases.eval_episodes_pending else ""
     return (
         f"{count_of(leases.episodes_leased, 'episode')} leased, {leases.episodes_pending} pending{evals}; "
-        f"{count_of(leases.batches_leased, 'batch', 'batches')} leased, "
-        f"{leases.batches_in_doubt} in doubt"
+        f"{count_of(leases.batches_leased, 'batch', 'batches')} leased, {leases.batches_in_doubt} in doubt"
     )
 
 

@@ -1,4 +1,5 @@
-"""Show a sample as a conversation on a terminal: messages, tokens and weights of each turn, rewards with their evidence."""
+"""Show a sample as a conversation on a terminal: messages, tokens and weights of each turn, rewards with their
+evidence."""
 
 from __future__ import annotations
 

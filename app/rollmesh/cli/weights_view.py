@@ -1,4 +1,5 @@
-"""The versions that the inference nodes of a mesh serve, hold or have prepared: precision, size, kind and base, from their manifests."""
+"""The versions that the inference nodes of a mesh serve, hold or have prepared: precision, size, kind and base, from
+their manifests."""
 
 from __future__ import annotations
 

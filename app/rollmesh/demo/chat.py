@@ -1,7 +1,7 @@
 """Encode conversations of the demo: prompts, tool results, and demonstrations with a loss mask.
 
-The tokens of a conversation are the concatenation of the tokens of its messages. A rollout that appends turns and a demonstration that is
-rendered at once therefore have the same ids; a test compares both with `apply_chat_template`.
+The tokens of a conversation are the concatenation of the tokens of its messages. A rollout that appends turns and a
+demonstration that is rendered at once therefore have the same ids; a test compares both with `apply_chat_template`.
 Collaborators: `tokenizer` (template, tags), `sft` (trains on demonstrations).
 """
 
@@ -51,7 +51,8 @@ def render_demonstration(
     *,
     tools: Sequence[str] = (),
 ) -> EncodedDemonstration:
-    """Return a solved episode: the question, each (call, result), and the answer. The loss covers calls, answer and end tags."""
+    """Return a solved episode: the question, each (call, result), and the answer. The loss covers calls, answer and end
+    tags."""
     ids = encode_prompt(tokenizer, question, tools=tools)
     mask = [0] * len(ids)
     for call, result in calls:

@@ -1,4 +1,5 @@
-"""Settings of a tiny model that is made for a run. The module does not import torch, so `check` finds mistakes first."""
+"""Settings of a tiny model that is made for a run. The module does not import torch, so `check` finds mistakes
+first."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class MadeModelConfig(Settings):
     warm_start: dict[str, Any] = {}
     """Changes to the supervised training, see `rollmesh.demo.sft.WarmStartConfig`."""
     tasks: Extension | None = None
-    """Generated source of the demonstrations. It also has the levels by which success is measured, and the hash ranges. Default:
-    `data.source`. If both have the same name, their shares must be equal."""
+    """Generated source of the demonstrations. It also has the levels by which success is measured, and the hash ranges.
+    Default: `data.source`. If both have the same name, their shares must be equal."""
     seed: NonNegativeInt = 0
     """Seed of the weights and of the demonstrations. 0 means the seed of the run."""
 

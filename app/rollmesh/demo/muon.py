@@ -54,7 +54,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Approximate U V^T of each matrix in [batch, rows, cols]. The singular values of the result are between about 0.7 and 1.2."""
+    """Approximate U V^T of each matrix in [batch, rows, cols]. The singular values of the result are between about 0.7
+    and 1.2."""
     a, b, c = NS_COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices  # so that the Gram matrix is the smaller one

@@ -1,8 +1,9 @@
 """Supervised warm start: imitate demonstrations until a target success, so that RL has behavior to reinforce.
 
-Hidden matrices are trained by Muon, embedding and vectors by AdamW, with a loss on the tokens of the assistant only. Levels are added one by
-one, each when the smoothed loss is small. The training stops at a target success, not after a number of steps, so the start of RL is similar
-for all seeds and machines. The target must be measured on the validation range, because the test range must stay unseen.
+Hidden matrices are trained by Muon, embedding and vectors by AdamW, with a loss on the tokens of the assistant only.
+Levels are added one by one, each when the smoothed loss is small. The training stops at a target success, not after a
+number of steps, so the start of RL is similar for all seeds and machines. The target must be measured on the validation
+range, because the test range must stay unseen.
 
 Collaborators: `chat` (renders demonstrations), `packing`, `forward`, `muon`. The caller provides the tasks.
 """
@@ -45,9 +46,11 @@ class WarmStartConfig(Settings):
     warmup_steps: PositiveInt = 20
     clip_norm: PositiveFloat = 1.0
     target_success: Annotated[float, Meta(gt=0, le=1)] = 0.45
-    """Validation success at which the training stops. A higher value leaves less to RL; RL is slow from a start below 0.3."""
+    """Validation success at which the training stops. A higher value leaves less to RL; RL is slow from a start below
+    0.3."""
     evaluate_every: PositiveInt = 10
-    """Steps between evaluations after all levels were added. Success can rise by 0.4 within 25 steps, so rare evaluations overshoot."""
+    """Steps between evaluations after all levels were added. Success can rise by 0.4 within 25 steps, so rare
+    evaluations overshoot."""
     steps_max: PositiveInt = 3000
     """Maximum number of steps."""
     packing: PackingConfig = PackingConfig()
@@ -124,7 +127,8 @@ def imitation_step(
     optimizers: Sequence[torch.optim.Optimizer],
     config: WarmStartConfig,
 ) -> float:
-    """Make one optimizer step on the mean loss per trained token, and return that loss in nats. Raise ValueError if not finite."""
+    """Make one optimizer step on the mean loss per trained token, and return that loss in nats. Raise ValueError if not
+    finite."""
     sequences = _sequences(demos)
     total = num_targets(sequences)
     model.train()
@@ -141,10 +145,11 @@ def imitation_step(
 def demonstration_probability(
     model: PreTrainedModel, demos: Sequence[EncodedDemonstration], packing: PackingConfig | None = None
 ) -> float:
-    """Return the mean probability that sampling at temperature 1 reproduces a demonstration exactly, given its observations.
+    """Return the mean probability that sampling at temperature 1 reproduces a demonstration exactly, given its
+    observations.
 
-    With deterministic tools this is a lower bound of success, because other solutions are not counted. It has no sampling noise and costs
-    one forward pass.
+    With deterministic tools this is a lower bound of success, because other solutions are not counted. It has no
+    sampling noise and costs one forward pass.
     """
     sequences = _sequences(demos)
     logprobs = logprobs_of(model, sequences, packing or PackingConfig()).double()

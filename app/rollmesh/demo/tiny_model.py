@@ -1,4 +1,5 @@
-"""The model of the demo: a Qwen3 of about 0.36 million parameters over the character tokenizer, made without a download.
+"""The model of the demo: a Qwen3 of about 0.36 million parameters over the character tokenizer, made without a
+download.
 
 It is a plain transformers configuration, so every engine and tool that supports Qwen3 loads it.
 Collaborators: `tokenizer` (vocabulary), `model_files` (writes the folder).
@@ -39,7 +40,8 @@ class TinyModelConfig(Settings):
 
 
 def build_tiny_model(config: TinyModelConfig, *, seed: int) -> PreTrainedModel:
-    """Return a newly initialized float32 model on the CPU. The same seed gives the same weights. The global RNG does not change."""
+    """Return a newly initialized float32 model on the CPU. The same seed gives the same weights. The global RNG does
+    not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = Qwen3ForCausalLM(_transformers_config(config))  # type: ignore[no-untyped-call]
@@ -49,7 +51,8 @@ def build_tiny_model(config: TinyModelConfig, *, seed: int) -> PreTrainedModel:
 
 
 def _transformers_config(config: TinyModelConfig) -> Qwen3Config:
-    # By a dict, because transformers 5 declares `rope_parameters` and accepts `rope_theta` as a legacy name, and 4.x has only that.
+    # By a dict, because transformers 5 declares `rope_parameters` and accepts `rope_theta` as a legacy name, and 4.x
+    # has only that.
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": config.hidden_size,

@@ -1,11 +1,11 @@
 """The character tokenizer of the tiny model: one id per printable ASCII character, and one per structural tag.
 
-It is saved as a real `tokenizer.json` with special tokens and a chat template, so engines that load transformers folders serve it. Structural
-tags are single tokens. The tokenizer encodes the text `<answer>` as a tag, even in a tool result, so callers encode untrusted text with
-`encode_text`.
+It is saved as a real `tokenizer.json` with special tokens and a chat template, so engines that load transformers
+folders serve it. Structural tags are single tokens. The tokenizer encodes the text `<answer>` as a tag, even in a tool
+result, so callers encode untrusted text with `encode_text`.
 
-Invariants: ids are stable, because every checkpoint depends on them. There is no BOS, so the tokens of a conversation are the concatenation of
-the tokens of its messages.
+Invariants: ids are stable, because every checkpoint depends on them. There is no BOS, so the tokens of a conversation
+are the concatenation of the tokens of its messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-"""There is one tool with one argument, so the body of a call is the argument itself. In JSON it would cost 50 tokens."""
+"""There is one tool with one argument, so the body of a call is the argument itself. In JSON it would cost 50
+tokens."""
 
 
 def build_tokenizer(*, model_max_length: int = 512) -> PreTrainedTokenizerFast:

@@ -29,7 +29,8 @@ SECRETS = frozenset({"token", "password", "secret"})
 
 
 def settings_of(config: MeshConfig, run_dir: Path) -> dict[str, str]:
-    """Return every setting by dotted key, as JSON. Settings without a value are omitted, and a secret is replaced by a hash.
+    """Return every setting by dotted key, as JSON. Settings without a value are omitted, and a secret is replaced by a
+    hash.
 
     A model inside the run folder is given relative to it, because the folder may be moved.
     """
@@ -54,7 +55,8 @@ def _flatten(prefix: str, value: Any, found: dict[str, str]) -> None:
 def diff(old: dict[str, str], new: dict[str, str]) -> tuple[ConfigChange, ...]:
     """Return the differences, ordered by key.
 
-    A setting that is not in `old` and has its default in `new` is not a change: the release that recorded `old` did not have it.
+    A setting that is not in `old` and has its default in `new` is not a change: the release that recorded `old` did not
+    have it.
     """
     keys, added = sorted(old.keys() | new.keys()), _defaults()
     return tuple(

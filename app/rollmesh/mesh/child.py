@@ -118,8 +118,8 @@ class Child:
                 await self._unless_stopped(asyncio.wait([ended], timeout=_LOG_CHECK_S))
                 self._log.trim()
             if not ended.done():
-                # A stopped process handles SIGTERM when it continues. SIGTERM comes last: send_signal first polls, and a poll that finds
-                # the process ended takes its exit code away from asyncio, which then reports 255.
+                # A stopped process handles SIGTERM when it continues. SIGTERM comes last: send_signal first polls, and
+                # a poll that finds the process ended takes its exit code away from asyncio, which then reports 255.
                 process.send_signal(signal.SIGCONT)
                 process.send_signal(signal.SIGTERM)
                 await asyncio.wait([ended], timeout=self._config.stop_s)
@@ -143,7 +143,8 @@ class Child:
         self._tell("gave_up", cause=cause)
         config = self._config
         return ProcessGaveUp(
-            f"{self.name} {cause}: more than restarts_max = {config.restarts_max} failures within window_s = {config.window_s:g} s. "
+            f"{self.name} {cause}: more than restarts_max = {config.restarts_max} failures within window_s = "
+            f"{config.window_s:g} s. "
             f"The end of its log, {self._log.path}:\n{self._log.tail()}",
             process=self.name,
         )

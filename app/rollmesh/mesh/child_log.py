@@ -1,7 +1,8 @@
 """The log file of a process: appended to by the process itself, bounded from outside.
 
-The process writes into the file itself, so its output survives a crash of the supervisor, and no full pipe can block it. The file is
-opened for appending, so the process continues at the new end after a cut. A line that is written during the cut may be lost.
+The process writes into the file itself, so its output survives a crash of the supervisor, and no full pipe can block
+it. The file is opened for appending, so the process continues at the new end after a cut. A line that is written during
+the cut may be lost.
 """
 
 from __future__ import annotations

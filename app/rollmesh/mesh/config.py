@@ -1,7 +1,7 @@
 """The configuration of a whole run, as in `configs/*.yaml`.
 
-Sections are the services' own configs. Folders that services write to are relative to the run folder; files that a user names
-(tasks, agents, scorers, models) are relative to the config file.
+Sections are the services' own configs. Folders that services write to are relative to the run folder; files that a user
+names (tasks, agents, scorers, models) are relative to the config file.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ class RunConfig(RunSettings):
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "run"
     """Name of the run. It names the streams and the run folder."""
     beyond: Literal["drop", "mask"] = "drop"
-    """Whether samples beyond the bound end as stale (`drop`), or only their tokens that are too old lose their loss (`mask`)."""
+    """Whether samples beyond the bound end as stale (`drop`), or only their tokens that are too old lose their loss
+    (`mask`)."""
     on_stall: Annotated[Literal["warn", "exit"], LIVE] = "warn"
-    """What `rollmesh train` does when the run is stalled: `exit` ends it with a non-zero exit code and the cause, `warn` shows the cause."""
+    """What `rollmesh train` does when the run is stalled: `exit` ends it with a non-zero exit code and the cause,
+    `warn` shows the cause."""
     loggers: Annotated[tuple[Extension, ...], LIVE] = ()
-    """Experiment trackers that get the curves of `rollmesh train` beside TensorBoard: `wandb`, `mlflow`, or your own as `file.py:Name`."""
+    """Experiment trackers that get the curves of `rollmesh train` beside TensorBoard: `wandb`, `mlflow`, or your own as
+    `file.py:Name`."""
     first_failures_max: Annotated[NonNegativeInt, LIVE] = 64
-    """`rollmesh train` and `rollout` exit with an error once this many samples have failed in the same way and none has been scored since
-    they started, because a bug in an agent or a scorer fails every sample. 0: never."""
+    """`rollmesh train` and `rollout` exit with an error once this many samples have failed in the same way and none has
+    been scored since they started, because a bug in an agent or a scorer fails every sample. 0: never."""
 
     def check_fields(self) -> None:
         self.spec()
@@ -66,7 +69,8 @@ class RunConfig(RunSettings):
 
 
 class CountsConfig(Settings):
-    """Number of nodes of each kind that this host starts; `rollmesh scale` changes them while the mesh runs. With 0 they join from elsewhere: `rollmesh serve KIND --join HOST:PORT`."""
+    """Number of nodes of each kind that this host starts; `rollmesh scale` changes them while the mesh runs. With 0
+    they join from elsewhere: `rollmesh serve KIND --join HOST:PORT`."""
 
     inference: NonNegativeInt = 1
     """Inference nodes."""
@@ -82,15 +86,17 @@ class BusConfig(Settings):
     """The NATS server that holds the streams."""
 
     url: str = ""
-    """nats://host:port of each server of a cluster, comma-separated (tls:// with the certificates of `security`). Empty: start an embedded
-    server in the run folder."""
+    """nats://host:port of each server of a cluster, comma-separated (tls:// with the certificates of `security`).
+    Empty: start an embedded server in the run folder."""
     login_file: str = ""
-    """File with lines USER:PASSWORD for that cluster, relative to the config file: one login for every service, or one per kind of service as
-    `rollmesh nats-config` writes them. Empty: the login of the embedded server, derived from the run's token."""
+    """File with lines USER:PASSWORD for that cluster, relative to the config file: one login for every service, or one
+    per kind of service as `rollmesh nats-config` writes them. Empty: the login of the embedded server, derived from the
+    run's token."""
     payloads: PayloadsIn = "auto"
-    """Where workers store the payloads of samples. `files`: in `payloads` of the run folder, which needs the embedded server, one replica,
-    and every service on loopback. `stream`: in the sample stream. `auto`: in files if these conditions hold. A kill of any process loses
-    nothing in both; a power loss may lose the last seconds of both, except of a stream with `embedded.sync_always`."""
+    """Where workers store the payloads of samples. `files`: in `payloads` of the run folder, which needs the embedded
+    server, one replica, and every service on loopback. `stream`: in the sample stream. `auto`: in files if these
+    conditions hold. A kill of any process loses nothing in both; a power loss may lose the last seconds of both, except
+    of a stream with `embedded.sync_always`."""
     embedded: EmbeddedServerConfig = msgspec.field(default_factory=EmbeddedServerConfig)
     """The embedded server."""
 
@@ -102,12 +108,14 @@ class BusConfig(Settings):
         for one in filter(None, self.url.split(",")):
             if not one.startswith("tls://") and not is_loopback(host_of(one.partition("://")[2])):
                 raise ValueError(
-                    f"`url` must be tls://... for another machine, got {one}: samples would cross the network unencrypted"
+                    f"`url` must be tls://... for another machine, got {one}: samples would cross the network "
+                    "unencrypted"
                 )
 
 
 BATCH_TEXT_CHARS_MAX = 2 * 1024 * 1024
-"""Maximum length of the texts in the summaries of a batch. A message has at most 8 MiB, and a character up to four bytes."""
+"""Maximum length of the texts in the summaries of a batch. A message has at most 8 MiB, and a character up to four
+bytes."""
 
 
 BATCH_SAMPLES_MAX = MESSAGE_BYTES_MAX // 160
@@ -118,11 +126,12 @@ class MeshConfig(Settings):
     """A whole run."""
 
     recipe: str = DEFAULT_RECIPE
-    """The method: a name that `rollmesh recipes` lists, or your own file.yaml relative to the config file. The settings of
-    the file override it, and it may set keys of any section that a method consists of (`rollmesh.trainer.recipe`)."""
+    """The method: a name that `rollmesh recipes` lists, or your own file.yaml relative to the config file. The settings
+    of the file override it, and it may set keys of any section that a method consists of
+    (`rollmesh.trainer.recipe`)."""
     recipe_applied: bool = False
-    """Whether the keys of the recipe are among the others already. The loader sets it, so that a resolved configuration no longer needs
-    the recipe's file."""
+    """Whether the keys of the recipe are among the others already. The loader sets it, so that a resolved configuration
+    no longer needs the recipe's file."""
     run: RunConfig = msgspec.field(default_factory=RunConfig)
     """What the run is."""
     model: str = ""
@@ -146,7 +155,8 @@ class MeshConfig(Settings):
     )
     """Engines."""
     endpoints: EndpointTable = {}
-    """Models without a learner by name, which agents, scorers and task sources may ask: judges, opponents, past steps of the policy."""
+    """Models without a learner by name, which agents, scorers and task sources may ask: judges, opponents, past steps
+    of the policy."""
     depot: Annotated[DepotConfig, LIVE] = msgspec.field(default_factory=lambda: DepotConfig(directory="depot"))
     """Weights."""
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
@@ -172,15 +182,18 @@ class MeshConfig(Settings):
         check_exposure(self.security, {**self.servers(), **pages})
         if page.client_certificates and not self.security.has_tls:
             raise ValueError(
-                "`gateway.page.client_certificates` needs `security` with ca, certificate and key; set it to false, or name them"
+                "`gateway.page.client_certificates` needs `security` with ca, certificate and key; set it to false, or "
+                "name them"
             )
         if self.gateway.forwarded_max >= (most := self.coordinator.server.connection_rpcs_max):
             raise ValueError(
-                f"`gateway.forwarded_max` must be < coordinator.server.connection_rpcs_max, which is {most}, got {self.gateway.forwarded_max}"
+                f"`gateway.forwarded_max` must be < coordinator.server.connection_rpcs_max, which is {most}, got "
+                f"{self.gateway.forwarded_max}"
             )
         if self.learner.outputs:
             raise ValueError(
-                f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"
+                f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in "
+                "`rollout.outputs`"
             )
         if reserved := {"policy", self.inference.policy} & set(self.endpoints):
             raise ValueError(
@@ -190,29 +203,31 @@ class MeshConfig(Settings):
             raise ValueError(f"`bus.payloads` must be auto or stream, got 'files': {why}")
         if self.rollout.greedy_first and self.run.group_size == 1:
             raise ValueError(
-                "`run.group_size` must be >= 2 with `rollout.greedy_first`, got 1: the greedy episode is not trained, so no sample would be"
+                "`run.group_size` must be >= 2 with `rollout.greedy_first`, got 1: the greedy episode is not trained, "
+                "so no sample would be"
             )
         texts = self.rollout.summary_text_chars * self.run.batch_groups * self.run.group_size
         if texts > BATCH_TEXT_CHARS_MAX:
             raise ValueError(
-                f"`rollout.summary_text_chars` * run.batch_groups * run.group_size must be <= {BATCH_TEXT_CHARS_MAX}, because the texts of a "
-                f"batch are in one message, got {texts}; lower summary_text_chars"
+                f"`rollout.summary_text_chars` * run.batch_groups * run.group_size must be <= {BATCH_TEXT_CHARS_MAX}, "
+                f"because the texts of a batch are in one message, got {texts}; lower summary_text_chars"
             )
         samples = self.run.batch_groups * self.run.group_size
         if not self.run.exports and samples > BATCH_SAMPLES_MAX:
             raise ValueError(
-                f"`run.batch_groups` * run.group_size must be <= {BATCH_SAMPLES_MAX}, because the metadata of a batch are in one message of "
-                f"at most {MESSAGE_BYTES_MAX} bytes, got {samples}; lower one of them"
+                f"`run.batch_groups` * run.group_size must be <= {BATCH_SAMPLES_MAX}, because the metadata of a batch "
+                f"are in one message of at most {MESSAGE_BYTES_MAX} bytes, got {samples}; lower one of them"
             )
         if self.learner.reward_weights:
             raise ValueError(
-                f"`learner.reward_weights` must be empty, got {self.learner.reward_weights}: set `reward.weights`, which the trainer and "
-                "the finalizer share"
+                f"`learner.reward_weights` must be empty, got {self.learner.reward_weights}: set `reward.weights`, "
+                "which the trainer and the finalizer share"
             )
 
     @staticmethod
     def underlay(tree: dict[str, Any], base_dir: Path | None) -> Path | None:
-        """Return the file of the recipe that `tree` names, and note in `tree` that it is applied. Raises ConfigError."""
+        """Return the file of the recipe that `tree` names, and note in `tree` that it is applied. Raises
+        ConfigError."""
         name = tree.get("recipe", DEFAULT_RECIPE)
         if tree.get("recipe_applied") or not isinstance(name, str):
             return None

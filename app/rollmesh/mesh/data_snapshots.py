@@ -1,7 +1,8 @@
 """The data service's state for the learner's checkpoints.
 
-It completes a checkpoint: weights, the samples they were trained on, and the position of the draws. It is a copy, because the ledger is
-authoritative. If the data service is unavailable for a moment, the checkpoint is written without the copy.
+It completes a checkpoint: weights, the samples they were trained on, and the position of the draws. It is a copy,
+because the ledger is authoritative. If the data service is unavailable for a moment, the checkpoint is written without
+the copy.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class DataSnapshots:
         self._layout = layout
 
     async def __call__(self, ledger_position: int) -> bytes:
-        """Return the state at `ledger_position` or later. Empty, with a warning, if it is not available within `TAKE_S_MAX`."""
+        """Return the state at `ledger_position` or later. Empty, with a warning, if it is not available within
+        `TAKE_S_MAX`."""
         try:
             async with asyncio.timeout(TAKE_S_MAX):
                 return await self._take(ledger_position)

@@ -5,11 +5,11 @@
     python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --services inference-0,rollout-0
     python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --services learner
 
-The hosts share the folder (token, addresses) and start in any order. Service `nats` is the embedded server. The others find its port in the
-folder, or use the cluster at bus.url. A host exits when one of its services ends: with 0 after a clean end (the run is over, the worker has
-drained), with 1 after an error, so that a supervisor restarts it, with 2 for an unusable configuration and with 3 for a full disk.
-SIGTERM, SIGINT and SIGHUP stop it cleanly (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143. A
-second signal ends it immediately.
+The hosts share the folder (token, addresses) and start in any order. Service `nats` is the embedded server. The others
+find its port in the folder, or use the cluster at bus.url. A host exits when one of its services ends: with 0 after a
+clean end (the run is over, the worker has drained), with 1 after an error, so that a supervisor restarts it, with 2 for
+an unusable configuration and with 3 for a full disk. SIGTERM, SIGINT and SIGHUP stop it cleanly (a learner finishes its
+update and writes a checkpoint) within `stop_s`, with code 143. A second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
-    """Host services until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Return the exit code."""
+    """Host services until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Return the exit
+    code."""
     host = _parse(argv)
     set_up_logging()  # until the configuration is read
     try:
@@ -103,8 +104,8 @@ def _parse(argv: Sequence[str] | None) -> HostOptions:
 
 
 async def run_host(host: HostOptions, options: Options | None = None) -> bool:
-    """Wait until a service ends or a signal arrives. Return whether it was a signal. Raises the error of a service, ConfigError, and TimeoutError
-    for a stop that took too long."""
+    """Wait until a service ends or a signal arrives. Return whether it was a signal. Raises the error of a service,
+    ConfigError, and TimeoutError for a stop that took too long."""
     config = load_config(MeshConfig, host.config, host.overrides)
     set_up_logging(config.telemetry.logging())
     base_dir = host.base_dir
@@ -123,10 +124,11 @@ async def run_until_ended(
     away: Callable[[], Coroutine[Any, Any, None]] | None = None,
     drains: bool = False,
 ) -> bool:
-    """Run the services of `mesh` until they have ended or a signal arrives. Return whether it was a signal. Raises as `run_host`.
+    """Run the services of `mesh` until they have ended or a signal arrives. Return whether it was a signal. Raises as
+    `run_host`.
 
-    `away` watches the rest of the mesh. An error that it raises ends the services. With `drains`, SIGTERM is an end and not a stop: nodes
-    drain, each within its limit, and a coordinator stops.
+    `away` watches the rest of the mesh. An error that it raises ends the services. With `drains`, SIGTERM is an end and
+    not a stop: nodes drain, each within its limit, and a coordinator stops.
     """
     stopping = asyncio.create_task(_signalled(then_ignore=drains), name="signals")
     serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="services")
@@ -200,8 +202,8 @@ async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> s
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise BusUnavailable(
-            f"no nats-server has written its port into {layout.run_dir / NATS} within {limit_s} s; host the service `nats`, "
-            "or set bus.url"
+            f"no nats-server has written its port into {layout.run_dir / NATS} within {limit_s} s; host the service "
+            "`nats`, or set bus.url"
         ) from None
     return url
 
@@ -234,9 +236,11 @@ async def _server_gone(server: EmbeddedServer) -> None:
 
 
 async def _signalled(*, then_ignore: bool) -> signal.Signals:
-    """Return the first of SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next signal ends the process as if there were no handler.
+    """Return the first of SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next signal ends the process as if
+    there were no handler.
 
-    With `then_ignore`, SIGTERM is ignored after a cancellation, because a process that has drained is about to exit with its result.
+    With `then_ignore`, SIGTERM is ignored after a cancellation, because a process that has drained is about to exit
+    with its result.
     """
     loop = asyncio.get_running_loop()
     came: asyncio.Future[signal.Signals] = loop.create_future()

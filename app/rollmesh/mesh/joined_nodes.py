@@ -1,4 +1,5 @@
-"""Metrics targets and span folders of nodes that joined from outside the run folder, stored beside those of the run's processes.
+"""Metrics targets and span folders of nodes that joined from outside the run folder, stored beside those of the run's
+processes.
 
     RUN/metrics/joined.json   targets for Prometheus' `file_sd_configs`, like the files of the run's processes
     RUN/traces/joined.json    folders of span files, for `rollmesh trace`

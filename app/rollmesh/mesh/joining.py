@@ -3,9 +3,9 @@
     layout, name = await open_joined(JoinOptions(kind="inference", address="10.0.0.1:7000", ...))
     stopped = await run_until_ended(Mesh(layout.config, run_dir=layout.run_dir, layout=layout, services=[name]), stop_s)
 
-GetMesh gives the configuration, the addresses and the model's small files. The settings of this host (network, TLS files) come
-from the defaults and from `overrides`. The node's folder holds only files that the node fetches, and it may start empty.
-Collaborators: `mesh_description` (the other side), `mesh` (runs the node).
+GetMesh gives the configuration, the addresses and the model's small files. The settings of this host (network, TLS
+files) come from the defaults and from `overrides`. The node's folder holds only files that the node fetches, and it may
+start empty. Collaborators: `mesh_description` (the other side), `mesh` (runs the node).
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
-    """Return the layout of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists, ProtocolMismatch."""
+    """Return the layout of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists,
+    ProtocolMismatch."""
     if options.kind not in KINDS and not re.fullmatch(r"endpoint-[A-Za-z0-9_]+", options.kind):
         raise ConfigError(
             f"the kind of a joining node must be one of {', '.join(KINDS)} or endpoint-NAME, got `{options.kind}`"
@@ -108,7 +109,8 @@ async def ask_mesh(address: str, access: Access) -> pb.GetMeshResponse:
 
 
 async def refuse_without_tls(address: str, access: Access, *, option: str = "") -> None:
-    """Raise ConfigError if the server accepts only TLS and `access` has no certificates. `option` precedes the settings."""
+    """Raise ConfigError if the server accepts only TLS and `access` has no certificates. `option` precedes the
+    settings."""
     if access.tls is None and await speaks_tls(address):
         files = " ".join(f"{option}security.{name}=FILE" for name in ("ca", "certificate", "key"))
         raise ConfigError(
@@ -150,8 +152,8 @@ async def until_away(address: str, access: Access, *, limit_s: float, clock: Clo
                 _log.debug("the coordinator does not answer: %s", err)
             await clock.sleep(min(CHECK_S, limit_s))
     raise Unavailable(
-        f"the coordinator at {address} has not answered for {silent_s:.0f} s, so the mesh counts as ended and the node leaves "
-        "(--away-s sets the limit)",
+        f"the coordinator at {address} has not answered for {silent_s:.0f} s, so the mesh counts as ended and the node "
+        "leaves (--away-s sets the limit)",
         address=address,
     )
 
@@ -164,8 +166,8 @@ async def _ask(stub: Any, address: str) -> pb.GetMeshResponse:
             )
     except DeadlineExceeded as err:
         raise Unavailable(
-            f"no server responded at {address} within {ASK_S_MAX:.0f} s; --join takes the address of the mesh's gateway or "
-            "coordinator (with certificates if it has some)",
+            f"no server responded at {address} within {ASK_S_MAX:.0f} s; --join takes the address of the mesh's "
+            "gateway or coordinator (with certificates if it has some)",
             address=address,
         ) from err
     return described
@@ -183,14 +185,15 @@ def check_described_protocol(described: pb.GetMeshResponse, options: JoinOptions
 
 
 async def _ask_for_gateway(stub: Any, address: str, described: pb.GetMeshResponse) -> pb.GetMeshResponse:
-    """Return a description with a gateway, which a learner that names the coordinator needs. Raises Unavailable if none joins in time."""
+    """Return a description with a gateway, which a learner that names the coordinator needs. Raises Unavailable if none
+    joins in time."""
     clock = SystemClock()
     end_s = clock.monotonic_s() + ASK_S_MAX
     while not described.gateways:
         if clock.monotonic_s() >= end_s:
             raise Unavailable(
-                f"no gateway has joined the mesh at {address} within {ASK_S_MAX:.0f} s, and a learner reads its samples there; start one: "
-                "rollmesh serve gateway --join HOST:PORT",
+                f"no gateway has joined the mesh at {address} within {ASK_S_MAX:.0f} s, and a learner reads its "
+                "samples there; start one: rollmesh serve gateway --join HOST:PORT",
                 address=address,
             )
         await clock.sleep(GATEWAY_POLL_S)
@@ -262,7 +265,8 @@ def _joined_config(described: pb.GetMeshResponse, options: JoinOptions, folder: 
 
 
 def _drop_newer_settings(path: Path) -> None:
-    """Remove the settings from a file that a newer coordinator has and this release does not know. Raises ConfigError for other errors."""
+    """Remove the settings from a file that a newer coordinator has and this release does not know. Raises ConfigError
+    for other errors."""
     config, mistakes = read_config(MeshConfig, path)
     unknown = [one for one in mistakes if one.violations[0].description.startswith(UNKNOWN_KEY)]
     if config is None or len(unknown) < len(mistakes):
@@ -274,7 +278,8 @@ def _drop_newer_settings(path: Path) -> None:
 
 
 def refuse_loopback(config: MeshConfig, kind: str, coordinator: str) -> None:
-    """Raise ConfigError if a serving node would advertise an address that only this host reaches to a mesh on another address."""
+    """Raise ConfigError if a serving node would advertise an address that only this host reaches to a mesh on another
+    address."""
     coordinator = split_addresses(coordinator)[0]
     if kind in _CLIENTS or coordinator.startswith("unix:") or is_loopback(host_of(coordinator)):
         return
@@ -283,8 +288,8 @@ def refuse_loopback(config: MeshConfig, kind: str, coordinator: str) -> None:
     host = server.advertise or host_of(server.address)
     if is_loopback(host):
         raise ConfigError(
-            f"the mesh is on {host_of(coordinator)}, and this node would advertise {host}, which other hosts cannot reach; set "
-            "network.host=ADDRESS to an address of this host"
+            f"the mesh is on {host_of(coordinator)}, and this node would advertise {host}, which other hosts cannot "
+            "reach; set network.host=ADDRESS to an address of this host"
         )
 
 

@@ -2,8 +2,8 @@
 
     python -m rollmesh.mesh.live_audit < ORDER        # ORDER is an AuditOrder in JSON
 
-The order is read from the standard input, because it contains a password. The report goes to the standard output as JSON, an error to the
-standard error with exit code 1.
+The order is read from the standard input, because it contains a password. The report goes to the standard output as
+JSON, an error to the standard error with exit code 1.
 """
 
 from __future__ import annotations

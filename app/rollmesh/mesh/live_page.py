@@ -61,7 +61,8 @@ def _advantages(layout: RunLayout) -> Callable[[GroupContext], Mapping[str, floa
 
 
 def _history(records: Sequence[StreamRecord], sample: str) -> list[LifeLine]:
-    """Return the history of a sample from consecutive records. Raise InvalidInput for a record that cannot be decoded."""
+    """Return the history of a sample from consecutive records. Raise InvalidInput for a record that cannot be
+    decoded."""
     from rollmesh.services.coordinator.audit_history import sample_history
     from rollmesh.services.coordinator.fact_codec import decode_record
     from rollmesh.services.coordinator.ledger import StoredRecord
@@ -114,7 +115,8 @@ async def _run_audit(order: AuditOrder, limit_s: float) -> bytes:
             report, errors = await process.communicate(msgspec.json.encode(order))
     except TimeoutError as err:
         raise DeadlineExceeded(
-            f"the audit did not finish within {limit_s:.0f} s; raise `gateway.page.audit_s_max`, or call `rollmesh audit`"
+            f"the audit did not finish within {limit_s:.0f} s; raise `gateway.page.audit_s_max`, or call `rollmesh "
+            "audit`"
         ) from err
     finally:
         if process.returncode is None:

@@ -65,8 +65,9 @@ class Mesh:
         layout: RunLayout | None = None,
         bus_url: str = "",
     ) -> None:
-        """`options` are keyword arguments for the nodes of single services, e.g. {"learner": {"at": hook}}. `layout` is the known layout of
-        a mesh on another host. `bus_url` is the embedded server that another process of the run hosts. Raises ConfigError."""
+        """`options` are keyword arguments for the nodes of single services, e.g. {"learner": {"at": hook}}. `layout` is
+        the known layout of a mesh on another host. `bus_url` is the embedded server that another process of the run
+        hosts. Raises ConfigError."""
         self.layout: RunLayout = layout or open_layout(config, run_dir=run_dir, base_dir=base_dir)
         self.nats: EmbeddedServer | None = None
         """The embedded server; None if the configuration names a cluster."""
@@ -195,7 +196,8 @@ class Mesh:
         return await self.start(name)
 
     async def _stop_all(self) -> None:
-        """Stop the services in reverse order. A service that fails to stop does not prevent the others from stopping."""
+        """Stop the services in reverse order. A service that fails to stop does not prevent the others from
+        stopping."""
         failures = []
         for name in reversed(list(self._services)):
             try:
@@ -206,9 +208,11 @@ class Mesh:
             raise ExceptionGroup("services did not stop cleanly", failures)
 
     async def finished(self) -> None:
-        """Wait until the learner is done or, without one here, until every service here has drained. Raises the error that ended a service earlier.
+        """Wait until the learner is done or, without one here, until every service here has drained. Raises the error
+        that ended a service earlier.
 
-        A service that has drained is stopped immediately. A service that is stopped or restarted meanwhile is no longer watched.
+        A service that has drained is stopped immediately. A service that is stopped or restarted meanwhile is no longer
+        watched.
         """
         watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
         disk = {asyncio.create_task(self.nats.watch_disk(), name="watch the disk")} if self.nats is not None else set()
@@ -230,7 +234,8 @@ class Mesh:
             await asyncio.gather(*watches, *disk, return_exceptions=True)
 
     def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """Yield a wait for the end of each service. All can be drained except the coordinator, which ends only with an error."""
+        """Yield a wait for the end of each service. All can be drained except the coordinator, which ends only with an
+        error."""
         for name, (_, service) in self._services.items():
             yield name, service.failed() if name == "coordinator" else service.wait()
 

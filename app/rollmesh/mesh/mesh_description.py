@@ -1,4 +1,5 @@
-"""The description of a mesh for a joining node: the resolved configuration without secrets, and the model's small files."""
+"""The description of a mesh for a joining node: the resolved configuration without secrets, and the model's small
+files."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
 
 
 def public_config(config: MeshConfig) -> MeshConfig:
-    """Return `config` without the settings of this host: files with secrets, addresses, and settings that a command added."""
+    """Return `config` without the settings of this host: files with secrets, addresses, and settings that a command
+    added."""
     fields = {name: getattr(config, name) for name in MeshConfig.__struct_fields__}
     fields["bus"] = BusConfig(embedded=config.bus.embedded)
     fields["rollout"] = rollout_config(config)  # a joining host may lack the profiles' modules

@@ -1,7 +1,7 @@
 """The services of a mesh by name, each as an async context. One process and many processes run the same code.
 
-A service gets the layout and the bus. It finds the other services through the coordinator's address. Its modules are imported when it is
-built, so that a process imports only the services that it hosts.
+A service gets the layout and the bus. It finds the other services through the coordinator's address. Its modules are
+imported when it is built, so that a process imports only the services that it hosts.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def refuse_shared_port(config: MeshConfig, services: Sequence[str]) -> None:
     if len(services) > 1 and (network.port or network.probes):
         key = "port" if network.port else "probes"
         raise ConfigError(
-            f"`network.{key}` must be {'0' if network.port else 'empty'}, got {getattr(network, key)}: it is for a process that runs one service, "
-            f"and this command runs {len(services)} ({', '.join(services[:3])}, ...)",
+            f"`network.{key}` must be {'0' if network.port else 'empty'}, got {getattr(network, key)}: it is for a "
+            f"process that runs one service, and this command runs {len(services)} ({', '.join(services[:3])}, ...)",
             key=f"network.{key}",
         )
 
@@ -82,7 +82,8 @@ def is_inference(name: str) -> bool:
 
 
 def build_service(name: str, layout: RunLayout, bus: Bus | None, **options: Any) -> MeshService:
-    """Return the service called `name`. Its node gets `options`. `bus` may be None for a service that does not use it. Raises ConfigError for an unusable configuration."""
+    """Return the service called `name`. Its node gets `options`. `bus` may be None for a service that does not use it.
+    Raises ConfigError for an unusable configuration."""
     kind = name.partition("-")[0]
     try:
         service: MeshService = _BUILDERS[kind](name, layout, bus, **options)
@@ -173,15 +174,17 @@ def _endpoint(name: str, layout: RunLayout, bus: Bus | None, **options: Any) -> 
 def _inference_config(
     name: str, layout: RunLayout, config: InferenceConfig, model_dir: Callable[[], Path]
 ) -> InferenceConfig:
-    """Return the config of an inference node with its folder and its model. Raises ConfigError if it needs another interpreter."""
+    """Return the config of an inference node with its folder and its model. Raises ConfigError if it needs another
+    interpreter."""
     from rollmesh.services.inference.engine import with_model
     from rollmesh.services.inference.interpreter import interpreter_of, is_this
 
     python = interpreter_of(config, layout.base_dir)
     if not is_this(python):
         raise ConfigError(
-            f"`inference.python`: the engine {config.engine.name} runs with {python}, and this process with {sys.executable}; run the "
-            "node in a separate process: without --in-process, or with `rollmesh serve inference --join` of that environment",
+            f"`inference.python`: the engine {config.engine.name} runs with {python}, and this process with "
+            f"{sys.executable}; run the node in a separate process: without --in-process, or with `rollmesh serve "
+            "inference --join` of that environment",
             key="inference.python",
         )
     engine = with_model(config.engine, layout.base_dir, model_dir)
@@ -297,7 +300,8 @@ def _data(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService
 
 
 def _states_in_checkpoints(layout: RunLayout) -> list[Path]:
-    """Return the snapshots of the data service in the learner's checkpoints, newest first. Empty if the checkpoints are on another host."""
+    """Return the snapshots of the data service in the learner's checkpoints, newest first. Empty if the checkpoints are
+    on another host."""
     return [path / SNAPSHOT_NAME for path in reversed(list_checkpoints(layout.run_dir / "checkpoints"))]
 
 
@@ -354,8 +358,8 @@ def learner_config(layout: RunLayout) -> LearnerConfig:
 
 
 def located_learner(config: MeshConfig, base_dir: Path) -> LearnerConfig:
-    """Return the learner's config with absolute files of a user, and with the rewards, outputs and external sources of the run. Raises
-    ConfigError if the reference model does not exist."""
+    """Return the learner's config with absolute files of a user, and with the rewards, outputs and external sources of
+    the run. Raises ConfigError if the reference model does not exist."""
     return msgspec.structs.replace(
         config.learner.located(base_dir),
         reward_weights=config.reward.weights,

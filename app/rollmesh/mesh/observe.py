@@ -47,7 +47,8 @@ CERTIFICATE_EXPIRY = gauge(
 
 
 def source_of(name: str, node: Any, folder: Path, tls: Tls | None) -> Source:
-    """Return the reader of the service `name`, whose process writes below `folder` and uses `tls`. ConfigError if a certificate is not valid."""
+    """Return the reader of the service `name`, whose process writes below `folder` and uses `tls`. ConfigError if a
+    certificate is not valid."""
     fixed = [] if tls is None else [Reading(CERTIFICATE_EXPIRY, tls.check())]
     return partial(_read, _READERS.get(name.partition("-")[0]), node, folder, fixed)
 
@@ -74,7 +75,8 @@ def catalog() -> tuple[Metric, ...]:
 def to_markdown() -> str:
     """Return the catalog as the table of docs/observability.md."""
     rows = [
-        f"| `{metric.name}` | {metric.kind} | {', '.join(_label(metric, label) for label in metric.labels) or '-'} | {metric.help} |"
+        f"| `{metric.name}` | {metric.kind} | {', '.join(_label(metric, label) for label in metric.labels) or '-'} | "
+        f"{metric.help} |"
         for metric in catalog()
     ]
     return "\n".join(["| name | kind | labels | what it says |", "| --- | --- | --- | --- |", *rows])

@@ -1,10 +1,12 @@
-"""A gRPC server with grpc.health.v1.Health alone and without TLS, for probes of a scheduler that cannot present a certificate.
+"""A gRPC server with grpc.health.v1.Health alone and without TLS, for probes of a scheduler that cannot present a
+certificate.
 
     async with ProbeServer("0.0.0.0:7401", ready=lambda: True):
         ...                            # Check("") is SERVING while the event loop runs; Check("ready") follows `ready`
 
-A process without a server, such as a rollout worker, can be probed in this way too. The response says SERVING or NOT_SERVING and nothing
-else, so a caller needs neither a token nor a certificate. Collaborators: `mesh` (starts it), `NetworkConfig.probes`.
+A process without a server, such as a rollout worker, can be probed in this way too. The response says SERVING or
+NOT_SERVING and nothing else, so a caller needs neither a token nor a certificate. Collaborators: `mesh` (starts it),
+`NetworkConfig.probes`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class ProbeServer:
             self._server.add_insecure_port(self._address)
         except RuntimeError as err:
             raise ConfigError(
-                f"`network.probes`: cannot listen on {self._address}; name a free port and an address of this host, one for each process",
+                f"`network.probes`: cannot listen on {self._address}; name a free port and an address of this host, "
+                "one for each process",
                 key="network.probes",
             ) from err
         await self._server.start()

@@ -1,6 +1,7 @@
 """Events of a run's processes, for the live display, for `status`, and in RUN/processes.jsonl.
 
-The file has a line per event. It is bounded, because the supervisor drops the older half of a large file when it starts.
+The file has a line per event. It is bounded, because the supervisor drops the older half of a large file when it
+starts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FILE = "processes.jsonl"
 _FILE_BYTES_MAX = 1 << 20
 _RECENT = 200
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a process after a requested stop. It is not 0, because a process that was stopped externally has not finished."""
+"""Exit code of a process after a requested stop. It is not 0, because a process that was stopped externally has not
+finished."""
 BAD_CONFIG, DISK_FULL = 2, 3
 """Exit codes for an unusable configuration and for a full disk. A restart would not help."""
 _WORDS = {0: "exited cleanly", STOPPED: "was stopped"}

@@ -116,7 +116,8 @@ class RunLayout:
 
 
 def open_layout(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> RunLayout:
-    """Return the layout of the run, created on first use. Addresses are chosen once and stored, so that peers find a restarted service."""
+    """Return the layout of the run, created on first use. Addresses are chosen once and stored, so that peers find a
+    restarted service."""
     run_dir = run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     base_dir = base_dir.resolve()
@@ -140,7 +141,8 @@ def _access(security: SecurityConfig, run_token: Path, base_dir: Path) -> Access
 
 
 def _addresses(path: Path, config: MeshConfig) -> dict[str, str]:
-    """Return the advertised addresses. The ports are chosen once. The hosts are those of the configuration, which may change."""
+    """Return the advertised addresses. The ports are chosen once. The hosts are those of the configuration, which may
+    change."""
     servers = {name: config.network.listening(getattr(config, name).server) for name in _FIXED}
     if not path.exists():
         *ports, page = lasting_ports(len(servers) + 1)

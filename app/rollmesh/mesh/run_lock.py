@@ -1,4 +1,5 @@
-"""One owner of a run folder at a time, because two meshes over one folder would compete for its addresses and its ledger.
+"""One owner of a run folder at a time, because two meshes over one folder would compete for its addresses and its
+ledger.
 
 The kernel holds the lock, so it is released when its owner exits.
 """
@@ -53,7 +54,8 @@ def owner_of(run_dir: Path) -> str:
 
 
 def still_starting(run_dir: Path) -> NotReady | None:
-    """Return the error for a run whose services do not respond although a process executes it; None if no process does."""
+    """Return the error for a run whose services do not respond although a process executes it; None if no process
+    does."""
     owner = owner_of(run_dir)
     if not owner:
         return None

@@ -1,9 +1,11 @@
-"""Change the number of nodes of a running mesh: the rules, and the two files by which a command and the supervisor of a run folder talk.
+"""Change the number of nodes of a running mesh: the rules, and the two files by which a command and the supervisor of a
+run folder talk.
 
     RUN/scale.json    the newest request, written by `rollmesh scale`
     RUN/scaled.json   the answer to it, written by the supervisor
 
-A request names the new counts of this host and has an id, which the answer repeats. The supervisor ignores a request from before its start.
+A request names the new counts of this host and has an id, which the answer repeats. The supervisor ignores a request
+from before its start.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class ScaleAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def check_counts(wanted: Mapping[str, int], counts: CountsConfig, others: Mapping[str, int]) -> CountsConfig:
     """Return `counts` with the wanted numbers. `others` are the nodes by kind that other hosts have added.
 
-    Raises ConfigError for a kind that cannot be scaled, a count out of range, and a kind without which the run would wait.
+    Raises ConfigError for a kind that cannot be scaled, a count out of range, and a kind without which the run would
+    wait.
     """
     for kind, num in wanted.items():
         if kind not in SCALABLE:
@@ -100,7 +103,8 @@ async def request_counts(run_dir: Path, counts: CountsConfig, *, limit_s: float,
         await clock.sleep(POLL_S)
     (run_dir / REQUEST).unlink(missing_ok=True)
     raise NotScalable(
-        f"{run_dir}: the process that executes this run has not answered within {limit_s:g} s; it cannot start nodes if all services "
+        f"{run_dir}: the process that executes this run has not answered within {limit_s:g} s; it cannot start nodes "
+        "if all services "
         "share its process (--in-process, or processes.enabled=false); stop the run, and resume it with counts.KIND=N"
     )
 

@@ -1,7 +1,9 @@
-"""The sections `security` and `network` of a run's configuration: which clients may call a run's services, and from where.
+"""The sections `security` and `network` of a run's configuration: which clients may call a run's services, and from
+where.
 
-By default services listen on loopback and require a token that is generated for the run. On other addresses the user must provide a
-token file and certificates. The configuration names files and contains no secret, so it can be stored, displayed and sent.
+By default services listen on loopback and require a token that is generated for the run. On other addresses the user
+must provide a token file and certificates. The configuration names files and contains no secret, so it can be stored,
+displayed and sent.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ class SecurityConfig(Settings):
     """Files, relative to the config file. With certificates all services use mutual TLS, on loopback too."""
 
     ca: str = ""
-    """PEM certificates of the authority that signs every party's certificate. `rollmesh certs` makes one for development."""
+    """PEM certificates of the authority that signs every party's certificate. `rollmesh certs` makes one for
+    development."""
     certificate: str = ""
     """PEM certificate of this host's services; its SANs contain the advertised host."""
     key: str = ""
     """PEM private key of the certificate, readable by its owner only."""
     token_file: str = ""
-    """File that holds the token, readable by its owner only. Empty: a random token per run, in `token` of the run folder."""
+    """File that holds the token, readable by its owner only. Empty: a random token per run, in `token` of the run
+    folder."""
 
     def check_fields(self) -> None:
         files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
@@ -57,7 +61,8 @@ class NetworkConfig(Settings):
     advertise: str = ""
     """Host that is advertised to other nodes; empty means `host`. Required if `host` is 0.0.0.0 or ::."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port of a service whose `server.address` names none, for a process that runs one service, as in a container. 0: any free port."""
+    """Port of a service whose `server.address` names none, for a process that runs one service, as in a container. 0:
+    any free port."""
     probes: str = ""
     """IP:PORT of a second server without TLS and token that has the gRPC health service alone, for probes of a scheduler that cannot present
     a certificate. Check(``) is SERVING while the process runs, Check(`ready`) while it takes work. Empty: none."""
@@ -85,7 +90,8 @@ class NetworkConfig(Settings):
 
 
 def check_exposure(security: SecurityConfig, servers: Mapping[str, ServerConfig]) -> None:
-    """Raise ValueError if one of `servers` (by key of the configuration) is reachable from other machines without protection."""
+    """Raise ValueError if one of `servers` (by key of the configuration) is reachable from other machines without
+    protection."""
     exposed = [key for key, server in servers.items() if not _is_local(server)]
     missing = [
         *([] if security.has_tls else ["ca, certificate, key"]),
@@ -94,12 +100,14 @@ def check_exposure(security: SecurityConfig, servers: Mapping[str, ServerConfig]
     if exposed and missing:
         raise ValueError(
             f"`security` must name {' and '.join(missing)}: {exposed[0]} is reachable from other machines "
-            f"({servers[exposed[0]].address}); `rollmesh certs --out DIR --host NAME` makes all of them, or use 127.0.0.1"
+            f"({servers[exposed[0]].address}); `rollmesh certs --out DIR --host NAME` makes all of them, or use "
+            "127.0.0.1"
         )
 
 
 def open_access(security: SecurityConfig, *, base_dir: Path, run_token: Path) -> Access:
-    """Return the access that `security` describes. Without a token file the token is read from `run_token`. Raises ConfigError."""
+    """Return the access that `security` describes. Without a token file the token is read from `run_token`. Raises
+    ConfigError."""
     token = read_token(base_dir / security.token_file if security.token_file else run_token)
     return Access(token, open_tls(security, base_dir=base_dir))
 
@@ -116,7 +124,8 @@ def open_tls(security: SecurityConfig, *, base_dir: Path) -> Tls | None:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in `path`. ConfigError if it cannot be read, is short, or is readable by other users of the machine."""
+    """Return the token in `path`. ConfigError if it cannot be read, is short, or is readable by other users of the
+    machine."""
     _require_private(path)
     token = path.read_text(encoding="utf-8").strip()
     if len(token) < TOKEN_CHARS_MIN or not token.isascii() or not token.isprintable():
@@ -133,8 +142,8 @@ def _is_local(server: ServerConfig) -> bool:
 
 
 def _require_private(path: Path) -> None:
-    """Raise ConfigError unless only the owner may read the file. The group may also read a file that root owns, because that is how a
-    scheduler gives a secret to a process of another user."""
+    """Raise ConfigError unless only the owner may read the file. The group may also read a file that root owns, because
+    that is how a scheduler gives a secret to a process of another user."""
     try:
         found = path.stat()
     except OSError as err:

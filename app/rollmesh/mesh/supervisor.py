@@ -4,10 +4,11 @@
         channel = open_channel(mesh.layout.gateway, ...)     # any RunService client
         await mesh.finished()                               # until the learner is done; raises the error that stopped the mesh
 
-Each process is `python -m rollmesh.mesh --services NAME` (for inference nodes, with the interpreter `inference.python`) over the run folder, with its log in RUN/logs/NAME.log. All start
-at once and find each other in any order, also after a restart. On exit, clients stop before the servers that they call: learner, rollout
-workers, the other services, coordinator, nats; each within `stop_s`. An unusable configuration, or a process that fails too often, stops
-the mesh, and `finished` raises the cause.
+Each process is `python -m rollmesh.mesh --services NAME` (for inference nodes, with the interpreter `inference.python`)
+over the run folder, with its log in RUN/logs/NAME.log. All start at once and find each other in any order, also after a
+restart. On exit, clients stop before the servers that they call: learner, rollout workers, the other services,
+coordinator, nats; each within `stop_s`. An unusable configuration, or a process that fails too often, stops the mesh,
+and `finished` raises the cause.
 
 Enter it in a thread that runs as long as the mesh, preferably the main thread. When that thread ends, the kernel kills every process
 and the processes that they started (nats-server, sandboxes, workers). So no process is left after kill -9 of this one.
@@ -81,9 +82,11 @@ class Supervisor:
         clock: Clock | None = None,
         holds_lock: bool = False,
     ) -> None:
-        """`services` limits the run to these services (default: all and nats). `hosts` names processes with several services instead.
+        """`services` limits the run to these services (default: all and nats). `hosts` names processes with several
+        services instead.
 
-        `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
+        `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh
+        starts.
         """
         self.layout: RunLayout = open_layout(config, run_dir=run_dir, base_dir=base_dir)
         if hosts is None:
@@ -119,7 +122,8 @@ class Supervisor:
         self._children[name].kill()
 
     async def finished(self) -> None:
-        """Wait until the learner is done or, without one, until an error. Raises the error: ConfigError, DiskFull, ProcessGaveUp."""
+        """Wait until the learner is done or, without one, until an error. Raises the error: ConfigError, DiskFull,
+        ProcessGaveUp."""
         await self._unless_failed(self._done.wait())
 
     async def stop_learner(self) -> None:
@@ -129,8 +133,8 @@ class Supervisor:
     async def scale(self, counts: CountsConfig) -> ScaleAnswer:
         """Start and drain nodes until this host runs `counts`. Does not wait for them. Raises NotScalable.
 
-        A node that is to leave is drained. If it has not left when its limits have passed, it is stopped. A node of these counts that
-        has left, because a command drained it, is started again.
+        A node that is to leave is drained. If it has not left when its limits have passed, it is stopped. A node of
+        these counts that has left, because a command drained it, is started again.
         """
         config = msgspec.structs.replace(self.layout.config, counts=counts)
         before, after = set(service_names(self.layout.config)), service_names(config)
@@ -138,8 +142,8 @@ class Supervisor:
         leaving = sorted(before.difference(after))
         if shared := [name for name in leaving if self._hosts.get(name) != (name,)]:
             raise NotScalable(
-                f"{', '.join(shared)} cannot leave: the service shares a process with others; stop the run, and resume it with "
-                "processes.enabled=true"
+                f"{', '.join(shared)} cannot leave: the service shares a process with others; stop the run, and resume "
+                "it with processes.enabled=true"
             )
         self.layout = dataclasses.replace(self.layout, config=config)
         self._write_config()
@@ -200,8 +204,8 @@ class Supervisor:
                 await self._clock.sleep(_POLL_S)
 
     async def _reach_bus(self) -> None:
-        """Raise BusUnavailable or ConfigError now, and not after all restarts, if the servers at `bus.url` cannot be used, or without them
-        the nats-server of this host."""
+        """Raise BusUnavailable or ConfigError now, and not after all restarts, if the servers at `bus.url` cannot be
+        used, or without them the nats-server of this host."""
         if url := self.layout.config.bus.url:
             await check_servers(url, self.layout.bus_login())
         elif NATS in self._hosts:
@@ -349,12 +353,14 @@ def fixed_addresses(layout: RunLayout) -> dict[str, str]:
 
 
 def needs_processes(config: MeshConfig, base_dir: Path) -> bool:
-    """Return whether the inference nodes of this host need another interpreter than this process. Raises ConfigError."""
+    """Return whether the inference nodes of this host need another interpreter than this process. Raises
+    ConfigError."""
     return config.counts.inference > 0 and not is_this(interpreter_of(config.inference, base_dir))
 
 
 def hosts_in_one_process(config: MeshConfig, base_dir: Path) -> dict[str, Sequence[str]] | None:
-    """Return the hosts of a run whose services share a process where they can, or None if all of them can. Raises ConfigError.
+    """Return the hosts of a run whose services share a process where they can, or None if all of them can. Raises
+    ConfigError.
 
     With `max_staleness` > 0 the learner has a separate process, because it trains while the engine generates. In one process both wait for the
     same interpreter lock after every tensor operation (`rollmesh bench race` has the figures). Inference nodes that need another

@@ -36,8 +36,8 @@ def _described(tool: ToolConfig, profile: ProfileConfig | None) -> ToolConfig:
         tool = msgspec.structs.replace(tool, stateless=tool.function in profile.stateless)
     elif tool.stateless and tool.function not in profile.stateless:
         raise ConfigError(
-            f"`rollout.tools`: a tool is stateless, but `sandbox.profiles.{tool.profile}.stateless` lacks its function {tool.function!r}; "
-            "add it there, or remove `stateless` from the tool"
+            f"`rollout.tools`: a tool is stateless, but `sandbox.profiles.{tool.profile}.stateless` lacks its function "
+            f"{tool.function!r}; add it there, or remove `stateless` from the tool"
         )
     function = find_function(profile, tool.function)
     if function is None:

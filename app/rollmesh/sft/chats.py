@@ -1,8 +1,9 @@
 """Read conversations from JSONL, and turn each into a training sample whose assistant turns are trained.
 
-The tokens are those that a rollout of the same conversation has: prompt, turns and tool results are encoded one after the other by the same code,
-so that a model that was fine-tuned here meets the same tokens in reinforcement learning. A turn of the assistant is what the chat template
-writes between its generation prompt and the end of the turn, which is trained too.
+The tokens are those that a rollout of the same conversation has: prompt, turns and tool results are encoded one after
+the other by the same code, so that a model that was fine-tuned here meets the same tokens in reinforcement learning. A
+turn of the assistant is what the chat template writes between its generation prompt and the end of the turn, which is
+trained too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class EncodedChat:
 
 
 def read_chats(path: Path, tokenizer: Tokenizer) -> list[EncodedChat]:
-    """Return the conversations of a file. Raises InvalidInput that names the file and the first lines that are wrong."""
+    """Return the conversations of a file. Raises InvalidInput that names the file and the first lines that are
+    wrong."""
     found: list[EncodedChat] = []
     errors: list[str] = []
     try:
@@ -133,9 +135,9 @@ def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
             called = {call.id for call in message.calls}
         elif message.role == "tool" and message.call_id not in called:
             raise InvalidInput(
-                f"`messages[{place}].tool_call_id`: must be the id of a call in `tool_calls` of the assistant before it "
-                f"({', '.join(sorted(called)) or 'it has none'}), got {message.call_id!r}; write the call as `tool_calls`, or the result in a "
-                "message of the user"
+                f"`messages[{place}].tool_call_id`: must be the id of a call in `tool_calls` of the assistant before "
+                f"it ({', '.join(sorted(called)) or 'it has none'}), got {message.call_id!r}; write the call as "
+                "`tool_calls`, or the result in a message of the user"
             )
 
 

@@ -14,7 +14,8 @@ from rollmesh.trainer.config import LossTermChoice, UpdateConfig
 
 
 class SftLearnerConfig(UpdateConfig):
-    """The trainer. Its keys are those of `learner` of a run, with other defaults: every token of the assistant is imitated."""
+    """The trainer. Its keys are those of `learner` of a run, with other defaults: every token of the assistant is
+    imitated."""
 
     estimator: Extension = Extension("none")
     """Advantages are not used."""
@@ -33,7 +34,8 @@ class SftLearnerConfig(UpdateConfig):
         super().check_fields()
         if self.compute.ranks > 1:
             raise ValueError(
-                f"`compute.ranks` must be 1, got {self.compute.ranks}: `rollmesh sft` trains in one process; remove the key"
+                f"`compute.ranks` must be 1, got {self.compute.ranks}: `rollmesh sft` trains in one process; remove "
+                "the key"
             )
 
 
@@ -45,12 +47,14 @@ class SftConfig(Settings):
     model: NonEmptyStr
     """Folder of the initial model in transformers format, with a chat template, relative to this file."""
     data: NonEmptyStr
-    """JSONL file, relative to this file. Each line is an object with `messages` in the format of the OpenAI API, and optionally `tools`;
-    other keys are ignored. Only the turns of the assistant are trained, without those with `"weight": 0`."""
+    """JSONL file, relative to this file. Each line is an object with `messages` in the format of the OpenAI API, and
+    optionally `tools`; other keys are ignored. Only the turns of the assistant are trained, without those with
+    `"weight": 0`."""
     heldout: str = ""
     """JSONL file of conversations that are not trained, for the held-out loss."""
     heldout_share: Share = 0.05
-    """Without `heldout`: share of the conversations of `data` that is held out, at most 1000. 0 measures no held-out loss."""
+    """Without `heldout`: share of the conversations of `data` that is held out, at most 1000. 0 measures no held-out
+    loss."""
     too_long: Literal["error", "drop"] = "error"
     """What happens to conversations that are longer than the context of the model."""
     seed: NonNegativeInt = 0
@@ -60,7 +64,8 @@ class SftConfig(Settings):
     batch_size: PositiveInt = 32
     """Conversations per update."""
     eval_every: PositiveInt = 50
-    """Updates between measurements of the held-out loss. It is also measured before the first update and after the last."""
+    """Updates between measurements of the held-out loss. It is also measured before the first update and after the
+    last."""
     checkpoint_every: PositiveInt = 50
     """Updates between checkpoints: the maximum loss of a crash."""
     keep_last: PositiveInt = 3
@@ -69,7 +74,8 @@ class SftConfig(Settings):
     """Loss, optimizer, and memory."""
 
     def located(self, base_dir: Path) -> SftConfig:
-        """Return the same configuration with absolute paths. Raises ConfigError if the reference model does not exist."""
+        """Return the same configuration with absolute paths. Raises ConfigError if the reference model does not
+        exist."""
         found = {
             name: str((base_dir / Path(value).expanduser()).resolve())
             for name in ("model", "data", "heldout")

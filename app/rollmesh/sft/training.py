@@ -1,4 +1,5 @@
-"""The training loop of supervised fine-tuning: one update per batch of conversations, checkpoints, held-out loss, and the model at the end.
+"""The training loop of supervised fine-tuning: one update per batch of conversations, checkpoints, held-out loss, and
+the model at the end.
 
 RUN/
   config.yaml   the configuration, with absolute paths     metrics.jsonl, tensorboard/   per update
@@ -100,15 +101,16 @@ class Conversations:
 
 
 def read_conversations(config: SftConfig, context_max: int | None) -> Conversations:
-    """Read and encode the data. `context_max` is the longest sequence of the model, in tokens. Raises InvalidInput and ConfigError."""
+    """Read and encode the data. `context_max` is the longest sequence of the model, in tokens. Raises InvalidInput and
+    ConfigError."""
     tokenizer = load_chat_tokenizer(config.model)
     data = read_chats(Path(config.data), tokenizer)
     heldout = read_chats(Path(config.heldout), tokenizer) if config.heldout else []
     long = [c for c in (*data, *heldout) if context_max is not None and c.num_tokens > context_max]
     if long and config.too_long == "error":
         raise InvalidInput(
-            f"{len(long)} conversations are longer than the model's context of {context_max} tokens, first {long[0].name} with "
-            f"{long[0].num_tokens}; shorten them, or set `too_long: drop`"
+            f"{len(long)} conversations are longer than the model's context of {context_max} tokens, first "
+            f"{long[0].name} with {long[0].num_tokens}; shorten them, or set `too_long: drop`"
         )
     data, heldout = (
         [c for c in part if context_max is None or c.num_tokens <= context_max] for part in (data, heldout)
@@ -130,8 +132,8 @@ class FineTuning:
     """One session of a run in its folder: from the newest checkpoint, or from the initial model."""
 
     def __init__(self, config: SftConfig, folder: Path) -> None:
-        """Load everything. `config` has absolute paths. Raises InvalidInput for wrong data, and ConfigError for a model, settings or a
-        checkpoint that cannot be used."""
+        """Load everything. `config` has absolute paths. Raises InvalidInput for wrong data, and ConfigError for a
+        model, settings or a checkpoint that cannot be used."""
         torch.set_num_threads(config.learner.threads)
         self.config, self.folder = config, folder
         self._begin_s = time.monotonic()
@@ -174,8 +176,8 @@ class FineTuning:
     ) -> SftSummary:
         """Train until the end, and return the summary, which is also written.
 
-        `stopping` is asked after each update; if true, a checkpoint follows, and the outcome is `interrupted`. Raises ConfigError if an
-        update trains nothing, because its loss is not finite.
+        `stopping` is asked after each update; if true, a checkpoint follows, and the outcome is `interrupted`. Raises
+        ConfigError if an update trains nothing, because its loss is not finite.
         """
         before = self._first_heldout_loss()
         first = self.trainer.step + 1
@@ -231,7 +233,8 @@ class FineTuning:
         _check_data(changed, folder)
         if self.trainer.step > len(self.batches):
             raise ConfigError(
-                f"{folder} has {self.trainer.step} updates, more than the {len(self.batches)} of this configuration; raise `epochs`",
+                f"{folder} has {self.trainer.step} updates, more than the {len(self.batches)} of this configuration; "
+                "raise `epochs`",
                 key="epochs",
             )
         changes = tuple(f"changed since the checkpoint: {change}" for change in changed or of_optimizer)
@@ -245,7 +248,8 @@ class FineTuning:
         if result.outcome is not UpdateOutcome.APPLIED:
             reasons = sorted({str(verdict.reason) for verdict in result.verdicts})
             raise ConfigError(
-                f"update {k} trained nothing ({', '.join(reasons)}); lower `learner.optimizer.lr`, then resume from the checkpoint",
+                f"update {k} trained nothing ({', '.join(reasons)}); lower `learner.optimizer.lr`, then resume from "
+                "the checkpoint",
                 key="learner.optimizer.lr",
             )
         self._loss, trained = result.metrics["loss"], int(result.metrics["tokens/trained"])
@@ -353,7 +357,8 @@ def _digest(chats: Sequence[EncodedChat]) -> str:
 
 
 def _check_data(changed: Sequence[str], folder: Path) -> None:
-    """Raise ConfigError if a change of the settings gives the remaining updates other batches, or the held-out loss other conversations."""
+    """Raise ConfigError if a change of the settings gives the remaining updates other batches, or the held-out loss
+    other conversations."""
     names = {change.partition(" ")[0]: change for change in changed}
     if "batch_size" in names:
         raise ConfigError(
@@ -362,7 +367,8 @@ def _check_data(changed: Sequence[str], folder: Path) -> None:
     for name, what in (("data", "trained"), ("heldout", "held-out")):
         if name in names:
             raise ConfigError(
-                f"{folder} cannot be resumed with other {what} conversations, whose digest was {names[name]}; restore the files of `data` and "
-                "`heldout`, `heldout_share`, `too_long` and the chat template, or begin a new run whose `model` is the newest checkpoint",
+                f"{folder} cannot be resumed with other {what} conversations, whose digest was {names[name]}; restore "
+                "the files of `data` and `heldout`, `heldout_share`, `too_long` and the chat template, or begin a new "
+                "run whose `model` is the newest checkpoint",
                 key=name,
             )

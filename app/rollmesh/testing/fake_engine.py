@@ -1,11 +1,12 @@
 """A deterministic engine without torch, for tests, the simulator and meshes without a model.
 
-It implements the port fully: it batches, queues, stops, cancels, swaps and counts. One asyncio task steps all running requests and
-yields to the loop once per step; with `step_s` 0 it never sleeps. Weights are real safetensors files, whose header and values are
-checked against `tensors`. Their values are not used, because the policy depends on the version alone (`fake_policy`).
+It implements the port fully: it batches, queues, stops, cancels, swaps and counts. One asyncio task steps all running
+requests and yields to the loop once per step; with `step_s` 0 it never sleeps. Weights are real safetensors files,
+whose header and values are checked against `tensors`. Their values are not used, because the policy depends on the
+version alone (`fake_policy`).
 
-Prefix reuse changes only the counters. The engine stores the prefixes of ended sessions by the version that computed them, and
-evicts the least recently used.
+Prefix reuse changes only the counters. The engine stores the prefixes of ended sessions by the version that computed
+them, and evicts the least recently used.
 """
 
 from __future__ import annotations
@@ -333,7 +334,8 @@ class FakeEngine:
         )
 
     def _forget(self, running: _Running) -> None:
-        """Drop an ended request. Its prefix stays for the next turn of its session if one version computed all of it."""
+        """Drop an ended request. Its prefix stays for the next turn of its session if one version computed all of
+        it."""
         request = running.request
         del self._live[request.request_id]
         ran = self._running.pop(request.request_id, None) is not None

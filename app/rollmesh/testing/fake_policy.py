@@ -1,8 +1,8 @@
 """The fake engine's model: a categorical distribution per position, computed from hashes, without torch.
 
-Logits are a pure function of (weights key, position). So generation and scoring agree to rounding, a new version changes every
-log-prob, and many tokens are one vectorized draw. The random stream is keyed by (seed, position) as in the real engine: SplitMix64
-(Steele, Lea, Flood 2014), here with one uniform per position and an inverse CDF.
+Logits are a pure function of (weights key, position). So generation and scoring agree to rounding, a new version
+changes every log-prob, and many tokens are one vectorized draw. The random stream is keyed by (seed, position) as in
+the real engine: SplitMix64 (Steele, Lea, Flood 2014), here with one uniform per position and an inverse CDF.
 """
 
 from __future__ import annotations

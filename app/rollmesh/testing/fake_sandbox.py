@@ -1,7 +1,7 @@
 """FAKE engine: NO ISOLATION. It runs the calculator in the service's process, for fast tests.
 
-It evaluates only `call(text)` of the calculator profile, whose grammar is harmless, and never executes Python. `run` takes an
-expression that the calculator accepts. It is deterministic and ignores limits and time.
+It evaluates only `call(text)` of the calculator profile, whose grammar is harmless, and never executes Python. `run`
+takes an expression that the calculator accepts. It is deterministic and ignores limits and time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""A small server with the HTTP types of SGLang, for tests of the engine `sglang`. It is part of rollmesh, not of SGLang.
+"""A small server with the HTTP types of SGLang, for tests of the engine `sglang`. It is part of rollmesh, not of
+SGLang.
 
-Names and semantics are those of the source of sglang 0.5.23 (`srt/managers/io_struct.py`, `srt/entrypoints/http_server.py`); a field that
-is not in the lists below is rejected with HTTP 400. The model is a bigram table: the logits of the next token are a row of the tensor
-`bigram` [vocabulary, vocabulary], which is read from the safetensors files of a model folder. So tokens depend on the prefix and on the
-files of the weights, and every log-prob can be computed exactly.
+Names and semantics are those of the source of sglang 0.5.23 (`srt/managers/io_struct.py`,
+`srt/entrypoints/http_server.py`); a field that is not in the lists below is rejected with HTTP 400. The model is a
+bigram table: the logits of the next token are a row of the tensor `bigram` [vocabulary, vocabulary], which is read from
+the safetensors files of a model folder. So tokens depend on the prefix and on the files of the weights, and every
+log-prob can be computed exactly.
 """
 
 from __future__ import annotations
@@ -380,7 +382,8 @@ class FakeSglangServer:
         ]
 
     def _experts(self, inputs: list[int]) -> str:
-        """Return ids of experts that depend on the input token, as the base64 text of int32 [tokens, layers, experts per token]."""
+        """Return ids of experts that depend on the input token, as the base64 text of int32 [tokens, layers, experts
+        per token]."""
         table = np.array(inputs, np.int32)[:, None, None] + np.arange(_LAYERS * _EXPERTS, dtype=np.int32).reshape(
             _LAYERS, -1
         )

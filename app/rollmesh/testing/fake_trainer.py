@@ -1,11 +1,12 @@
-"""A trainer without torch or a model. Its weights are a hash of the samples that it was trained on, in a small safetensors file.
+"""A trainer without torch or a model. Its weights are a hash of the samples that it was trained on, in a small
+safetensors file.
 
-It implements the port fully: it drops samples that cannot be trained on, skips updates, saves atomically, and resumes bit for bit. It
-tests the invariant "once" better than a real trainer, because two trainers with any different sample, mask or update have different
-weights.
+It implements the port fully: it drops samples that cannot be trained on, skips updates, saves atomically, and resumes
+bit for bit. It tests the invariant "once" better than a real trainer, because two trainers with any different sample,
+mask or update have different weights.
 
-A checkpoint is a folder `<checkpoints>/update-00000012.0`, as of the torch trainer: `rollmesh.json` (position and hashes), `state.json`,
-`model.safetensors`, `trained.jsonl`, `data_snapshot.bin`.
+A checkpoint is a folder `<checkpoints>/update-00000012.0`, as of the torch trainer: `rollmesh.json` (position and
+hashes), `state.json`, `model.safetensors`, `trained.jsonl`, `data_snapshot.bin`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class FakeTrainerOptions(Settings):
     """Sizes and injected failures of the fake."""
 
     vocab_size: NonNegativeInt = 0
-    """Number of tokens that it can score. 0 gives no probes, because the fake inference engine has other log-probs and would fail them."""
+    """Number of tokens that it can score. 0 gives no probes, because the fake inference engine has other log-probs and
+    would fail them."""
     num_elements: PositiveInt = 16
     """Number of float32 values in its only tensor, `weights`."""
     non_finite_updates: tuple[int, ...] = ()

@@ -19,7 +19,8 @@ _HEADER_BYTES_MAX = 100_000_000
 
 
 def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Check the files. Raises WeightsMismatch naming the first tensor that is missing, not finite or has another shape."""
+    """Check the files. Raises WeightsMismatch naming the first tensor that is missing, not finite or has another
+    shape."""
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(files):
         for key, shape, values in _read(name, files[name]):

@@ -1,7 +1,7 @@
 """A deterministic bus in memory, without a server, for the simulator and for tests of users of the bus.
 
-It gives the same guarantees as JetStream within one process, and stores nothing beyond it. Appends take effect at once, in the order
-of the calls.
+It gives the same guarantees as JetStream within one process, and stores nothing beyond it. Appends take effect at once,
+in the order of the calls.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ class MemoryStream:
         if there is not None and there.msg_id == msg_id:
             return there.seq  # stored by an earlier attempt, and no longer in the dedup window
         raise WrongLastSequence(
-            f"{self.name} is at {self._last_seq}, not {expected_last_seq}: another writer has taken over; stop this one",
+            f"{self.name} is at {self._last_seq}, not {expected_last_seq}: another writer has taken over; stop this "
+            "one",
             stream=self.name,
             last_seq=self._last_seq,
             expected_last_seq=expected_last_seq,

@@ -4,8 +4,8 @@
     report = await mesh.runner(MyAgent()).run(lease(messages=["2+2"]))
     episode = mesh.samples.episodes[report.payload.sequence - 1]
 
-They count open sessions and requests, so that a test can assert that all are closed. A call that enters a `Gate` whose `held` is set
-waits there. The fakes are deterministic: the text of the model is a function of the text before it.
+They count open sessions and requests, so that a test can assert that all are closed. A call that enters a `Gate` whose
+`held` is set waits there. The fakes are deterministic: the text of the model is a function of the text before it.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Gate:
 class ScriptedGenerator:
     """A model whose next text is `script` of the text before it. Each "?" in it becomes a drawn digit.
 
-    Each version of `steps` samples one token, in order; the last one samples the rest. All log-probs are -0.5. `column` returns the
-    values of a further array for given tokens.
+    Each version of `steps` samples one token, in order; the last one samples the rest. All log-probs are -0.5. `column`
+    returns the values of a further array for given tokens.
     """
 
     def __init__(
@@ -276,7 +276,8 @@ class ScriptedGeneration:
 
 
 class LocalSandbox:
-    """Calls functions of this process by name, without isolation. A result that is not a str must be an `ExecResult`."""
+    """Calls functions of this process by name, without isolation. A result that is not a str must be an
+    `ExecResult`."""
 
     def __init__(self, functions: Mapping[str, Callable[[str], str | ExecResult]]) -> None:
         self._functions = functions

@@ -1,8 +1,10 @@
-"""`rollmesh backup`: the streams of a run, and the files that a resume needs beside them, as one file. The run may be running.
+"""`rollmesh backup`: the streams of a run, and the files that a resume needs beside them, as one file. The run may be
+running.
 
-The samples are read before the ledger and again after it. So every payload that a ledger record names is in the backup, also one that is
-stored or purged meanwhile. Checkpoints and the depot are not part of it: weights are large and do not change once written, so copy the
-folder `checkpoints` before the backup: the ledger must have all updates of a checkpoint.
+The samples are read before the ledger and again after it. So every payload that a ledger record names is in the backup,
+also one that is stored or purged meanwhile. Checkpoints and the depot are not part of it: weights are large and do not
+change once written, so copy the folder `checkpoints` before the backup: the ledger must have all updates of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ _FILES = (
     "publishing/*.manifest",
     RECORDED,
 )
-"""Files of the run folder that are copied: a model that was made for the run, snapshots of the coordinator, payload files, the probes and the
-manifest of the newest version, and the settings that the ledger has recorded. Without the manifest a learner cannot publish that version
-again, because its digest differs."""
+"""Files of the run folder that are copied: a model that was made for the run, snapshots of the coordinator, payload
+files, the probes and the manifest of the newest version, and the settings that the ledger has recorded. Without the
+manifest a learner cannot publish that version again, because its digest differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,8 @@ async def _folder_source(
 
 
 def back_up_mesh(mesh: MeshAddress, path: Path, *, name: str = "", login_file: Path | None = None) -> BackupSummary:
-    """Back up a run of a mesh that runs elsewhere. Raises as `back_up_folder`, and ConfigError if payloads are in files of its host."""
+    """Back up a run of a mesh that runs elsewhere. Raises as `back_up_folder`, and ConfigError if payloads are in files
+    of its host."""
     return asyncio.run(_back_up_mesh(mesh, path, name, login_file))
 
 
@@ -104,8 +107,8 @@ async def _back_up_mesh(mesh: MeshAddress, path: Path, name: str, login_file: Pa
     described = await ask_mesh(mesh.address, mesh.access)
     if described.payloads == "files":
         raise ConfigError(
-            "the mesh stores payloads in files of its host (`bus.payloads`), which a backup over the network lacks; run `rollmesh backup "
-            f"FILE --run FOLDER` on the host of {mesh.address}"
+            "the mesh stores payloads in files of its host (`bus.payloads`), which a backup over the network lacks; "
+            f"run `rollmesh backup FILE --run FOLDER` on the host of {mesh.address}"
         )
     tree: dict[str, Any] = yaml.safe_load(described.config_yaml)
     about = BackupAbout(

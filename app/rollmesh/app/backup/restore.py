@@ -1,7 +1,8 @@
-"""`rollmesh restore`: write a backup into streams that do not exist, and create a run folder from which the run is resumed.
+"""`rollmesh restore`: write a backup into streams that do not exist, and create a run folder from which the run is
+resumed.
 
-The whole file is verified first. While records are written, no coordinator can open the streams: they get their subjects at the end, the
-ledger last. An interrupted restore is continued by the same command.
+The whole file is verified first. While records are written, no coordinator can open the streams: they get their
+subjects at the end, the ledger last. An interrupted restore is continued by the same command.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class _Marker(msgspec.Struct, frozen=True):
 
 
 def restore_backup(path: Path, out: Path, overrides: Sequence[str] = ()) -> BackupSummary:
-    """Restore a backup into the folder `out` and the bus of its configuration. `overrides` change settings, such as `bus.url`.
+    """Restore a backup into the folder `out` and the bus of its configuration. `overrides` change settings, such as
+    `bus.url`.
 
-    Raises ConfigError, DataLoss for a damaged file, AlreadyExists if the folder or a stream of the run exists, BusUnavailable.
+    Raises ConfigError, DataLoss for a damaged file, AlreadyExists if the folder or a stream of the run exists,
+    BusUnavailable.
     """
     about, summary = verify_backup(path)
     folder = _claim(out, summary)
@@ -63,7 +66,8 @@ def restore_backup(path: Path, out: Path, overrides: Sequence[str] = ()) -> Back
 
 
 def _claim(out: Path, summary: BackupSummary) -> RunFolder:
-    """Return the new folder, or that of an interrupted restore of the same backup. Raises RunExistsHere, AlreadyExists."""
+    """Return the new folder, or that of an interrupted restore of the same backup. Raises RunExistsHere,
+    AlreadyExists."""
     marker = out / RESTORING
     if marker.exists():
         if msgspec.json.decode(marker.read_bytes(), type=_Marker).digest != summary.digest:
@@ -84,7 +88,8 @@ def _mark(folder: RunFolder, marker: _Marker) -> None:
 
 def _write_config(folder: RunFolder, about: BackupAbout, overrides: Sequence[str]) -> tuple[TrainConfig, Path]:
     folder.config.write_text(about.config_yaml, encoding="utf-8")
-    # As the ledger has recorded them, so that a resume with other settings changes them. A backup of a folder has its own list.
+    # As the ledger has recorded them, so that a resume with other settings changes them. A backup of a folder has its
+    # own list.
     before = run_config(folder, load_train_config(folder.config))
     note_recorded(folder.root, settings_of(before, folder.root))
     config = load_train_config(folder.config, list(overrides))
@@ -109,8 +114,8 @@ async def _restore(path: Path, summary: BackupSummary, folder: RunFolder, config
                 if msgspec.json.decode((folder.root / RESTORING).read_bytes(), type=_Marker).stored:
                     return  # this restore was interrupted after its last step
                 raise AlreadyExists(
-                    f"{streams.ledger.name} exists; a restore never overwrites a stream. Delete that run first (`rollmesh delete`), or use "
-                    "another NATS"
+                    f"{streams.ledger.name} exists; a restore never overwrites a stream. Delete that run first "
+                    "(`rollmesh delete`), or use another NATS"
                 )
             writers: dict[Kind, _StreamWriter] = {}
             for frame in read_backup(path):

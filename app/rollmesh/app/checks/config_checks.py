@@ -1,8 +1,8 @@
 """Find every mistake of a configuration before a run starts. Each one names the key, the expected value and the remedy.
 
-The types of the sections check their values when a file is read. This module checks files, the user's objects, and settings of two
-sections that must agree. `model_checks` checks the model, and `profile_checks` starts each sandbox profile once. Nothing else is started or
-written.
+The types of the sections check their values when a file is read. This module checks files, the user's objects, and
+settings of two sections that must agree. `model_checks` checks the model, and `profile_checks` starts each sandbox
+profile once. Nothing else is started or written.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _TASKS_NAMED = 4
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
-    """Return the checked configuration of a file. Raises InvalidInput with every mistake in the file and in what it names.
+    """Return the checked configuration of a file. Raises InvalidInput with every mistake in the file and in what it
+    names.
 
     `learner`: whether a learner will run on this host, with the libraries that it needs.
     """
@@ -73,7 +74,8 @@ def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = T
 
 
 def _placed(mistakes: Sequence[MeshError], path: Path, overrides: Sequence[str]) -> list[MeshError]:
-    """Return the mistakes with file and line of those values that the recipe gives, because the user's file does not show them."""
+    """Return the mistakes with file and line of those values that the recipe gives, because the user's file does not
+    show them."""
     if not mistakes:
         return []
     place = underlay_places(TrainConfig, path, overrides)
@@ -94,7 +96,8 @@ def check(config: TrainConfig, base_dir: Path) -> None:
 def find_mistakes(
     config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = (), *, learner: bool = True
 ) -> list[MeshError]:
-    """Return every mistake, except at the keys of `known`: there the configuration holds a default instead of the given value."""
+    """Return every mistake, except at the keys of `known`: there the configuration holds a default instead of the given
+    value."""
     check = _Check(config, base_dir, learner=learner)
     check.all()
     keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
@@ -118,7 +121,8 @@ def notes(config: TrainConfig, base_dir: Path) -> list[str]:
     size = len(pools[Split(run.eval_split)])
     if run.eval_every and 0 < size < run.eval_tasks:
         found.append(
-            f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
+            f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} "
+            "are used"
         )
     return found + [f"note: {line}" for line in _scoring_times(config, base_dir)]
 
@@ -128,8 +132,9 @@ def _scoring_times(config: TrainConfig, base_dir: Path) -> Iterator[str]:
     total_s, score_s = sum(scorer.timeout_s for scorer in config.reward.scorers), config.rollout.stages.score_s_max
     if total_s >= score_s:
         yield (
-            f"the scorers may take {total_s:g} s (sum of `reward.scorers[].timeout_s`), but rollout.stages.score_s_max is {score_s:g} s: a "
-            "slow answer can end its episode as an infra failure instead of with a reward; raise score_s_max, or lower timeout_s"
+            f"the scorers may take {total_s:g} s (sum of `reward.scorers[].timeout_s`), but rollout.stages.score_s_max "
+            f"is {score_s:g} s: a slow answer can end its episode as an infra failure instead of with a reward; raise "
+            "score_s_max, or lower timeout_s"
         )
     for index, scorer in enumerate(config.reward.scorers):
         options = SCORERS.options(scorer, base_dir)
@@ -137,16 +142,16 @@ def _scoring_times(config: TrainConfig, base_dir: Path) -> Iterator[str]:
             continue
         if scorer.timeout_s >= (most := config.reward.sandbox.judgment_s_max):
             yield (
-                f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but reward.sandbox.judgment_s_max ends a judgment after "
-                f"{most:g} s as an infra failure; raise judgment_s_max, or lower timeout_s"
+                f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but reward.sandbox.judgment_s_max ends "
+                f"a judgment after {most:g} s as an infra failure; raise judgment_s_max, or lower timeout_s"
             )
         if (profile := config.sandbox.profiles.get(PROFILE)) is not None:
             call_s = min(options.wall_s or math.inf, profile.resolved_limits().call_s)
             if call_s * TIME_LIMITS_MAX > scorer.timeout_s:
                 yield (
-                    f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but {TIME_LIMITS_MAX} hidden tests (`time_limits_max`) may "
-                    f"take {call_s:g} s each (limits.call_s of sandbox profile `{PROFILE}`): tests after timeout_s count as TLE; raise "
-                    "timeout_s, or lower call_s or wall_s of the manifests"
+                    f"reward.scorers[{index}].timeout_s is {scorer.timeout_s:g} s, but {TIME_LIMITS_MAX} hidden tests "
+                    f"(`time_limits_max`) may take {call_s:g} s each (limits.call_s of sandbox profile `{PROFILE}`): "
+                    "tests after timeout_s count as TLE; raise timeout_s, or lower call_s or wall_s of the manifests"
                 )
 
 
@@ -168,18 +173,24 @@ def _unusual_values(config: TrainConfig, num_tasks: int) -> Iterator[str]:
     run, sampling, limits = config.run, config.rollout.sampling, config.rollout.limits
     if not sampling.temperature and not run.export_groups:
         yield (
-            "rollout.sampling.temperature is 0, so the answers of a group are equal and train nothing (ZERO_VARIANCE) unless the agent "
-            "sets another; 1 is the default"
+            "rollout.sampling.temperature is 0, so the answers of a group are equal and train nothing (ZERO_VARIANCE) "
+            "unless the agent sets another; 1 is the default"
         )
     if sampling.max_tokens > limits.context_tokens_max:
         yield (
-            f"rollout.sampling.max_tokens is {sampling.max_tokens}, but rollout.limits.context_tokens_max ends every turn at "
-            f"{limits.context_tokens_max} tokens with its prompt; lower it, or raise the limit and inference.engine.options.context_max"
+            f"rollout.sampling.max_tokens is {sampling.max_tokens}, but rollout.limits.context_tokens_max ends every "
+            f"turn at {limits.context_tokens_max} tokens with its prompt; lower it, or raise the limit and "
+            "inference.engine.options.context_max"
         )
     if not run.export_groups and config.learner.optimizer.lr > LR_UNUSUAL:
-        yield f"learner.optimizer.lr is {config.learner.optimizer.lr:g}, and models rarely learn above {LR_UNUSUAL:g}; 1e-6 is the default"
+        yield (
+            f"learner.optimizer.lr is {config.learner.optimizer.lr:g}, and models rarely learn above {LR_UNUSUAL:g}; "
+            "1e-6 is the default"
+        )
     if not run.export_groups and run.batch_groups > num_tasks:
-        yield f"run.batch_groups is {run.batch_groups}, but the train split has {num_tasks} tasks; a batch repeats tasks"
+        yield (
+            f"run.batch_groups is {run.batch_groups}, but the train split has {num_tasks} tasks; a batch repeats tasks"
+        )
 
 
 def _contradictions(config: TrainConfig, base_dir: Path, pools: Mapping[Split, TaskPool]) -> Iterator[str]:
@@ -197,7 +208,10 @@ def _contradictions(config: TrainConfig, base_dir: Path, pools: Mapping[Split, T
     wrong = [same for same in repeated if len({repr(resolve(_rest(task)).answers) for task in same}) > 1]
     if wrong:
         names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
-        yield f"{len(wrong)} prompts have several answers in data.source, such as that of the tasks {names}; each answer fails the others"
+        yield (
+            f"{len(wrong)} prompts have several answers in data.source, such as that of the tasks {names}; each "
+            "answer fails the others"
+        )
 
 
 def _rest(task: PoolTask) -> str:
@@ -359,8 +373,8 @@ class _Check:
             )
         if pools and run.eval_every and run.eval_tasks and not len(pools[Split(run.eval_split)]):
             raise ConfigError(
-                f"`run.eval_split`: the source has no task in the {run.eval_split} split; give it some, name another split, "
-                "or set run.eval_every=0",
+                f"`run.eval_split`: the source has no task in the {run.eval_split} split; give it some, name another "
+                "split, or set run.eval_every=0",
                 key="run.eval_split",
             )
 
@@ -408,8 +422,9 @@ class _Check:
         if config.rollout.pin != "none" and can.versions_max < 2:
             self.mistakes.append(
                 ConfigError(
-                    f"`rollout.pin` {config.rollout.pin} needs an engine with several sets of weights, and this one has one; set "
-                    "inference.engine.options.versions_max to 2 or more if the engine has this option (torch has it), or remove rollout.pin",
+                    f"`rollout.pin` {config.rollout.pin} needs an engine with several sets of weights, and this one "
+                    "has one; set inference.engine.options.versions_max to 2 or more if the engine has this option "
+                    "(torch has it), or remove rollout.pin",
                     key="rollout.pin",
                 )
             )
@@ -421,8 +436,9 @@ class _Check:
             ):
                 self.mistakes.append(
                     ConfigError(
-                        f"`endpoints.{name}.kind` policy_step needs an engine with several sets of weights, and this one has one; set "
-                        "inference.engine.options.versions_max to 2 or more if the engine has this option (torch has it), or use the kind frozen",
+                        f"`endpoints.{name}.kind` policy_step needs an engine with several sets of weights, and this "
+                        "one has one; set inference.engine.options.versions_max to 2 or more if the engine has this "
+                        "option (torch has it), or use the kind frozen",
                         key=f"endpoints.{name}.kind",
                     )
                 )
@@ -430,8 +446,8 @@ class _Check:
             self.mistakes.append(
                 ConfigError(
                     f"`rollout.outputs` must be among [{', '.join(known)}], which the engine can return; got "
-                    f"[{', '.join(config.rollout.outputs)}]; {self._engines_with(missing)}; set `inference.engine`, or choose an agent, "
-                    "scorers and a loss without this output",
+                    f"[{', '.join(config.rollout.outputs)}]; {self._engines_with(missing)}; set `inference.engine`, or "
+                    "choose an agent, scorers and a loss without this output",
                     key="rollout.outputs",
                 )
             )
@@ -442,15 +458,16 @@ class _Check:
         if 0 < options.context_max < longest:
             self.mistakes.append(
                 ConfigError(
-                    f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of {options.context_max} "
-                    "tokens; lower it, or raise inference.engine.options.context_max",
+                    f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of "
+                    f"{options.context_max} tokens; lower it, or raise inference.engine.options.context_max",
                     key="rollout.limits.context_tokens_max",
                 )
             )
         return options
 
     def _engines_with(self, outputs: Sequence[str]) -> str:
-        """Return the built-in engines that can return each output, for a message. The one for tests is not one of them."""
+        """Return the built-in engines that can return each output, for a message. The one for tests is not one of
+        them."""
         found: dict[str, list[str]] = {output: [] for output in outputs}
         for name in INFERENCE_ENGINES.names:
             with suppress(InvalidInput):  # an engine with required options cannot be constructed without them
@@ -488,8 +505,8 @@ def _check_tool(config: TrainConfig, name: str) -> None:
 def _missing_column(index: int, missing: Sequence[str], known: Sequence[str]) -> ConfigError:
     outputs = sorted({output_of(name) for name in missing})
     return ConfigError(
-        f"`rollout.outputs` must contain {', '.join(outputs)}, because `reward.scorers[{index}]` reads the columns [{', '.join(missing)}]; "
-        f"samples have [{', '.join(known)}]",
+        f"`rollout.outputs` must contain {', '.join(outputs)}, because `reward.scorers[{index}]` reads the columns "
+        f"[{', '.join(missing)}]; samples have [{', '.join(known)}]",
         key="rollout.outputs",
     )
 
@@ -506,7 +523,8 @@ def _scorer(scorer: ScorerConfig, index: int, base_dir: Path) -> ConfiguredScore
 
 
 def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
-    """Return the engine's settings with their defaults; the run's model is `-`. Raises ConfigError that names the key."""
+    """Return the engine's settings with their defaults; the run's model is `-`. Raises ConfigError that names the
+    key."""
     try:
         return INFERENCE_ENGINES.options(with_model(inference.engine, base_dir, lambda: Path("-")), base_dir)
     except ConfigError as err:
@@ -514,7 +532,8 @@ def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
 
 
 def make_plugins(config: MeshConfig, base_dir: Path) -> Plugins:
-    """Return the parts of an update. Raises ConfigError for a name, an option, or requests that contradict each other."""
+    """Return the parts of an update. Raises ConfigError for a name, an option, or requests that contradict each
+    other."""
     from rollmesh.trainer.plugins import Plugins
 
     try:

@@ -1,7 +1,7 @@
 """Estimate how much disk a run may need, from its configuration and its model.
 
-It is an upper bound per part, and each part names the setting that bounds it. `rollmesh train` prints it, with a warning if the
-disk has less.
+It is an upper bound per part, and each part names the setting that bounds it. `rollmesh train` prints it, with a
+warning if the disk has less.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def weights_of(model: Path) -> tuple[int, int]:
 
 
 def _num_parameters(path: Path) -> int:
-    """Read the number from the header (https://huggingface.co/docs/safetensors); if it is unreadable, derive it from the size in float32."""
+    """Read the number from the header (https://huggingface.co/docs/safetensors); if it is unreadable, derive it from
+    the size in float32."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")

@@ -1,7 +1,7 @@
 """The effective configuration: every setting with its value, and the most important ones in a line.
 
-Options of engines, recipes, agents, scorers, finalizers and selectors include their defaults. The conversation format is that of the
-model's chat template.
+Options of engines, recipes, agents, scorers, finalizers and selectors include their defaults. The conversation format
+is that of the model's chat template.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def _engine(config: TrainConfig, base_dir: Path) -> dict[str, Any]:
 
 
 def effective_learner(config: MeshConfig, base_dir: Path) -> LearnerConfig:
-    """Return the learner's settings with the options of its trainer, of its estimator and, if they are used, of the other parts."""
+    """Return the learner's settings with the options of its trainer, of its estimator and, if they are used, of the
+    other parts."""
     learner = config.learner
     estimator, engine = (
         ESTIMATORS.with_defaults(learner.estimator, base_dir),

@@ -1,6 +1,7 @@
 """`rollmesh doctor`: check what this host provides. To add a check, add a function to `CHECKS`.
 
-A host is unfit if a required finding does not hold. Any other finding that does not hold says what is disabled and how to enable it.
+A host is unfit if a required finding does not hold. Any other finding that does not hold says what is disabled and how
+to enable it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def is_fit(findings: Iterable[HostFinding]) -> bool:
 
 
 def user_named(name: str) -> ProbeUser:
-    """Return a user of this host to run the sandbox checks as. Raises InvalidInput without root, or if the user does not exist."""
+    """Return a user of this host to run the sandbox checks as. Raises InvalidInput without root, or if the user does
+    not exist."""
     if os.geteuid() != 0:
         raise InvalidInput("--user needs root, got an ordinary user; remove --user to check as yourself")
     try:
@@ -92,7 +94,8 @@ def _mechanisms(request: CheckRequest) -> Iterable[HostFinding]:
 
 _HOLDS = {
     "jail": "the default: all mechanisms",
-    "landlock": "no namespaces: files by Landlock, sockets by seccomp, processes by uid; docs/sandbox/isolation.md describes its limits",
+    "landlock": "no namespaces: files by Landlock, sockets by seccomp, processes by uid; docs/sandbox/isolation.md "
+    "describes its limits",
     "none": "no isolation, for code that is trusted with the host",
 }
 

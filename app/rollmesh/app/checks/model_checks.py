@@ -44,8 +44,8 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
     same_family = plan.tasks.name == config.data.source.located(base_dir).name
     if same_family and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share):
         raise ConfigError(
-            "`made_model.tasks`: validation_share and test_share must equal those of data.source, because the warm start "
-            "would see test tasks otherwise",
+            "`made_model.tasks`: validation_share and test_share must equal those of data.source, because the warm "
+            "start would see test tasks otherwise",
             key="made_model.tasks",
         )
     if engine is not None:
@@ -88,8 +88,8 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, pools: Mapping
 
 
 def _vocabulary(folder: Path) -> int:
-    """Return the number of rows of the model's embedding; the largest number if its configuration does not name it. Raises ConfigError if
-    the configuration cannot be read."""
+    """Return the number of rows of the model's embedding; the largest number if its configuration does not name it.
+    Raises ConfigError if the configuration cannot be read."""
     from rollmesh.trainer.model_files import read_config
 
     try:
@@ -99,9 +99,11 @@ def _vocabulary(folder: Path) -> int:
 
 
 def check_vocabulary(folder: Path, tokenizer: ChatTokenizer, vocabulary: int) -> None:
-    """Raise ConfigError if the tokenizer, or a token that ends a sequence, has an id for which the embedding has no row.
+    """Raise ConfigError if the tokenizer, or a token that ends a sequence, has an id for which the embedding has no
+    row.
 
-    Added tokens may be beyond it if the chat format does not use them, such as the place of an image in some models for text alone.
+    Added tokens may be beyond it if the chat format does not use them, such as the place of an image in some models for
+    text alone.
     """
     words = [token for token in tokenizer.format.turn_ends if (tokenizer.token_id(token) or 0) >= vocabulary]
     if words or tokenizer.num_plain_ids > vocabulary:
@@ -109,15 +111,16 @@ def check_vocabulary(folder: Path, tokenizer: ChatTokenizer, vocabulary: int) ->
             f"{words[0]} has the id {tokenizer.token_id(words[0])}" if words else f"it has {tokenizer.num_ids} tokens"
         )
         raise ConfigError(
-            f"`model`: the tokenizer in {folder} must fit the embedding of {vocabulary} rows (vocab_size), but {what}; take the tokenizer of "
-            "this model, or resize its embedding",
+            f"`model`: the tokenizer in {folder} must fit the embedding of {vocabulary} rows (vocab_size), but {what}; "
+            "take the tokenizer of this model, or resize its embedding",
             key="model",
         )
     for name in ("config.json", "generation_config.json"):
         for token in eos_ids(folder / name):
             if token >= vocabulary:
                 raise ConfigError(
-                    f"`model`: eos_token_id in {folder / name} must be in [0, {vocabulary}), got {token}; name the token that ends a sequence",
+                    f"`model`: eos_token_id in {folder / name} must be in [0, {vocabulary}), got {token}; name the "
+                    "token that ends a sequence",
                     key="model",
                 )
 
@@ -194,7 +197,8 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
 
 
 def memory_note(config: TrainConfig, base_dir: Path) -> list[str]:
-    """Return a remark on the memory that the trainer needs for a valid configuration; none if it does not train a model in a folder."""
+    """Return a remark on the memory that the trainer needs for a valid configuration; none if it does not train a model
+    in a folder."""
     if not config.model or not _trains_model(config, base_dir):
         return []
     from rollmesh.trainer.memory_plan import NoMemoryPlan
@@ -270,8 +274,8 @@ def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, pools: Mapping
     if found:
         (name, length), more = found[0], f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise ConfigError(
-            f"`rollout.limits.context_tokens_max`: the prompt of task {name} has {length} tokens, the context {limit}{more}; "
-            "raise it and inference.engine.options.context_max, or drop the task",
+            f"`rollout.limits.context_tokens_max`: the prompt of task {name} has {length} tokens, the context "
+            f"{limit}{more}; raise it and inference.engine.options.context_max, or drop the task",
             key="rollout.limits.context_tokens_max",
         )
 

@@ -1,7 +1,8 @@
 """Start the sandbox profiles of a configuration once, because only a start finds the mistakes in their code.
 
-A start runs the prelude and the imports of a profile, as every session of a run begins. Then the signatures of the functions that tools name
-are read in a session. No function is called, and the profile has neither its repository nor network access here.
+A start runs the prelude and the imports of a profile, as every session of a run begins. Then the signatures of the
+functions that tools name are read in a session. No function is called, and the profile has neither its repository nor
+network access here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _SIGNATURE_S = 5.0
 
 
 def check_profiles(config: SandboxConfig, tools: Mapping[str, ToolConfig]) -> list[MeshError]:
-    """Return the mistakes in the profiles that the user changed and in those of `tools`, and in the functions of `tools`."""
+    """Return the mistakes in the profiles that the user changed and in those of `tools`, and in the functions of
+    `tools`."""
     changed = {name for name, profile in config.profiles.items() if profile != PROFILES.get(name)}
     chosen = [name for name in config.profiles if name in changed.union(tool.profile for tool in tools.values())]
     if not chosen or config.engine.name == "fake":  # which executes no Python
@@ -67,7 +69,8 @@ async def _of_profile(engine: SandboxEngine, profile: str, tools: Mapping[str, T
         await engine.end(profile)
     return [
         ConfigError(
-            f"`rollout.tools.{name}.function` must be a function of the profile `{profile}` that takes one text, got {tool.function!r}: {why}",
+            f"`rollout.tools.{name}.function` must be a function of the profile `{profile}` that takes one text, got "
+            f"{tool.function!r}: {why}",
             key=f"rollout.tools.{name}.function",
         )
         for name, tool, why in found

@@ -59,7 +59,8 @@ class MlflowLogger:
                 self._client.set_terminated(self.tracker_id, "RUNNING")
         except MlflowException as err:
             raise ConfigError(
-                f"`run.loggers`: MLflow at {options.uri} cannot be used: {err}; check the option uri and that the server runs",
+                f"`run.loggers`: MLflow at {options.uri} cannot be used: {err}; check the option uri and that the "
+                "server runs",
                 key="run.loggers",
             ) from err
 

@@ -1,11 +1,13 @@
 """Send the curves of a run to experiment trackers: Weights & Biases, MLflow, or a class of the user.
 
-`rollmesh train` reads the metrics of the learner from `metrics.jsonl` and the evaluations from the watcher, and gives both to every logger of
-`run.loggers`, with the update as their step. Loggers may block on a network, so they run in one thread behind a bounded queue. A
-logger that fails is reported once and gets no further entries; it never ends or delays training.
+`rollmesh train` reads the metrics of the learner from `metrics.jsonl` and the evaluations from the watcher, and gives
+both to every logger of `run.loggers`, with the update as their step. Loggers may block on a network, so they run in one
+thread behind a bounded queue. A logger that fails is reported once and gets no further entries; it never ends or delays
+training.
 
-`loggers.json` in the run folder has the ids of the runs in the trackers, so that a resumed run continues them, and the position in
-`metrics.jsonl` up to which entries were handed over. After a crash, entries since the last regular end are sent again.
+`loggers.json` in the run folder has the ids of the runs in the trackers, so that a resumed run continues them, and the
+position in `metrics.jsonl` up to which entries were handed over. After a crash, entries since the last regular end are
+sent again.
 """
 
 from __future__ import annotations
@@ -101,7 +103,8 @@ class RunLoggers:
     def __init__(
         self, chosen: Sequence[Extension], run: LoggedRun, *, metrics: Path, state: Path, base_dir: Path
     ) -> None:
-        """Connect to all trackers, which may take long. `metrics` is metrics.jsonl, `state` loggers.json. Raises ConfigError."""
+        """Connect to all trackers, which may take long. `metrics` is metrics.jsonl, `state` loggers.json. Raises
+        ConfigError."""
         self._metrics, self._state_file = metrics, state
         self._state = msgspec.json.decode(state.read_bytes(), type=_State) if state.is_file() else _State()
         self._loggers: dict[str, RunLogger] = {}
@@ -139,7 +142,8 @@ class RunLoggers:
         self._put((result.step, time_unix_s, heldout_values(result)))
 
     def close(self, *, finished: bool) -> None:
-        """Hand over the rest, and wait at most `CLOSE_S` until the trackers have it. `finished`: see `RunLogger.close`."""
+        """Hand over the rest, and wait at most `CLOSE_S` until the trackers have it. `finished`: see
+        `RunLogger.close`."""
         self.read()
         self._save()
         self._finished = finished
@@ -180,7 +184,8 @@ class RunLoggers:
         return True
 
     def _save(self) -> None:
-        """Write the state. A crash leaves the old or the new one, because a malformed one would end the next session at its start."""
+        """Write the state. A crash leaves the old or the new one, because a malformed one would end the next session at
+        its start."""
         partial = self._state_file.with_name(f".{self._state_file.name}.partial")
         partial.write_bytes(msgspec.json.encode(self._state) + b"\n")
         partial.replace(self._state_file)
@@ -193,7 +198,8 @@ def heldout_values(result: Eval) -> dict[str, float]:
 
 
 def without_logins(config: Any) -> Any:
-    """Return the values of a configuration without user and password in their URLs, which the users of a tracker must not see."""
+    """Return the values of a configuration without user and password in their URLs, which the users of a tracker must
+    not see."""
     if isinstance(config, Mapping):
         return {name: without_logins(value) for name, value in config.items()}
     if isinstance(config, (list, tuple)):

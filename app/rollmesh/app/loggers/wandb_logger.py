@@ -49,7 +49,8 @@ class WandbLogger:
             )
         except (wandb.Error, OSError) as err:
             raise ConfigError(
-                f"`run.loggers`: Weights & Biases cannot be used: {err}; log in with `wandb login`, or set the option mode: offline",
+                f"`run.loggers`: Weights & Biases cannot be used: {err}; log in with `wandb login`, or set the option "
+                "mode: offline",
                 key="run.loggers",
             ) from err
         self.tracker_id: str = self._run.id

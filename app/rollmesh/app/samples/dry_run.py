@@ -1,9 +1,10 @@
-"""`rollmesh check --dry-run`: run one episode of a configuration, from the tokenizer to the rewards, before any training.
+"""`rollmesh check --dry-run`: run one episode of a configuration, from the tokenizer to the rewards, before any
+training.
 
-It is `rollmesh rollout -n 1` in a temporary folder: every service in this process, with the real model, agent, tools and scorers. A
-model of `made_model` is replaced by one with random weights: its output is noise, but all other parts run. Then the estimator gets a
-group of copies of the episode.
-Collaborators: `export_run` (runs the episode), `causes` (describes a failure).
+It is `rollmesh rollout -n 1` in a temporary folder: every service in this process, with the real model, agent, tools
+and scorers. A model of `made_model` is replaced by one with random weights: its output is noise, but all other parts
+run. Then the estimator gets a group of copies of the episode. Collaborators: `export_run` (runs the episode), `causes`
+(describes a failure).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def run_dry(
     on_sample: Callable[[SampleLine], None],
     on_phase: Callable[[str], None],
 ) -> None:
-    """Roll out the first training task once, and call the estimator. Raises ConfigError with the cause and the user's traceback if that fails."""
+    """Roll out the first training task once, and call the estimator. Raises ConfigError with the cause and the user's
+    traceback if that fails."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-dry-run-") as folder:
         options = RolloutOptions(num=1, split="train", folder=Path(folder) / "run")
         run_folder, config, base_dir = prepare(path, overrides, options, ["check", "--dry-run"])
@@ -67,7 +69,8 @@ def run_dry(
 
 
 def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine], *, text_chars: int = 0) -> None:
-    """Call the estimator on a group of `MEMBERS` copies of the samples. Raises ConfigError with its error and the user's lines."""
+    """Call the estimator on a group of `MEMBERS` copies of the samples. Raises ConfigError with its error and the
+    user's lines."""
     members = tuple(
         MemberOutcome(
             sample_id=f"{line.sample_id}.{copy}",
@@ -87,7 +90,8 @@ def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine],
 
 
 def refuse_not_awaited(messages: Sequence[str]) -> None:
-    """Raise ConfigError if a warning of Python is about a call of the environment without `await`, which does nothing."""
+    """Raise ConfigError if a warning of Python is about a call of the environment without `await`, which does
+    nothing."""
     for message in messages:
         if match := _NOT_AWAITED.search(message):
             name = match[1]

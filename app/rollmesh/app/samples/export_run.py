@@ -234,8 +234,9 @@ def prepare(
 ) -> tuple[RunFolder, TrainConfig, Path]:
     """Return a new folder for the run, its configuration, and the folder of the user's files.
 
-    `path` is a configuration file or a run folder. In a run folder its newest checkpoint generates, or else the model that was
-    created for it. Adapters of a checkpoint are merged into a model in the new folder. Raises InvalidInput with every mistake before anything is created.
+    `path` is a configuration file or a run folder. In a run folder its newest checkpoint generates, or else the model
+    that was created for it. Adapters of a checkpoint are merged into a model in the new folder. Raises InvalidInput
+    with every mistake before anything is created.
     """
     file, base_dir, model = path, path.parent.resolve(), options.model
     if path.is_dir():
@@ -280,7 +281,8 @@ def _check_split(config: TrainConfig, base_dir: Path, options: RolloutOptions) -
     if sizes[options.split] < options.num:
         known = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
-            f"-n {options.num}: the {options.split} split has {sizes[options.split]} tasks; lower -n or name another --split: {known}"
+            f"-n {options.num}: the {options.split} split has {sizes[options.split]} tasks; lower -n or name another "
+            f"--split: {known}"
         )
 
 

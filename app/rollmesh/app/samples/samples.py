@@ -1,6 +1,7 @@
 """samples.jsonl: one finished sample per line, for the tools of a user. docs/rollouts.md describes the fields.
 
-Only this module reads and writes it. The arrays of a segment have one entry per token. Segments that were not sampled have no log-probs.
+Only this module reads and writes it. The arrays of a segment have one entry per token. Segments that were not sampled
+have no log-probs.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class EndpointLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     price: float = 0.0
-    """Price of the responses of the server, including those that failed the request, in the currency of the configuration."""
+    """Price of the responses of the server, including those that failed the request, in the currency of the
+    configuration."""
     latency_s: float = 0.0
     """Seconds that the caller waited."""
 

@@ -1,7 +1,8 @@
 """Score samples or answers in a JSONL file with the configured scorers, without a mesh.
 
-A line is a sample as `rollmesh rollout --out` writes it, or `{"task": ID, "response": TEXT}`, where `answer` is an alias of
-`response`. The task is looked up by its id in the configured source. A sample of another source needs an oracle reference.
+A line is a sample as `rollmesh rollout --out` writes it, or `{"task": ID, "response": TEXT}`, where `answer` is an
+alias of `response`. The task is looked up by its id in the configured source. A sample of another source needs an
+oracle reference.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class ScoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> ScoreReport:
-    """Score the lines of a file. Raises ConfigError, also without a `config`, or RecordError with the first line and field that cannot be scored."""
+    """Score the lines of a file. Raises ConfigError, also without a `config`, or RecordError with the first line and
+    field that cannot be scored."""
     path, base_dir = _configuration(config)
     settings = load_train_config(path, overrides)
     tasks = _Tasks(build_pools(settings.data, base_dir, blocking_endpoints(settings, base_dir)))
@@ -93,8 +95,8 @@ def _check_scorers(engine: RewardEngine) -> None:
     for configured in engine.scorers:
         if isinstance(configured.scorer, UsesPolicy):
             raise ConfigError(
-                f"the scorer of the reward `{configured.name}` ({configured.label}) asks the policy, which only a mesh serves; score it "
-                "with `rollmesh rollout`, or remove it from reward.scorers"
+                f"the scorer of the reward `{configured.name}` ({configured.label}) asks the policy, which only a mesh "
+                "serves; score it with `rollmesh rollout`, or remove it from reward.scorers"
             )
 
 

@@ -26,7 +26,8 @@ class _Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stored_heads(folder: RunFolder, run: str, checkpoint: Path | None) -> list[StoredHead]:
-    """Return every stored head of the ledger of `run`, in the folder and in `checkpoint`. An unreadable file is skipped.
+    """Return every stored head of the ledger of `run`, in the folder and in `checkpoint`. An unreadable file is
+    skipped.
 
     The checkpoints in the folder belong to the configured run. `checkpoint` is None for another run.
     """

@@ -46,7 +46,8 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_samples(root: Path, limit: int) -> list[ListedSample]:
-    """Return the samples of the newest `limit` ended episodes, oldest first. Raises ConfigError, UnknownRun, BusUnavailable."""
+    """Return the samples of the newest `limit` ended episodes, oldest first. Raises ConfigError, UnknownRun,
+    BusUnavailable."""
     records, _ = asyncio.run(_read(root, ""))
     tasks = {fact.group: fact.task.task_id for fact in _facts(records) if isinstance(fact, f.GroupReserved)}
     return [listed for fact in _facts(records) for listed in _listed(fact, tasks)][-limit:]

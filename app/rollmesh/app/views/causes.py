@@ -1,4 +1,5 @@
-"""Describe why a run is stalled: the newest failure of an episode, samples without an update, and runs in which all samples fail.
+"""Describe why a run is stalled: the newest failure of an episode, samples without an update, and runs in which all
+samples fail.
 
 All views read it from GetRun and WatchRun (`RunState.failed_attempts`, `SampleCounts.reasons`), so they show the same.
 """
@@ -37,8 +38,8 @@ def failed_attempts_text(num_failed: int, cause: str) -> str:
 def no_update_text(
     update: int, reasons: Mapping[str, int], recent: run_pb2.RecentEpisodes, *, folder: Path | None = None
 ) -> str:
-    """Return why there is no update: the samples that ended without one, by reason, the means of the newest, and the command that shows
-    one. Empty if no sample ended. `folder` is that of the run."""
+    """Return why there is no update: the samples that ended without one, by reason, the means of the newest, and the
+    command that shows one. Empty if no sample ended. `folder` is that of the run."""
     ended = {
         reason: num for reason, num in reasons.items() if num > 0 and not reason.startswith(("trained", "exported"))
     }
@@ -80,7 +81,8 @@ def refuse_if_all_failed(
     failed_before: int = 0,
     tokens_before: int = 0,
 ) -> None:
-    """Raise AllFailed if `num_max` samples failed with the same kind of error and none was scored since the given counts.
+    """Raise AllFailed if `num_max` samples failed with the same kind of error and none was scored since the given
+    counts.
 
     The same holds if `num_max` scored samples failed because no decision on a group succeeded. `num_max` 0 disables it.
     `folder` is that of a run that can be resumed; the message names its commands.
@@ -99,7 +101,10 @@ def refuse_if_all_failed(
     remedy = "fix the cause, then run the command again"
     if folder is not None:
         run = shown(folder)
-        remedy = f"fix the cause, then resume with `rollmesh train {run}`; `rollmesh dead replay {run} --all` retries the tasks"
+        remedy = (
+            f"fix the cause, then resume with `rollmesh train {run}`; `rollmesh dead replay {run} --all` retries "
+            "the tasks"
+        )
     raise AllFailed(f"{what}: {failure_text(failed)}\n{remedy}", run=state.run)
 
 

@@ -384,7 +384,8 @@ def _samples(now: Point) -> Text:
 
 
 def sample_parts(now: Point) -> list[tuple[str, int]]:
-    """Return the states of the reserved samples. A live sample in the weights is `applied` until a checkpoint contains it."""
+    """Return the states of the reserved samples. A live sample in the weights is `applied` until a checkpoint contains
+    it."""
     counts = dict(now.samples)
     counts.pop("reserved", None)
     live, trained = counts.pop("live", 0), counts.pop("trained", 0)
@@ -410,7 +411,8 @@ def eval_text(result: Eval) -> str:
 
 
 def learner_text(path: Path) -> str:
-    """Return KL, entropy, gradient norm, effective sample size, length and learning rate of the newest update, as far as measured."""
+    """Return KL, entropy, gradient norm, effective sample size, length and learning rate of the newest update, as far
+    as measured."""
     metrics = newest_metrics(path)
     shown = ((label, metrics.get(name)) for label, name in SHOWN)
     return "  ".join(f"{label} {value:.3g}" for label, value in shown if value is not None)

@@ -1,7 +1,8 @@
 """The plots of the report of a run, drawn by matplotlib without a display.
 
-They show reward and held-out success by updates and by seconds, success by label before and after, the staleness of trained
-samples, the time of the learner by phase, the samples by end, and the metrics of the learner that every view shows.
+They show reward and held-out success by updates and by seconds, success by label before and after, the staleness of
+trained samples, the time of the learner by phase, the samples by end, and the metrics of the learner that every view
+shows.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def note_warm_start(folder: RunFolder, last: WarmStep, seconds: float) -> None:
 def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome, points_before: int = 0) -> Summary:
     """Write all three files and return the summary. Raises ConfigError if the series of the folder is damaged.
 
-    `points_before`: number of points of earlier sessions. The summary has the reason of the end only if this session recorded it.
+    `points_before`: number of points of earlier sessions. The summary has the reason of the end only if this session
+    recorded it.
     """
     series = read_series(folder.series)
     summary = summarize(folder, config, series, outcome=outcome, warm_start_s=_warm_start_s(folder))

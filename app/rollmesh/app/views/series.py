@@ -1,8 +1,8 @@
 """series.jsonl: the states of a run from WatchRun, each with the time at which it was received.
 
-One JSON object per line, distinguished by `kind`: a `point` is a state, an `eval` the result of an evaluation. Times are seconds of
-running time: a resumed run continues to count from where it stopped.
-Collaborators: `watch` writes it, `display` and `report` read it.
+One JSON object per line, distinguished by `kind`: a `point` is a state, an `eval` the result of an evaluation. Times
+are seconds of running time: a resumed run continues to count from where it stopped. Collaborators: `watch` writes it,
+`display` and `report` read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.errors import ConfigError
 
 RATE_WINDOW_S = 30.0
-"""Tokens per second are averaged over this time. In a window shorter than an update, the rate of trained tokens would jump."""
+"""Tokens per second are averaged over this time. In a window shorter than an update, the rate of trained tokens would
+jump."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):

@@ -1,6 +1,7 @@
 """Watch a run as an ordinary client of RunService, and record its states.
 
-It retries while the gateway is unavailable, because watching must not end a run. Collaborators: `series` (the recorded entries).
+It retries while the gateway is unavailable, because watching must not end a run. Collaborators: `series` (the recorded
+entries).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ METRICS_NAME = "metrics.jsonl"
 RECORD_EVERY_S = 2.0
 """A point is recorded this often between updates, so that a stalled run is visible."""
 SILENT_S = 5.0
-"""After this time without a state, the watcher calls GetRun; without a response, it reports the silence to the recorder."""
+"""After this time without a state, the watcher calls GetRun; without a response, it reports the silence to the
+recorder."""
 _BACKOFF_S = 0.2
 _REFRESH_S_MAX = 10.0
 
@@ -48,7 +50,8 @@ class RunRecorder:
         on_eval: Callable[[Eval], None] = lambda _: None,
         first_failures_max: int = 0,
     ) -> None:
-        """Append to the series in `path` if it exists. `first_failures_max`: as in RunConfig. Raises ConfigError if it is damaged."""
+        """Append to the series in `path` if it exists. `first_failures_max`: as in RunConfig. Raises ConfigError if it
+        is damaged."""
         self.folder = path.parent
         self.series = read_series(path)
         self.now = self.series.last
@@ -126,7 +129,8 @@ class RunRecorder:
         self._on_state(self.series)
 
     def miss(self, cause: str) -> None:
-        """Record a stall because no state arrived for `stall_s`. Then the coordinator cannot say what the run waits for."""
+        """Record a stall because no state arrived for `stall_s`. Then the coordinator cannot say what the run waits
+        for."""
         self.now = msgspec.structs.replace(self.now, stalled=cause)
         self._note_stall()
 
@@ -257,7 +261,8 @@ class Watcher:
         self._recorder.see(state)
 
     async def _listen(self) -> None:
-        """Distinguish a silent coordinator from a run without changes: the coordinator of the latter responds to GetRun."""
+        """Distinguish a silent coordinator from a run without changes: the coordinator of the latter responds to
+        GetRun."""
         while not self._recorder.ended.is_set():
             await self._clock.sleep(SILENT_S)
             if self._clock.monotonic_s() - self._seen_s < SILENT_S:

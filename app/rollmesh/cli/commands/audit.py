@@ -24,7 +24,8 @@ def audit(
         list[str] | None,
         typer.Option(
             metavar="POSITION:HASH",
-            help="A ledger head stored elsewhere, which the ledger must contain. Repeatable. Heads stored in the folder are found.",
+            help="A ledger head stored elsewhere, which the ledger must contain. Repeatable. Heads stored in the "
+            "folder are found.",
         ),
     ] = None,
     payloads: Annotated[

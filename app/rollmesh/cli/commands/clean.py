@@ -1,8 +1,9 @@
 """`rollmesh clean`: find what a run folder does not need, then remove it.
 
-Configuration, origin, model, series, metrics, report, logs and the newest checkpoints are always kept. Without --for-good everything
-that a resume needs is kept too, above all the ledger: an ended run can be resumed with other limits. With it the ledger is removed
-after its audit was written to audit.json, which `rollmesh audit` prints from then on.
+Configuration, origin, model, series, metrics, report, logs and the newest checkpoints are always kept. Without
+--for-good everything that a resume needs is kept too, above all the ledger: an ended run can be resumed with other
+limits. With it the ledger is removed after its audit was written to audit.json, which `rollmesh audit` prints from then
+on.
 """
 
 from __future__ import annotations

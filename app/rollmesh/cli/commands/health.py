@@ -31,7 +31,8 @@ def health(
 ) -> None:
     """Check the health of a service. The exit code is 0 if it serves and 1 if not, as a Kubernetes probe expects.
 
-    It needs no token. With TLS, name the certificates: --set security.ca=FILE, security.certificate=FILE, security.key=FILE.
+    It needs no token. With TLS, name the certificates: --set security.ca=FILE, security.certificate=FILE,
+    security.key=FILE.
     """
     with report_errors():
         serves, text = check_health(run, address, settings or [], service=service, timeout_s=timeout_s)

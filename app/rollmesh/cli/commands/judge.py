@@ -1,4 +1,5 @@
-"""`rollmesh judge`: judge the files of a candidate with hidden tests in sandbox sessions on this host, without a mesh."""
+"""`rollmesh judge`: judge the files of a candidate with hidden tests in sandbox sessions on this host, without a
+mesh."""
 
 from __future__ import annotations
 

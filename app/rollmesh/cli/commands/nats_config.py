@@ -47,7 +47,8 @@ def nats_config(
         bool,
         typer.Option(
             "--sync-always",
-            help="Force each record to disk before its acknowledgment. Slower, and safe against power loss of every host.",
+            help="Force each record to disk before its acknowledgment. Slower, and safe against power loss of every "
+            "host.",
         ),
     ] = False,
     monitor: Annotated[

@@ -14,7 +14,8 @@ from rollmesh.cli.app import app, report_errors
 def page(run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run or mesh on this host.")]) -> None:
     """Print a link to the live page of a mesh. The link logs a browser in once, within an hour.
 
-    The page shows runs, nodes, samples and the audit, and changes nothing. Without the link, log in with the token of the run.
+    The page shows runs, nodes, samples and the audit, and changes nothing. Without the link, log in with the token of
+    the run.
     """
     with report_errors():
         from rollmesh.app.page_link import page_link

@@ -22,9 +22,11 @@ def recipes(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the built-in recipes, or print one whole. --json adds the paper, the formula, the needs and the test of each.
+    """List the built-in recipes, or print one whole. --json adds the paper, the formula, the needs and the test of
+    each.
 
-    `recipe: NAME` in a configuration uses one. A file beside the configuration is named by its path, e.g. `recipe: mine.yaml`.
+    `recipe: NAME` in a configuration uses one. A file beside the configuration is named by its path, e.g. `recipe:
+    mine.yaml`.
     """
     with report_errors():
         if name is None and not as_json:

@@ -16,7 +16,8 @@ def scale(
         list[str],
         typer.Argument(
             metavar="KIND=N... RUN",
-            help="New number of inference, rollout, sandbox or reward nodes on this host, and the folder of the run or mesh.",
+            help="New number of inference, rollout, sandbox or reward nodes on this host, and the folder of the run or "
+            "mesh.",
         ),
     ],
     wait: Annotated[bool, typer.Option("--wait", help="Return after the nodes are in the mesh, or have left.")] = False,

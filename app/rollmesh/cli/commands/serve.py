@@ -25,7 +25,8 @@ def serve(
     service: Annotated[
         str,
         typer.Argument(
-            help="inference, rollout, sandbox, reward, data, gateway or endpoint-NAME for a frozen endpoint (any number of each), depot or "
+            help="inference, rollout, sandbox, reward, data, gateway or endpoint-NAME for a frozen endpoint (any "
+            "number of each), depot or "
             "learner (one per mesh); coordinator (one) with the configuration file of the mesh."
         ),
     ],
@@ -33,7 +34,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="[CONFIG] [KEY=VALUE]...",
-            help="Settings to override, e.g. inference.capacity=8. A coordinator needs the configuration file before them.",
+            help="Settings to override, e.g. inference.capacity=8. A coordinator needs the configuration file before "
+            "them.",
         ),
     ] = None,
     join: Annotated[
@@ -66,8 +68,9 @@ def serve(
 ) -> None:
     """Run one service of a mesh in this process.
 
-    A node joins a running mesh: it needs one address and the token, from this host or another. A coordinator starts a mesh with the NATS
-    cluster at bus.url. SIGTERM drains a node within the limits of its service; a second signal ends it at once.
+    A node joins a running mesh: it needs one address and the token, from this host or another. A coordinator starts a
+    mesh with the NATS cluster at bus.url. SIGTERM drains a node within the limits of its service; a second signal ends
+    it at once.
 
     It exits with code 0 after a drain or SIGTERM, 143 after Ctrl-C, 1 after a failure, 2 for invalid input.
     """
@@ -127,7 +130,8 @@ def serve(
         if service == COORDINATOR:
             if join or token_file is not None:
                 raise ConfigError(
-                    "--join and --token-file are for nodes; a coordinator reads its token from the file that `security.token_file` names"
+                    "--join and --token-file are for nodes; a coordinator reads its token from the file that "
+                    "`security.token_file` names"
                 )
             opened: RunLayout = open_coordinator(settings or [], folder, base_dir)
             stopped = asyncio.run(coordinate())

@@ -18,7 +18,8 @@ def trace(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print the trace of one episode as a tree. It shows lease, turns, tools, scores, report, batch lease and commit."""
+    """Print the trace of one episode as a tree. It shows lease, turns, tools, scores, report, batch lease and
+    commit."""
     with report_errors():
         from rollmesh.app.episode_trace import load_trace, to_json, to_text
 

@@ -37,7 +37,8 @@ def train(
 
 
 def _subject(config: Path | None, resume: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:
-    """Return the configuration file or run folder, and the overrides. With --resume the first argument is already an override."""
+    """Return the configuration file or run folder, and the overrides. With --resume the first argument is already an
+    override."""
     from rollmesh.shared.errors import ConfigError
 
     if resume is None:

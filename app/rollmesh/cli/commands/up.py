@@ -25,12 +25,15 @@ def up(
     overrides: Overrides = None,
     out: Out = None,
 ) -> None:
-    """Start a mesh without a run, or restart one. External trainers connect to the gateway with CreateRun and AttachTrainer.
+    """Start a mesh without a run, or restart one. External trainers connect to the gateway with CreateRun and
+    AttachTrainer.
 
-    A restarted mesh has its address, its token and its runs again: a trainer attaches with its checkpoint and continues.
+    A restarted mesh has its address, its token and its runs again: a trainer attaches with its checkpoint and
+    continues.
 
-    The learner and the run of the configuration are not started. A run may have any name. Its policy must be `inference.policy`
-    of the configuration, and one run at a time gets the inference nodes. Ctrl-C stops the mesh, with exit code 0.
+    The learner and the run of the configuration are not started. A run may have any name. Its policy must be
+    `inference.policy` of the configuration, and one run at a time gets the inference nodes. Ctrl-C stops the mesh, with
+    exit code 0.
     """
     with report_errors():
         import asyncio

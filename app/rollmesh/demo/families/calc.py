@@ -1,7 +1,8 @@
 """The calc family: arithmetic expressions to work out with a calculator, one operation per call.
 
-An expression of level L has L operators and L + 1 operands in 1..99. `*` may stand only as the first operator, so working from left to
-right and operator precedence give the same answer. L operations need L dependent calls. Example of level 3: `12*7-30+5`.
+An expression of level L has L operators and L + 1 operands in 1..99. `*` may stand only as the first operator, so
+working from left to right and operator precedence give the same answer. L operations need L dependent calls. Example of
+level 3: `12*7-30+5`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def make_expression(rng: random.Random, level: int) -> str:
 
 
 def demonstrate(expression: str) -> Demonstration:
-    """Return the ideal calls, from left to right, and the answer. Example: `12+7-3` has the calls (`12+7`, `19`) and (`19-3`, `16`).
+    """Return the ideal calls, from left to right, and the answer. Example: `12+7-3` has the calls (`12+7`, `19`) and
+    (`19-3`, `16`).
 
     An intermediate result may be negative. The next call then begins with a minus sign, for example `-47+2`.
     Raise ValueError if the text is not an expression of this family.

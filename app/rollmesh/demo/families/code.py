@@ -8,9 +8,10 @@ Each level is a kind of specification:
     4 text      f(s): last 3, then "ab", upper          two or three steps on a string
     5 examples  f(0)=7, f(1)=10                         the straight line through two points
 
-The specification determines the reference (Python closures, never evaluated text), the hidden tests (inputs drawn from a hash of the
-specification, at and around its threshold, with outputs from the reference) and an exemplary solution. Only the tests judge a solution,
-so every function that agrees with the reference is correct. The reward service alone derives the tests.
+The specification determines the reference (Python closures, never evaluated text), the hidden tests (inputs drawn from
+a hash of the specification, at and around its threshold, with outputs from the reference) and an exemplary solution.
+Only the tests judge a solution, so every function that agrees with the reference is correct. The reward service alone
+derives the tests.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def make_specification(rng: random.Random, level: int) -> str:
 
 
 def code_task(specification: str) -> CodeTask:
-    """Return the task of a specification. Equal texts give equal tasks. Raise ValueError if the text is not a specification."""
+    """Return the task of a specification. Equal texts give equal tasks. Raise ValueError if the text is not a
+    specification."""
     for level, kind in enumerate(KINDS, start=1):
         found = kind.pattern.fullmatch(specification)
         if found:

@@ -7,10 +7,11 @@ Each level is a kind of question. `rup` is a column of words, `mef` a column of 
     3 count   sum mef where rup is lok                4 group   sum mef per rup over 60
     5 join    pib where rup is lok                    two tables that share `name`
 
-Tables, columns and values are made-up words that differ between tasks, so a query cannot be remembered. The prompt shows the tables with
-a few rows, then the question. The exemplary query and three other databases of that schema are hidden. Their rows are at and around the
-number of the question, so a query that is correct only on the shown rows fails. Only the result of a query is judged (Zhong et al. 2020,
-distilled test suites). The reward service alone derives the hidden databases.
+Tables, columns and values are made-up words that differ between tasks, so a query cannot be remembered. The prompt
+shows the tables with a few rows, then the question. The exemplary query and three other databases of that schema are
+hidden. Their rows are at and around the number of the question, so a query that is correct only on the shown rows
+fails. Only the result of a query is judged (Zhong et al. 2020, distilled test suites). The reward service alone derives
+the hidden databases.
 """
 
 from __future__ import annotations
@@ -227,8 +228,8 @@ class _Tables:
     rng: random.Random
 
     def rows(self, num_rows: int, numbers: Sequence[int]) -> _Rows:
-        """Return `num_rows` rows that contain `numbers`. Names and numbers are distinct, so every order is unique. Some names have no row
-        to join."""
+        """Return `num_rows` rows that contain `numbers`. Names and numbers are distinct, so every order is unique. Some
+        names have no row to join."""
         rng = self.rng
         rest = [n for n in range(1, 100) if n not in numbers]
         mixed = rng.sample([*numbers, *rng.sample(rest, num_rows - len(numbers))], num_rows)
