@@ -37,14 +37,16 @@ def bench(
     tasks: Annotated[
         str,
         typer.Option(
-            help="With `methods`: tasks, separated by commas. Default: those on which a recipe expects a difference, or calc.",
+            help="With `methods`: tasks, separated by commas. Default: those on which a recipe expects a difference, "
+            "or calc.",
             show_default=False,
         ),
     ] = "",
     lags: Annotated[
         str,
         typer.Option(
-            help="With `methods`: ages of the generating weights in updates, separated by commas. Default: 0, and 0,4,16 where a recipe "
+            help="With `methods`: ages of the generating weights in updates, separated by commas. Default: 0, and "
+            "0,4,16 where a recipe "
             "expects something of stale data.",
             show_default=False,
         ),
@@ -68,7 +70,8 @@ def bench(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="With `methods` and `race`: folder of records, initial models and the report. Arms with a record are not run again. "
+            help="With `methods` and `race`: folder of records, initial models and the report. Arms with a record are "
+            "not run again. "
             "Default: bench-methods with `methods`, a temporary folder with `race`.",
             show_default=False,
         ),

@@ -1,12 +1,13 @@
 """Admission on demand against admission as early as the bound allows: throughput and staleness, in virtual time.
 
-The real coordinator core runs with modeled workers and a modeled learner (admission_sim.py). Both arms of a row draw the same durations.
-The unit of time is the median update of the learner.
+The real coordinator core runs with modeled workers and a modeled learner (admission_sim.py). Both arms of a row draw
+the same durations. The unit of time is the median update of the learner.
 
-How to read it: `rate` is updates per virtual second on demand, relative to the baseline, which admits as early as the bound allows
-(`run.admit_early`); below `RATE_MIN` the bench fails. `lag` is the mean staleness of the trained samples, `at eta` the share with the
-largest staleness allowed, each before -> after. `waits` is the share of time for which the learner waited for a batch. Where the learner
-is the bottleneck, the lag falls to what the duration of groups requires. Where the rollouts are, nothing changes.
+How to read it: `rate` is updates per virtual second on demand, relative to the baseline, which admits as early as the
+bound allows (`run.admit_early`); below `RATE_MIN` the bench fails. `lag` is the mean staleness of the trained samples,
+`at eta` the share with the largest staleness allowed, each before -> after. `waits` is the share of time for which the
+learner waited for a batch. Where the learner is the bottleneck, the lag falls to what the duration of groups requires.
+Where the rollouts are, nothing changes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     worker slots --AcquireRollouts--> core <--LeaseBatch, CommitUpdate, PublishVersion-- learner
                  --ReportEpisodes-->
 
-Every duration is drawn for one episode of one group, or for one update, from the seed of the run. So two runs that differ only in a
-setting of the coordinator draw the same durations, and their virtual times may be compared directly.
+Every duration is drawn for one episode of one group, or for one update, from the seed of the run. So two runs that
+differ only in a setting of the coordinator draw the same durations, and their virtual times may be compared directly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Attribute the CPU seconds of a process tree: by Python owner in the main thread, by native thread, by child process.
 
-The profiling timer of the kernel interrupts the main thread each time the process has used a few milliseconds of CPU. The handler walks the
-frames and assigns the sample to the nearest one with an owner. Samples are only shares: they are scaled to the CPU clock of the main
-thread. All other values are read from /proc, where a tick is 10 ms, so measure for seconds. Linux only.
+The profiling timer of the kernel interrupts the main thread each time the process has used a few milliseconds of CPU.
+The handler walks the frames and assigns the sample to the nearest one with an owner. Samples are only shares: they are
+scaled to the CPU clock of the main thread. All other values are read from /proc, where a tick is 10 ms, so measure for
+seconds. Linux only.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class CpuProfile:
 
 
 def by_source(*owners: tuple[str, str]) -> Callable[[str], str]:
-    """Return a function from source file to owner. `owners` are regular expressions with the names for the first that matches; files of
-    this project begin with `rollmesh/` there, wherever they are stored."""
+    """Return a function from source file to owner. `owners` are regular expressions with the names for the first that
+    matches; files of this project begin with `rollmesh/` there, wherever they are stored."""
     patterns = [(re.compile(pattern), name) for pattern, name in owners]
 
     def owner_of(filename: str) -> str:
@@ -132,7 +133,8 @@ def _threads() -> Spent:
 
 
 def _descendants() -> Spent:
-    """Return the running descendants, each with the children that it waited for, and the seconds that this process waited for."""
+    """Return the running descendants, each with the children that it waited for, and the seconds that this process
+    waited for."""
     parents, spent = _processes()
     me = str(os.getpid())
     below = {pid: spent[pid] for pid in parents if _is_below(pid, me, parents)}

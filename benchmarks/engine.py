@@ -1,12 +1,14 @@
 """Tokens per second of the torch engine against transformers `generate` and transformers' continuous batching.
 
-Same model (359k parameters, Qwen3, float32), same prompts, one torch thread, no stop tokens, sampling at temperature 1. The three take
-turns, and a ratio compares laps that ran right after each other. Loading, buffers and a first lap are excluded for all three.
+Same model (359k parameters, Qwen3, float32), same prompts, one torch thread, no stop tokens, sampling at temperature 1.
+The three take turns, and a ratio compares laps that ran right after each other. Loading, buffers and a first lap are
+excluded for all three.
 
-How to read it: `even` gives every request the same number of tokens, which suits `generate`. `uneven` requests 8 to 160 tokens with 32
-requests at a time. `generate` cannot refill a batch, so each batch lasts as long as its longest row, and only requested tokens are counted.
-Ours returns two log-probs per token and streams deltas through an event loop. The others do neither (both could return log-probs at a
-cost). `per CPU s` is the steadier figure on a busy machine; on an idle one the two agree.
+How to read it: `even` gives every request the same number of tokens, which suits `generate`. `uneven` requests 8 to 160
+tokens with 32 requests at a time. `generate` cannot refill a batch, so each batch lasts as long as its longest row, and
+only requested tokens are counted. Ours returns two log-probs per token and streams deltas through an event loop. The
+others do neither (both could return log-probs at a cost). `per CPU s` is the steadier figure on a busy machine; on an
+idle one the two agree.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ def _generate(model: Any, rows: list[list[int]], work: EngineWork) -> int:
 
 
 def _manager(model: Any, work: EngineWork) -> Any:
-    """Start it with memory for the whole batch at its longest, on a copy of the model, because it changes the attention."""
+    """Start it with memory for the whole batch at its longest, on a copy of the model, because it changes the
+    attention."""
     blocks = work.batch * -(-(PROMPT_TOKENS + max(work.num_new)) // PAGE_TOKENS) + 1
     config = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,

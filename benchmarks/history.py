@@ -1,7 +1,8 @@
 """The facts of an ordinary run, from the coordinator core alone: any number of samples within seconds.
 
-Workers lease and report in lists of 64, complete groups are finalized, a trainer leases, commits, publishes, and reports a
-checkpoint every 10 updates. Nothing fails. Sizes of records are those of a run with two rewards and three turns per sample and messages of 200 characters.
+Workers lease and report in lists of 64, complete groups are finalized, a trainer leases, commits, publishes, and
+reports a checkpoint every 10 updates. Nothing fails. Sizes of records are those of a run with two rewards and three
+turns per sample and messages of 200 characters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fair comparisons on a busy machine: contenders take turns (A B C A B C ...), and each repetition gives one ratio.
 
-A temporary load then slows all of them. CPU seconds of this process are reported beside wall seconds: they exclude the time in which other
-processes had the core, but not their effect on its caches and clock.
+A temporary load then slows all of them. CPU seconds of this process are reported beside wall seconds: they exclude the
+time in which other processes had the core, but not their effect on its caches and clock.
 """
 
 from __future__ import annotations

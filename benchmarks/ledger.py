@@ -1,11 +1,11 @@
 """Size of the ledger and time of recovery after 10^5 and 10^6 samples.
 
-The facts of an ordinary run (`history`) are appended to a real nats-server through the ledger of the coordinator. Then the recovery of the
-coordinator restores the state: from the newest snapshot, as a restart does, and from the whole ledger, as after the loss of all
-snapshots. The baseline in the same run reads the same records without decoding them.
+The facts of an ordinary run (`history`) are appended to a real nats-server through the ledger of the coordinator. Then
+the recovery of the coordinator restores the state: from the newest snapshot, as a restart does, and from the whole
+ledger, as after the loss of all snapshots. The baseline in the same run reads the same records without decoding them.
 
-How to read it: recovery with a snapshot must not grow with the run; without one it is linear. `state` is the size of the encoded
-snapshot, which must not grow with the number of ended samples.
+How to read it: recovery with a snapshot must not grow with the run; without one it is linear. `state` is the size of
+the encoded snapshot, which must not grow with the number of ended samples.
 """
 
 from __future__ import annotations

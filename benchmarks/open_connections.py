@@ -1,10 +1,11 @@
 """Updates per minute of a run while many clients hold connections open, against the same run without them.
 
-One run as processes under the supervisor: real services and nats-server; engine and trainer are fakes. A step of the engine takes `STEP_S`
-and the run is on-policy, so that an update waits for generation instead of for a core. The load is `STREAMS` WatchRun streams through the
-gateway, which are read, and `HALF_OPEN` HTTP requests without an end to /metrics of the coordinator. It is opened before its window and
-held through it. A stream that is rejected is counted and not repeated; a half request that the server closes is sent again after `AGAIN_S`.
-Windows without and with load alternate in one mesh, and the order changes from pair to pair.
+One run as processes under the supervisor: real services and nats-server; engine and trainer are fakes. A step of the
+engine takes `STEP_S` and the run is on-policy, so that an update waits for generation instead of for a core. The load
+is `STREAMS` WatchRun streams through the gateway, which are read, and `HALF_OPEN` HTTP requests without an end to
+/metrics of the coordinator. It is opened before its window and held through it. A stream that is rejected is counted
+and not repeated; a half request that the server closes is sent again after `AGAIN_S`. Windows without and with load
+alternate in one mesh, and the order changes from pair to pair.
 
 How to read it: `ratio` is the rate with load over that without it. Clients and services share the machine, so the ratio contains the CPU
 time of the clients; the notes say how many cores clients, gateway and coordinator used.
@@ -246,7 +247,10 @@ def _config(model: Path) -> MeshConfig:
     return config_from_dict(
         MeshConfig,
         {
-            "run": {"name": "bench", "batch_groups": 4, "group_size": 8, "updates_max": 0, "eval_every": 0, "max_staleness": 0},
+            "run": {
+                "name": "bench", "batch_groups": 4, "group_size": 8,
+                "updates_max": 0, "eval_every": 0, "max_staleness": 0,
+            },
             "counts": {"sandbox": 0},
             "telemetry": {"metrics": "prometheus"},
             "inference": {

@@ -1,13 +1,14 @@
 """Savings of prefix reuse in multi-turn sessions: computed prefix tokens and time, with and without resident sequences.
 
-Sessions run concurrently, as agents do: a prompt, then turns of new tokens and an observation, each turn sending the whole conversation.
-Both engines decode the same number of tokens; only the prefix work differs. The baseline is the same engine with
-`resident_slots_max = 0`, in turns with it.
+Sessions run concurrently, as agents do: a prompt, then turns of new tokens and an observation, each turn sending the
+whole conversation. Both engines decode the same number of tokens; only the prefix work differs. The baseline is the
+same engine with `resident_slots_max = 0`, in turns with it.
 
-How to read it: `prefilled` counts tokens whose keys and values were computed for a prefix, from the counters of the engine. It is exact
-and reproducible. `new in all turns` is the minimum: prompt and observations. The remainder with reuse is one token per turn (the last
-sampled one, which was never an input), minus tokens shared by sessions that start with the same token. Time savings grow with the turns
-and with the share of prefill; this model is so small that decoding dominates.
+How to read it: `prefilled` counts tokens whose keys and values were computed for a prefix, from the counters of the
+engine. It is exact and reproducible. `new in all turns` is the minimum: prompt and observations. The remainder with
+reuse is one token per turn (the last sampled one, which was never an input), minus tokens shared by sessions that start
+with the same token. Time savings grow with the turns and with the share of prefill; this model is so small that
+decoding dominates.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ CALL_S_MAX = 2.0
 
 
 async def until_update(layout: RunLayout, update: int, *, limit_s: float) -> int:
-    """Wait until `update` is committed, and return the newest one. The gateway may be unavailable meanwhile. Raises TimeoutError."""
+    """Wait until `update` is committed, and return the newest one. The gateway may be unavailable meanwhile. Raises
+    TimeoutError."""
     async with asyncio.timeout(limit_s), open_channel(layout.gateway, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         while True:

@@ -1,12 +1,13 @@
-"""Which tokens to train, on one tiny task, seed by seed: all (`grpo`), the fifth with the highest entropy (`grpo_high_entropy`), or a
-random fifth as a control.
+"""Which tokens to train, on one tiny task, seed by seed: all (`grpo`), the fifth with the highest entropy
+(`grpo_high_entropy`), or a random fifth as a control.
 
-An untrained model of one layer writes 16 tokens; its reward is the share of digits among the characters. The loop has no mesh
-(`bare_loop`): engine, trainer, episodes and scorers are those of a run. All arms have the same initial model, tasks, learning rate and
-number of updates, and are on-policy.
+An untrained model of one layer writes 16 tokens; its reward is the share of digits among the characters. The loop has
+no mesh (`bare_loop`): engine, trainer, episodes and scorers are those of a run. All arms have the same initial model,
+tasks, learning rate and number of updates, and are on-policy.
 
-How to read it: `first`, `at 40` and `last` are mean rewards of the samples of 5 updates: the first ones, 36 to 40, and the last ones.
-`share` is the share of the sampled tokens with a gradient, over all updates. A difference whose sign changes between seeds means nothing.
+How to read it: `first`, `at 40` and `last` are mean rewards of the samples of 5 updates: the first ones, 36 to 40, and
+the last ones. `share` is the share of the sampled tokens with a gradient, over all updates. A difference whose sign
+changes between seeds means nothing.
 """
 
 from __future__ import annotations

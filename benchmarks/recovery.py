@@ -1,12 +1,13 @@
 """How long training pauses after the kill -9 of each service.
 
-A run as processes under the supervisor: real services, nats-server, jailed tool sessions of the fake sandbox; engine and trainer are
-fakes, so that updates follow each other quickly and a pause is that of the mesh. Each process is killed in turn. The result is the time
-from the kill to the second update committed after it (the first may have been in flight). The baseline, in the same run and in turns, is
-the same wait without a kill.
+A run as processes under the supervisor: real services, nats-server, jailed tool sessions of the fake sandbox; engine
+and trainer are fakes, so that updates follow each other quickly and a pause is that of the mesh. Each process is killed
+in turn. The result is the time from the kill to the second update committed after it (the first may have been in
+flight). The baseline, in the same run and in turns, is the same wait without a kill.
 
-How to read it: `pause` is the median wait minus the baseline's. It includes the back-off of the supervisor, the start of an interpreter (most of
-it on a slow machine), recovery, joining, weights, and the expiry of leases: `episode_lease_s` is 4 s here, the batch lease 6 s.
+How to read it: `pause` is the median wait minus the baseline's. It includes the back-off of the supervisor, the start
+of an interpreter (most of it on a slow machine), recovery, joining, weights, and the expiry of leases:
+`episode_lease_s` is 4 s here, the batch lease 6 s.
 """
 
 from __future__ import annotations

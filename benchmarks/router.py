@@ -1,16 +1,19 @@
 """Policies of the router under long-tailed sessions on 4 nodes: computed prefix tokens, latency and balance.
 
-Groups of sessions share a prompt: the system prompt of one of a few environments, and a task. A session has several turns, and sends its
-whole history in each one. Turns per session are long-tailed, and a session pauses between turns (a tool). The nodes are real inference
-nodes with the torch engine and the demo's model, in this process. Their caches are too small for all sessions, so that engines evict.
-Policies take turns on the same nodes with the same lengths and pauses. Their tokens differ, so that no policy finds what another one left.
+Groups of sessions share a prompt: the system prompt of one of a few environments, and a task. A session has several
+turns, and sends its whole history in each one. Turns per session are long-tailed, and a session pauses between turns (a
+tool). The nodes are real inference nodes with the torch engine and the demo's model, in this process. Their caches are
+too small for all sessions, so that engines evict. Policies take turns on the same nodes with the same lengths and
+pauses. Their tokens differ, so that no policy finds what another one left.
 
-The policies: `rollmesh` is the router of the product. `round robin` takes the next node for every request, `round robin of sessions` for
-every new session. `hash of session` and `hash of prompt` are consistent hashing on the session's id and on the shared prompt of a group.
+The policies: `rollmesh` is the router of the product. `round robin` takes the next node for every request, `round robin
+of sessions` for every new session. `hash of session` and `hash of prompt` are consistent hashing on the session's id
+and on the shared prompt of a group.
 
-How to read it: `computed` is the number of prefix tokens that the engines computed, by their own counters; `over round robin` is the ratio
-in the same repetition, below 1 is better. `turn` is the latency of a turn from the request to its last token. `busiest node` is the share
-of the sampled tokens at the node with most of them; 0.25 is perfect balance. The notes have the CPU time of one choice.
+How to read it: `computed` is the number of prefix tokens that the engines computed, by their own counters; `over round
+robin` is the ratio in the same repetition, below 1 is better. `turn` is the latency of a turn from the request to its
+last token. `busiest node` is the share of the sampled tokens at the node with most of them; 0.25 is perfect balance.
+The notes have the CPU time of one choice.
 """
 
 from __future__ import annotations
@@ -94,8 +97,8 @@ class Measured:
 def run(quick: bool) -> Report:
     repetitions = 1 if quick else 8
     setting = (
-        f"{NUM_NODES} torch nodes of {SLOTS} slots, 359k parameters; {NUM_GROUPS} groups of {GROUP_SIZE} sessions, {NUM_AT_ONCE} at once, "
-        f"prompts of {SYSTEM_TOKENS} + {TASK_TOKENS} tokens; {repetitions} laps in turns"
+        f"{NUM_NODES} torch nodes of {SLOTS} slots, 359k parameters; {NUM_GROUPS} groups of {GROUP_SIZE} sessions, "
+        f"{NUM_AT_ONCE} at once, prompts of {SYSTEM_TOKENS} + {TASK_TOKENS} tokens; {repetitions} laps in turns"
     )
     report = Report("router", setting)
     measured = {name: Measured() for name in POLICIES}
@@ -263,8 +266,8 @@ def _fleet_node(node_id: str, address: str) -> coordinator_pb2.FleetNode:
 def _choice_note(num_nodes: int, num: int) -> str:
     turns, prompts = asyncio.run(_choice_us(num_nodes, num))
     return (
-        f"CPU of a choice, {num_nodes} nodes, histories of 1,024 tokens: {turns:.1f} us for the next turn of a session, "
-        f"{prompts:.1f} us for a new session"
+        f"CPU of a choice, {num_nodes} nodes, histories of 1,024 tokens: {turns:.1f} us for the next turn of a "
+        f"session, {prompts:.1f} us for a new session"
     )
 
 

@@ -1,12 +1,13 @@
-"""Rows per engine step and CPU per token of the torch engine, with and without holds, under clients that arrive one by one.
+"""Rows per engine step and CPU per token of the torch engine, with and without holds, under clients that arrive one by
+one.
 
-Each client is a session of several turns, as of an agent: it sends its history, waits for the answer, and pauses before the next turn
-(a tool, other work). The pauses are random, so that turns do not begin together. With long pauses few of the clients wait for the engine
-at once, with short ones most of them do.
+Each client is a session of several turns, as of an agent: it sends its history, waits for the answer, and pauses before
+the next turn (a tool, other work). The pauses are random, so that turns do not begin together. With long pauses few of
+the clients wait for the engine at once, with short ones most of them do.
 
-How to read it: `hold_ms` 0 is the engine without holds. CPU is that of the whole process, with the event loop and the clients. `CPU over
-no hold` and `wall over no hold` are medians over pairs of consecutive laps, below 1 is better. `ms per token` includes the wait for the
-first token of a turn. All rows of a work have the same number of tokens.
+How to read it: `hold_ms` 0 is the engine without holds. CPU is that of the whole process, with the event loop and the
+clients. `CPU over no hold` and `wall over no hold` are medians over pairs of consecutive laps, below 1 is better. `ms
+per token` includes the wait for the first token of a turn. All rows of a work have the same number of tokens.
 """
 
 from __future__ import annotations

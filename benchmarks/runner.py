@@ -40,7 +40,8 @@ METHODS = "methods"
 
 
 def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None, options: Mapping[str, Any]) -> bool:
-    """Run the benches in `names`, or `BENCHES` if it is empty. Return whether they met their targets, which short runs do not judge.
+    """Run the benches in `names`, or `BENCHES` if it is empty. Return whether they met their targets, which short runs
+    do not judge.
 
     `options` are for `WITH_OPTIONS`. Raises InvalidInput for an unknown bench."""
     if METHODS in names:

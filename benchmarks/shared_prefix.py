@@ -1,12 +1,14 @@
-"""Updates and log-probs of groups whose samples share the prompt's forward (`learner.packing.shared_row_tokens`), against separate ones.
+"""Updates and log-probs of groups whose samples share the prompt's forward (`learner.packing.shared_row_tokens`),
+against separate ones.
 
-The trainer of the baseline has the same model, samples and tokens per micro-batch, and computes the prompt for every sample. Both take turns.
-A `pass` computes log-probs without gradient, as those of the reference model.
+The trainer of the baseline has the same model, samples and tokens per micro-batch, and computes the prompt for every
+sample. Both take turns. A `pass` computes log-probs without gradient, as those of the reference model.
 
-How to read it: `tokens` are those that an update computes, without padding; they follow from the lengths. `update, CPU` and `pass, CPU` are
-the CPU time of separate samples over that of shared prompts, lap by lap. Above 1, sharing is faster. The ratio of tokens is the most that the
-linear layers can save. Attention costs the square of a row, which takes a part of it back. Where it would take all of it, samples do not
-share, and the ratio shows the cost of that decision.
+How to read it: `tokens` are those that an update computes, without padding; they follow from the lengths. `update, CPU`
+and `pass, CPU` are the CPU time of separate samples over that of shared prompts, lap by lap. Above 1, sharing is
+faster. The ratio of tokens is the most that the linear layers can save. Attention costs the square of a row, which
+takes a part of it back. Where it would take all of it, samples do not share, and the ratio shows the cost of that
+decision.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""The demo, shortened, under long-tailed tool latency, with eta = 0, 1, 2, 4: trained staleness, dropped samples and time of each bound.
+"""The demo, shortened, under long-tailed tool latency, with eta = 0, 1, 2, 4: trained staleness, dropped samples and
+time of each bound.
 
-One warm-started model for all; only `run.max_staleness` differs. Tool calls take extra time from a Pareto distribution, so that a
-few episodes delay their groups and others overtake them: lag eta is reached and, with a small eta, slow samples are dropped. The baseline is eta = 0, synchronous training.
+One warm-started model for all; only `run.max_staleness` differs. Tool calls take extra time from a Pareto distribution,
+so that a few episodes delay their groups and others overtake them: lag eta is reached and, with a small eta, slow
+samples are dropped. The baseline is eta = 0, synchronous training.
 
-How to read it: `lags` is the share of trained samples by staleness, never above eta; `stale` is the number of dropped samples.
-`wall s` decreases with eta, because no batch waits for the slowest episode. `after` of this short run shows that training works, not which
-eta is best.
+How to read it: `lags` is the share of trained samples by staleness, never above eta; `stale` is the number of dropped
+samples. `wall s` decreases with eta, because no batch waits for the slowest episode. `after` of this short run shows
+that training works, not which eta is best.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Seconds and updates to a fixed held-out success, asynchronous against synchronous, under long-tailed tool latency.
 
-The small demo from one warm-started model per seed; tool calls take extra time from a Pareto distribution. eta = 0 (synchronous: every
-batch waits for its slowest episode) and eta = 2 take turns, seed by seed. A run stops at the evaluation that reaches the target.
+The small demo from one warm-started model per seed; tool calls take extra time from a Pareto distribution. eta = 0
+(synchronous: every batch waits for its slowest episode) and eta = 2 take turns, seed by seed. A run stops at the
+evaluation that reaches the target.
 
-How to read it: `s to target` is training time without warm start; `ratio` is synchronous over asynchronous, so above 1 asynchrony wins. A
-run that did not reach the target within its updates counts with its whole time, marked by `>`; check its success.
+How to read it: `s to target` is training time without warm start; `ratio` is synchronous over asynchronous, so above 1
+asynchrony wins. A run that did not reach the target within its updates counts with its whole time, marked by `>`; check
+its success.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A complete GRPO trainer that speaks gRPC to a mesh. It uses the messages of protos/rollmesh/v1, torch and transformers, nothing else.
+"""A complete GRPO trainer that speaks gRPC to a mesh. It uses the messages of protos/rollmesh/v1, torch and
+transformers, nothing else.
 
     python examples/trainer_grpc.py HOST:PORT TOKEN_FILE MODEL_FOLDER configs/trainer_grpc.json OUT_FOLDER
 
-The order of the calls is in `train`; docs/trainers.md gives the reason for each. OUT_FOLDER gets the checkpoint and the weights. After a
-crash, start the same command again: the trainer resumes from its checkpoint, and the coordinator resolves the samples in between.
-The channel has no TLS, so the gateway must be on loopback.
+The order of the calls is in `train`; docs/trainers.md gives the reason for each. OUT_FOLDER gets the checkpoint and the
+weights. After a crash, start the same command again: the trainer resumes from its checkpoint, and the coordinator
+resolves the samples in between. The channel has no TLS, so the gateway must be on loopback.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def renewed(gateway: Gateway, lease: run_pb2.LeaseBatchResponse) -> Iterator[Non
 def group_advantages(group: types_pb2.GroupContext) -> dict[str, float]:
     """GRPO: return (reward - mean) / (std + 1e-6) by sample id.
 
-    The group has all scored members, trained or not; a baseline over the trained members alone would be biased. Members with a failed
-    scorer have no reward. An episode with several samples counts once.
+    The group has all scored members, trained or not; a baseline over the trained members alone would be biased. Members
+    with a failed scorer have no reward. An episode with several samples counts once.
     """
     members = [m for m in group.members if all(r.outcome == types_pb2.REWARD_OUTCOME_OK for r in m.rewards)]
     rewards = torch.tensor([sum(r.value for r in m.rewards) for m in members], dtype=torch.float64)
@@ -121,7 +122,8 @@ def group_advantages(group: types_pb2.GroupContext) -> dict[str, float]:
 def seen(groups: Iterable[types_pb2.GroupContext]) -> str:
     """Return counts of what a method may read of all members of the groups, also of those that were not leased.
 
-    `summary` has role, finish, and per turn the number of tokens, their mean log-prob and a digest of the observation before it.
+    `summary` has role, finish, and per turn the number of tokens, their mean log-prob and a digest of the observation
+    before it.
     """
     members = [member for group in groups for member in group.members]
     turns = [turn for member in members for turn in member.summary.turns]
@@ -133,7 +135,8 @@ def seen(groups: Iterable[types_pb2.GroupContext]) -> str:
 
 
 def path_tokens(episode: types_pb2.Episode, leaf: int, mask_below_step: int) -> list[tuple[float, ...]]:
-    """Return (token, trained?, behavior log-prob, temperature) per token, from the root of the segment tree to the segment `leaf`."""
+    """Return (token, trained?, behavior log-prob, temperature) per token, from the root of the segment tree to the
+    segment `leaf`."""
     path = []
     while leaf >= 0:
         path.append(episode.segments[leaf])
@@ -174,7 +177,8 @@ def fetch_samples(gateway: Gateway, lease: run_pb2.LeaseBatchResponse) -> dict[s
 
 
 def token_ratios(model: Any, samples: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return policy / behavior policy, advantage and mask, [samples, tokens] each. The ratio of a token that is not trained is 1."""
+    """Return policy / behavior policy, advantage and mask, [samples, tokens] each. The ratio of a token that is not
+    trained is 1."""
     rows = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)  # [samples, tokens, 5]
     token_ids = rows[:, :, 0].long()
     mask, behavior_logprobs, temperature, advantage = rows[:, 1:, 1:].float().unbind(-1)
@@ -185,7 +189,8 @@ def token_ratios(model: Any, samples: list[torch.Tensor]) -> tuple[torch.Tensor,
 
 
 def policy_loss(model: Any, samples: list[torch.Tensor]) -> torch.Tensor:
-    """PPO's clipped objective against the policy that sampled, with a higher upper clip. Every trained token has the same weight."""
+    """PPO's clipped objective against the policy that sampled, with a higher upper clip. Every trained token has the
+    same weight."""
     ratio, advantage, mask = token_ratios(model, samples)
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     gain = torch.minimum(ratio * advantage, clipped * advantage) * mask
@@ -231,9 +236,11 @@ def save_checkpoint(path: Path, model: Any, optimizer: Any, update: int, digest:
 
 
 def upload_weights(depot: Any, metadata: Any, data: bytes, owner: str) -> str:
-    """Upload one safetensors file in chunks, then its manifest. Return the digest of the manifest, which names the weights.
+    """Upload one safetensors file in chunks, then its manifest. Return the digest of the manifest, which names the
+    weights.
 
-    Equal weights have an equal digest, so the upload may be repeated. The depot keeps blobs as long as they have an owner.
+    Equal weights have an equal digest, so the upload may be repeated. The depot keeps blobs as long as they have an
+    owner.
     """
     chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
     named = [weights_pb2.WeightChunk(digest=sha256(chunk).hexdigest(), size_bytes=len(chunk)) for chunk in chunks]

@@ -150,7 +150,8 @@ ALERTS = (
     ),
     Alert(
         name="TrainerAbsent",
-        expr=f"sum by (job, run) ({select(co.GROUPS, state=('ready', 'in_doubt'))}) > 0 unless (max by (job, run) ({_BATCH}) > 0 or "
+        expr=f"sum by (job, run) ({select(co.GROUPS, state=('ready', 'in_doubt'))}) > 0 unless (max by (job, run) "
+        f"({_BATCH}) > 0 or "
         f"max by (job, run) ({select(co.WAITING, who='trainers')}) > 0)",
         for_s=STALL_S,
         severity="critical",
@@ -191,7 +192,8 @@ ALERTS = (
     ),
     Alert(
         name="KindMissing",
-        expr=f"max_over_time(({_kinds('ready')})[1h:1m]) and on (job) group by (job) ({select(co.NODES)}) unless {_kinds('ready')}",
+        expr=f"max_over_time(({_kinds('ready')})[1h:1m]) and on (job) group by (job) ({select(co.NODES)}) unless "
+        f"{_kinds('ready')}",
         for_s=COMMAND_S,
         severity="critical",
         summary="No {{ $labels.kind }} node of {{ $labels.job }} is READY.",
@@ -199,7 +201,8 @@ ALERTS = (
     ),
     Alert(
         name="NodeFlapping",
-        expr=f"sum by (job, kind) (increase({select(co.NODE_CHANGES, state='suspect')}[15m])) > 3 + sum by (job, kind) ({select(co.NODES)})",
+        expr=f"sum by (job, kind) (increase({select(co.NODE_CHANGES, state='suspect')}[15m])) > 3 + sum by (job, kind) "
+        f"({select(co.NODES)})",
         severity="warning",
         summary="{{ $labels.kind }} nodes lost their connection {{ $value | humanize }} times in 15 minutes.",
         runbook="node-flapping",
@@ -216,7 +219,8 @@ ALERTS = (
         name="NodeQuarantined",
         expr=f"sum by (job, kind) ({select(co.NODES, state='quarantined')}) > 0",
         severity="warning",
-        summary="{{ $value }} {{ $labels.kind }} nodes are QUARANTINED: they scored the probes of a version differently.",
+        summary="{{ $value }} {{ $labels.kind }} nodes are QUARANTINED: they scored the probes of a version "
+        "differently.",
         runbook="quarantined-version",
     ),
     Alert(
@@ -229,7 +233,8 @@ ALERTS = (
     Alert(
         name="OldWeights",
         # Nodes serve the live run. A run that has ended, and is led because it gets requests, may have a higher step.
-        expr=f"max by (job) ({select(co.STEP, state='published')} and on (job, run) {_LIVE}) - on (job) group_right () {select(inference.VERSION)} "
+        expr=f"max by (job) ({select(co.STEP, state='published')} and on (job, run) {_LIVE}) - on (job) group_right () "
+        f"{select(inference.VERSION)} "
         f"> {DEFAULTS.run.max_staleness}",
         for_s=PREPARE_S,
         severity="warning",
@@ -288,7 +293,8 @@ ALERTS = (
     ),
     Alert(
         name="EpisodesPending",
-        expr=f"sum by (job, run) ({select(co.PENDING)}) > 0 unless sum by (job, run) ({select(co.WAITING, who='workers')}) > 0",
+        expr=f"sum by (job, run) ({select(co.PENDING)}) > 0 unless sum by (job, run) "
+        f"({select(co.WAITING, who='workers')}) > 0",
         for_s=900,
         severity="info",
         summary="{{ $value }} episodes of run {{ $labels.run }} wait, and every rollout worker is full.",
@@ -307,14 +313,16 @@ ALERTS = (
         expr=f"max by (job, node) ({select(sandbox.QUEUED)}) > {DEFAULTS.sandbox.starts_queued_max // 2}",
         for_s=300,
         severity="info",
-        summary="{{ $value }} sessions wait for their start at {{ $labels.node }}; at sandbox.starts_queued_max it rejects more.",
+        summary="{{ $value }} sessions wait for their start at {{ $labels.node }}; at sandbox.starts_queued_max it "
+        "rejects more.",
         runbook="saturated-services",
     ),
     # Errors of services
     Alert(
         name="RpcErrors",
         # The first error of a method makes its series, with the value 1 and without an increase.
-        expr=f"sum by (job, service, method) (increase({_FAULTS}[10m]) > 0 or {_FAULTS} unless {_FAULTS} offset 10m) > 0",
+        expr=f"sum by (job, service, method) (increase({_FAULTS}[10m]) > 0 or {_FAULTS} unless {_FAULTS} offset 10m) > "
+        "0",
         for_s=300,
         severity="warning",
         summary="{{ $labels.service }}/{{ $labels.method }} fails with an error that the service does not expect.",

@@ -1,7 +1,7 @@
 """Dashboards of Grafana and alert rules of Prometheus, generated from the metrics of the services.
 
-`python -m tools.dashboards deploy [RUNBOOKS]` writes `grafana/*.json` and `alerts.yml` into the folder `deploy`. RUNBOOKS is the
-address of docs/runbooks.md at your site, for the links of the alerts. Default: docs/runbooks.md.
+`python -m tools.dashboards deploy [RUNBOOKS]` writes `grafana/*.json` and `alerts.yml` into the folder `deploy`.
+RUNBOOKS is the address of docs/runbooks.md at your site, for the links of the alerts. Default: docs/runbooks.md.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ PROGRESS = Section(
         Panel(
             title="Rewards",
             queries=[_max(co.REWARD, "run, reward")],
-            text="Mean over the groups of the last update. It moves with the tasks that are drawn; compare held-out success.",
+            text="Mean over the groups of the last update. It moves with the tasks that are drawn; compare held-out "
+            "success.",
         ),
         Panel(
             title="Since the last progress",
@@ -164,7 +165,8 @@ STALENESS = Section(
         Panel(
             title="Staleness of trained samples",
             queries=[_mean(co.STALENESS, "run"), _quantile(co.STALENESS, "run")],
-            text="No sample is above run.max_staleness. A mean that approaches it means that samples are about to end as stale.",
+            text="No sample is above run.max_staleness. A mean that approaches it means that samples are about to end "
+            "as stale.",
         ),
         Panel(
             title="Groups ahead of the update",
@@ -226,7 +228,8 @@ TIME = Section(
             queries=[_rate(learner.PHASE_SECONDS, "phase")],
             unit="percentunit",
             stacked=True,
-            text="Share of time. A large share of wait means that rollouts are the bottleneck. Other phases count when they end.",
+            text="Share of time. A large share of wait means that rollouts are the bottleneck. Other phases count when "
+            "they end.",
         ),
         Panel(
             title="Stages of an episode",
@@ -277,7 +280,8 @@ NODES = Section(
             title="Lost connections",
             queries=[
                 Query(
-                    expr=f"sum by (kind, state) (increase({_of(co.NODE_CHANGES, state=('suspect', 'dead', 'quarantined'))}[{RATE}]))",
+                    expr="sum by (kind, state) (increase("
+                    f"{_of(co.NODE_CHANGES, state=('suspect', 'dead', 'quarantined'))}[{RATE}]))",
                     legend="{{kind}} {{state}}",
                 )
             ],

@@ -1,7 +1,7 @@
 """The reference pages of the protocol, generated from the descriptors and comments of protos/.
 
-`tools.reference` writes a page per file. It needs protoc of the package grpcio-tools, because the generated Python code has no
-comments.
+`tools.reference` writes a page per file. It needs protoc of the package grpcio-tools, because the generated Python code
+has no comments.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class _FilePage:
 
 
 def _paragraphs(comment: str) -> list[str]:
-    """Return the paragraphs of a comment as Markdown. Indented lines such as `NOT_FOUND: the cause` become items of a list, other
-    indented lines a block of text."""
+    """Return the paragraphs of a comment as Markdown. Indented lines such as `NOT_FOUND: the cause` become items of a
+    list, other indented lines a block of text."""
     lines: list[str] = []
     for indented, run in groupby(textwrap.dedent(comment).strip("\n").split("\n"), lambda line: line.startswith(" ")):
         block = list(run)

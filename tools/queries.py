@@ -20,7 +20,8 @@ LabelValue = str | tuple[str, ...] | Not
 
 
 def select(metric: Metric, suffix: str = "", *, scope: str = "", **labels: LabelValue) -> str:
-    """Return a selector, e.g. `rollmesh_coordinator_nodes{state=~"suspect|dead"}`. `scope` is a list of matchers that comes first.
+    """Return a selector, e.g. `rollmesh_coordinator_nodes{state=~"suspect|dead"}`. `scope` is a list of matchers that
+    comes first.
 
     Raises ValueError if the metric does not have the label or the value.
     """

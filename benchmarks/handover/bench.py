@@ -1,13 +1,14 @@
 """Samples per second and CPU per sample from worker to trainer, against the same transfer with Ray.
 
-Ours: lease -> payload to a file of the run -> report -> batch lease -> read -> commit, with checkpoint and weights as in any run. Three
-processes (services; worker; learner) and nats-server; the worker generates nothing, the trainer computes nothing. Ray: worker actor ->
-object store -> controller actor -> driver (`ray_handover`), with the processes that Ray starts. Both move the same arrays in lists of the same length.
+Ours: lease -> payload to a file of the run -> report -> batch lease -> read -> commit, with checkpoint and weights as
+in any run. Three processes (services; worker; learner) and nats-server; the worker generates nothing, the trainer
+computes nothing. Ray: worker actor -> object store -> controller actor -> driver (`ray_handover`), with the processes
+that Ray starts. Both move the same arrays in lists of the same length.
 
-How to read it: `ours is` above 1 means that ours is better. The guarantees differ. Ours writes every payload and every decision to a file,
-checks and fences each step, and survives the kill of any process. Ray keeps references and objects in memory and loses them with their
-owner, but reads them without a copy. The baseline needs a Python with Ray: `pip install ray` in a separate environment, and set
-ROLLMESH_RAY_PYTHON to its interpreter. Without it only our rows appear.
+How to read it: `ours is` above 1 means that ours is better. The guarantees differ. Ours writes every payload and every
+decision to a file, checks and fences each step, and survives the kill of any process. Ray keeps references and objects
+in memory and loses them with their owner, but reads them without a copy. The baseline needs a Python with Ray: `pip
+install ray` in a separate environment, and set ROLLMESH_RAY_PYTHON to its interpreter. Without it only our rows appear.
 """
 
 from __future__ import annotations
@@ -160,7 +161,10 @@ def _config() -> MeshConfig:
     return config_from_dict(
         MeshConfig,
         {
-            "run": {"name": "bench", "max_staleness": 2, "batch_groups": 64, "group_size": 8, "updates_max": 0, "eval_every": 0},
+            "run": {
+                "name": "bench", "max_staleness": 2, "batch_groups": 64, "group_size": 8,
+                "updates_max": 0, "eval_every": 0,
+            },
             "counts": {"sandbox": 0},
             "reward": {"finalizer": {"name": "keep_all"}},
             "coordinator": {"streams": {"samples_bytes_max": 2 << 30}},

@@ -1,8 +1,9 @@
 """The transfer of samples with Ray: worker actor -> object store -> controller actor -> trainer (the driver).
 
-It runs in a Python with Ray and without rollmesh: `python ray_handover.py SAMPLE_BYTES BATCH NUM_BATCHES WARM_BATCHES`. It prints one line
-of JSON. The controller grants leases under an admission bound, keeps references and metadata, and returns batches, as the coordinator
-does. Nothing is durable or checked, and no call has a deadline. Leases, reports and batches are lists of the same length as ours.
+It runs in a Python with Ray and without rollmesh: `python ray_handover.py SAMPLE_BYTES BATCH NUM_BATCHES WARM_BATCHES`.
+It prints one line of JSON. The controller grants leases under an admission bound, keeps references and metadata, and
+returns batches, as the coordinator does. Nothing is durable or checked, and no call has a deadline. Leases, reports and
+batches are lists of the same length as ours.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A rollout worker that generates nothing: it leases episodes, stores payloads of a given size, and reports them.
 
-`python -m benchmarks.handover.worker RUN_DIR CONFIG SAMPLE_BYTES`, beside the processes of a run. Leases, payload, stream and report
-are real; only the tokens are the same every time.
+`python -m benchmarks.handover.worker RUN_DIR CONFIG SAMPLE_BYTES`, beside the processes of a run. Leases, payload,
+stream and report are real; only the tokens are the same every time.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from rollmesh.shared.domain.trajectory import Purpose, Role, Source
 
 
 class FirstGiven(ToolCallingAgent):
-    """Episode 0 of a training group is the ideal episode of its calculator task, given and not sampled. The model plays the others."""
+    """Episode 0 of a training group is the ideal episode of its calculator task, given and not sampled. The model plays
+    the others."""
 
     async def run(self, task: Task, env: Environment) -> None:
         if env.purpose is not Purpose.TRAIN or env.index:

@@ -1,6 +1,7 @@
 """One arm of `rollmesh bench methods`, and the process that runs arms.
 
-The process reads one JSON `ArmWork` per line from standard input and writes one JSON `Made` per line to standard output:
+The process reads one JSON `ArmWork` per line from standard input and writes one JSON `Made` per line to standard
+output:
 
     python -m benchmarks.methods.arm
 
@@ -82,7 +83,8 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
-    """Return the configuration of an arm, the folder of a user's files, and what `settings_digest` covers. Raises ConfigError."""
+    """Return the configuration of an arm, the folder of a user's files, and what `settings_digest` covers. Raises
+    ConfigError."""
     file = find_recipe(arm.method)
     about, recipe = read_recipe(file)
     task = TASKS[arm.task]
@@ -109,7 +111,8 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
 
 
 def settings_digest(arm: MethodArm, size: Size) -> str:
-    """Return the digest of the settings of the recipe and of the task as they are written, and of the size. It does not cover code."""
+    """Return the digest of the settings of the recipe and of the task as they are written, and of the size. It does not
+    cover code."""
     _, _, covered = resolved(arm)
     text = msgspec.json.encode({**covered, "size": msgspec.to_builtins(size)}, order="sorted")
     return hashlib.sha256(text).hexdigest()[:16]

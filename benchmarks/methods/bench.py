@@ -1,4 +1,5 @@
-"""Every method against its baseline, on small tasks and with exact lag: what the papers lead one to expect, and what happens here.
+"""Every method against its baseline, on small tasks and with exact lag: what the papers lead one to expect, and what
+happens here.
 
 An arm trains a tiny model with one recipe on one task (`methods_tasks`) in the bare loop (`bare_loop`): generation, reward and update in
 one process without services. At lag n the weights of n updates ago generate. Arms of one task, lag and seed have the same initial model,
@@ -7,8 +8,9 @@ is compared, and `about.expected` the expected differences.
 
     arms to run -> processes of `methods_arm`, one arm at a time each -> records.jsonl -> comparisons (`methods_verdict`) -> report
 
-A record is written when its arm ends, and arms with a record are not run again. The budget is in CPU seconds, which exclude the waiting
-for a busy core. Rewards of groups without variance stay in the batch, because the bare loop has no finalizer.
+A record is written when its arm ends, and arms with a record are not run again. The budget is in CPU seconds, which
+exclude the waiting for a busy core. Rewards of groups without variance stay in the batch, because the bare loop has no
+finalizer.
 """
 
 from __future__ import annotations
@@ -89,11 +91,13 @@ class MethodsOutcome:
     missing: list[MethodArm] = field(default_factory=list)
     rows: list[MethodComparison] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
-    """Causes of arms without a record, whose process ended or exceeded `ARM_S_MAX`. They are run again by the next call."""
+    """Causes of arms without a record, whose process ended or exceeded `ARM_S_MAX`. They are run again by the next
+    call."""
 
 
 def planned(options: MethodsOptions) -> list[MethodArm]:
-    """Return the arms, seed by seed, each baseline before its methods, so that an early end leaves whole pairs. Raises ConfigError."""
+    """Return the arms, seed by seed, each baseline before its methods, so that an early end leaves whole pairs. Raises
+    ConfigError."""
     arms: dict[MethodArm, None] = {}
     for seed in options.seeds:
         for method in options.methods or recipe_names():
@@ -136,7 +140,8 @@ def read_outcome(options: MethodsOptions) -> MethodsOutcome:
 
 
 async def run_methods(options: MethodsOptions, report: Progress) -> MethodsOutcome:
-    """Run the arms without a record until the budget is spent, and return the state of the records. `report` gets lines of progress."""
+    """Run the arms without a record until the budget is spent, and return the state of the records. `report` gets lines
+    of progress."""
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "models").mkdir(exist_ok=True)
     before = read_outcome(options)
@@ -182,7 +187,8 @@ class _Run:
                 await process.wait()
 
     def _affordable(self) -> bool:
-        """Return whether another arm of mean cost fits into the budget. The first arm of a call needs a budget above 0."""
+        """Return whether another arm of mean cost fits into the budget. The first arm of a call needs a budget above
+        0."""
         spent = sum(self._cpu_s)
         mean = spent / max(1, len(self._cpu_s))
         return spent < self._options.cpu_s and spent + (self._num_running + 1) * mean <= self._options.cpu_s
@@ -236,7 +242,8 @@ def _name(arm: MethodArm) -> str:
 
 @cache
 def commit() -> str:
-    """Return the commit of this code, with `-changed` if tracked files differ from it, or the version of the package outside a repository."""
+    """Return the commit of this code, with `-changed` if tracked files differ from it, or the version of the package
+    outside a repository."""
     here = Path(__file__)
     for command in (
         ["ls-files", "--error-unmatch", here.name],

@@ -35,8 +35,8 @@ OF_UPDATES: tuple[Measure, ...] = ("ess",)
 
 
 class MethodArm(msgspec.Struct, frozen=True, kw_only=True):
-    """One training run: a method on a task at a lag with a seed and a learning rate. Arms that differ only in the method are paired: same
-    initial model, same order of prompts, same evaluations."""
+    """One training run: a method on a task at a lag with a seed and a learning rate. Arms that differ only in the
+    method are paired: same initial model, same order of prompts, same evaluations."""
 
     method: str
     """Name of the recipe, or its file."""
@@ -103,7 +103,8 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_records(file: Path) -> list[ArmRecord]:
-    """Return the records in a file, none if it does not exist. A last line that was not written completely is ignored."""
+    """Return the records in a file, none if it does not exist. A last line that was not written completely is
+    ignored."""
     if not file.exists():
         return []
     lines = file.read_bytes().split(b"\n")
@@ -122,7 +123,8 @@ def append_record(file: Path, record: ArmRecord) -> None:
 def chosen_records(
     records: Sequence[ArmRecord], settings: Mapping[MethodArm, str], commit: str | None
 ) -> dict[MethodArm, ArmRecord]:
-    """Return the last record of each arm of `settings` with these settings, of `commit` or, if it is None, of any commit.
+    """Return the last record of each arm of `settings` with these settings, of `commit` or, if it is None, of any
+    commit.
 
     Failures of other commits do not count.
     """

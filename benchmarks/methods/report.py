@@ -39,10 +39,19 @@ def markdown(
     lines = [
         "# Methods, compared",
         "",
-        f"{len(records)} arms, {cpu_s / 3600:.2f} CPU hours, commit {', '.join(commits) or 'none'}; {missing} arms have no record.",
+        (
+            f"{len(records)} arms, {cpu_s / 3600:.2f} CPU hours, commit {', '.join(commits) or 'none'}; {missing} arms "
+            "have no record."
+        ),
         "",
-        f"A measure is the mean of the last {LAST} evaluations (`ess`: of the updates since the first of these), which sample at",
-        f"temperature 1, {EVAL_SAMPLES} times per held-out task. A difference is shown beyond {ERRORS:g} standard errors of the pairs",
+        (
+            f"A measure is the mean of the last {LAST} evaluations (`ess`: of the updates since the first of these), "
+            "which sample at"
+        ),
+        (
+            f"temperature 1, {EVAL_SAMPLES} times per held-out task. A difference is shown beyond {ERRORS:g} standard "
+            "errors of the pairs"
+        ),
         "of seeds. With 3 seeds, 18 % of the comparisons without a true difference exceed that.",
         "",
         *_table(HEAD, [_comparison_cells(row) for row in rows]),
@@ -65,7 +74,8 @@ def markdown(
 def _comparison_cells(row: MethodComparison) -> list[str]:
     error = "" if row.error is None else f" ± {row.error:.3f}"
     return [
-        row.method, row.baseline, row.task, str(row.lag), f"{row.lr:g}", row.measure, f"{row.value:.3f}", f"{row.baseline_value:.3f}",
+        row.method, row.baseline, row.task, str(row.lag), f"{row.lr:g}", row.measure,
+        f"{row.value:.3f}", f"{row.baseline_value:.3f}",
         f"{row.difference:+.3f}{error}", str(row.seeds), row.expected, row.verdict,
     ]  # fmt: skip
 

@@ -48,7 +48,8 @@ class FlippedExact(ExactScorer):
 
 
 class IdealTurns(ExactScorer):
-    """The exact scorer, and a reward `turn` for the last segment of each turn: 1 if it is the turn of the ideal episode, else 0.
+    """The exact scorer, and a reward `turn` for the last segment of each turn: 1 if it is the turn of the ideal
+    episode, else 0.
 
     The ideal episode has one call for each operator of the expression, from left to right, and then the answer.
     """

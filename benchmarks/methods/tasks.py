@@ -1,6 +1,7 @@
 """The tasks of `rollmesh bench methods`: small, and each for one kind of difference between methods.
 
-All are calculator tasks of `rollmesh.demo.families.calc` with a tiny warm-started model. Tasks with the same `model` share it.
+All are calculator tasks of `rollmesh.demo.families.calc` with a tiny warm-started model. Tasks with the same `model`
+share it.
 """
 
 from __future__ import annotations
@@ -89,13 +90,15 @@ TASKS: Mapping[str, TaskOfMethods] = {
         },
     ),
     "turns": TaskOfMethods(
-        summary="Expressions with two or three operators; besides the answer, every turn has a reward if it is the ideal one.",
+        summary="Expressions with two or three operators; besides the answer, every turn has a reward if it is the "
+        "ideal one.",
         data=_source(2, 3),
         model=_model(levels=3, target_success=0.4),
         reward={"scorers": [{"name": f"{SCORERS}:IdealTurns", "reward": "correct"}]},
     ),
     "sparse": TaskOfMethods(
-        summary="Expressions with three operators, of which the model solves few at first: most groups have no success.",
+        summary="Expressions with three operators, of which the model solves few at first: most groups have no "
+        "success.",
         data=_source(3, 3),
         model=_model(levels=3, target_success=0.3),
         reward={"scorers": [EXACT]},

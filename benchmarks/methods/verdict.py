@@ -1,6 +1,7 @@
 """Compare methods with their baselines, from the records of `rollmesh bench methods`.
 
-Arms of a method and of its baseline are paired by seed. For n >= 2 pairs with differences d of a measure (method minus baseline):
+Arms of a method and of its baseline are paired by seed. For n >= 2 pairs with differences d of a measure (method minus
+baseline):
 
     mean = sum d / n        standard error = sqrt(sum (d - mean)^2 / (n - 1) / n)
 
@@ -53,7 +54,8 @@ class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     method: str, about: About, records: Mapping[MethodArm, ArmRecord], cases: Collection[tuple[str, int]]
 ) -> list[MethodComparison]:
-    """Return the comparisons of a method on the (task, lag) of `cases`: its expected measures, or success if it expects nothing there.
+    """Return the comparisons of a method on the (task, lag) of `cases`: its expected measures, or success if it expects
+    nothing there.
 
     A case without a pair of records is omitted. Each learning rate of the records has its own rows.
     """

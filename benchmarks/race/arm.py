@@ -1,8 +1,8 @@
 """Run one arm of the race in a separate process: the bare loop, the mesh in one process, or one process per service.
 
-`python -m benchmarks.race.arm` reads a `RaceWork` as JSON from stdin and writes a `RaceRun` as JSON. It is a separate process, because
-interpreter settings, heaps and caches of one arm would affect the next. The profile covers the `num_profiled` updates after the last
-counted one, so that sampling does not affect the counts.
+`python -m benchmarks.race.arm` reads a `RaceWork` as JSON from stdin and writes a `RaceRun` as JSON. It is a separate
+process, because interpreter settings, heaps and caches of one arm would affect the next. The profile covers the
+`num_profiled` updates after the last counted one, so that sampling does not affect the counts.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class BareArm:
 
 
 class MeshArm:
-    """A mesh, which advances independently. Its updates are read from the file of the learner, its snapshots are its checkpoints."""
+    """A mesh, which advances independently. Its updates are read from the file of the learner, its snapshots are its
+    checkpoints."""
 
     def __init__(
         self,

@@ -1,10 +1,12 @@
-"""Reinforcement learning without a mesh: generate a batch, train on it, swap the weights, in one process and one thread of control.
+"""Reinforcement learning without a mesh: generate a batch, train on it, swap the weights, in one process and one thread
+of control.
 
-Engine, trainer, agent, episode code, scorers and task order are those of the mesh, with the same `MeshConfig`. Everything between them is
-omitted: services, gRPC, NATS, sandbox jails, leases, ledger, finalizers, batches in doubt, checkpoints. It is a baseline for the mesh and
-not meant for use: the first error ends it.
+Engine, trainer, agent, episode code, scorers and task order are those of the mesh, with the same `MeshConfig`.
+Everything between them is omitted: services, gRPC, NATS, sandbox jails, leases, ledger, finalizers, batches in doubt,
+checkpoints. It is a baseline for the mesh and not meant for use: the first error ends it.
 
-The weights may lag: those of step `max(0, k - 1 - lag)` generate the batch of update k. Evaluations use the newest weights.
+The weights may lag: those of step `max(0, k - 1 - lag)` generate the batch of update k. Evaluations use the newest
+weights.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class BareLoop:
     def __init__(
         self, config: MeshConfig, model: Path, folder: Path, *, lag: int = 0, base_dir: Path | None = None
     ) -> None:
-        """`folder` stores the weights between trainer and engine: those of the last `lag` + 1 steps. A user's files in `config` are
-        relative to `base_dir`."""
+        """`folder` stores the weights between trainer and engine: those of the last `lag` + 1 steps. A user's files in
+        `config` are relative to `base_dir`."""
         self._config = config
         self._folder = folder
         self._lag = lag
@@ -162,7 +164,8 @@ class BareLoop:
         return oldest_admissible(update=self.trainer.step + 1, eta=self._lag)
 
     async def _swap(self) -> None:
-        """Store the weights of the trainer, load those that generate the next batch into the engine, and delete older ones."""
+        """Store the weights of the trainer, load those that generate the next batch into the engine, and delete older
+        ones."""
         newest, generating = self.trainer.step, self._generating_step()
         folder = self._folder / f"step{newest}"
         folder.mkdir(exist_ok=True)

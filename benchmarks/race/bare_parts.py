@@ -1,4 +1,5 @@
-"""The ports that an episode needs, without a mesh: direct calls of the engine, rewards computed here, payloads in a list.
+"""The ports that an episode needs, without a mesh: direct calls of the engine, rewards computed here, payloads in a
+list.
 
 Each implements the port of `rollout.ports` that its docstring names. For tools there is `rollout.testing.LocalSandbox`.
 """

@@ -1,18 +1,22 @@
-"""The race: TRL, the bare loop and the mesh train the same model on the same tasks, and every arm is judged by the same evaluator.
+"""The race: TRL, the bare loop and the mesh train the same model on the same tasks, and every arm is judged by the same
+evaluator.
 
-All arms start from one warm-started model per seed, take the tasks in the order of the mesh, 128 samples per update in two optimizer steps,
-the same learning rates and clipping, float32, one compute thread, and keep every group. One more arm filters groups without variance, as the
-demo does. Arms take turns seed by seed, each in new processes, and each seed begins with another arm.
+All arms start from one warm-started model per seed, take the tasks in the order of the mesh, 128 samples per update in
+two optimizer steps, the same learning rates and clipping, float32, one compute thread, and keep every group. One more
+arm filters groups without variance, as the demo does. Arms take turns seed by seed, each in new processes, and each
+seed begins with another arm.
 
-CPU is that of all processes of an arm. An update is counted from the end of the one before, so start-up is not part of it: it is the time
-until the first update minus one mean update. Evaluations run after an arm has ended. TRL and the bare loop stop their clocks while they
-write snapshots for them; the mesh writes its snapshots as checkpoints, on the clock.
+CPU is that of all processes of an arm. An update is counted from the end of the one before, so start-up is not part of
+it: it is the time until the first update minus one mean update. Evaluations run after an arm has ended. TRL and the
+bare loop stop their clocks while they write snapshots for them; the mesh writes its snapshots as checkpoints, on the
+clock.
 
 How to read it:
 - `CPU ms per episode` is the price: rollouts, training, and all that is between. The share of each part of it is below.
-- `to 0.80` is the first evaluation at or above 0.80, at most once in `SNAPSHOT_EVERY` updates. `-`: not within the updates.
-- `allowed speed-up` of eta = 0 is (generation + training) / max(generation, training, CPU / 2) by its own stage times: the most that
-  overlapping both on two cores can win. `speed-up` of eta = 2 is the wall time of eta = 0 over its own.
+- `to 0.80` is the first evaluation at or above 0.80, at most once in `SNAPSHOT_EVERY` updates. `-`: not within the
+  updates.
+- `allowed speed-up` of eta = 0 is (generation + training) / max(generation, training, CPU / 2) by its own stage times:
+  the most that overlapping both on two cores can win. `speed-up` of eta = 2 is the wall time of eta = 0 over its own.
 """
 
 from __future__ import annotations
@@ -106,8 +110,8 @@ def run(
     old: Path | None = None,
     out: Path | None = None,
 ) -> Report:
-    """`old` is another checkout with an environment, whose mesh runs as further arms. `out` keeps records, and arms that have one there are
-    not run again."""
+    """`old` is another checkout with an environment, whose mesh runs as further arms. `out` keeps records, and arms
+    that have one there are not run again."""
     seeds, updates = (tuple(seeds)[:1], SNAPSHOT_EVERY) if quick else (tuple(seeds), updates)
     arms = dict(ARMS)
     if old is not None:

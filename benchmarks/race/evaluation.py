@@ -1,7 +1,7 @@
 """Measure the held-out success of model folders, as the same evaluator for all arms of the race.
 
-`python -m benchmarks.race.evaluation` reads an `EvalWork` as one line of JSON from stdin, then one model folder per line. It writes one success
-in [0, 1] per line. Every model plays the same tasks with the same random numbers.
+`python -m benchmarks.race.evaluation` reads an `EvalWork` as one line of JSON from stdin, then one model folder per
+line. It writes one success in [0, 1] per line. Every model plays the same tasks with the same random numbers.
 """
 
 from __future__ import annotations

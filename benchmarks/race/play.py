@@ -1,7 +1,8 @@
-"""Play episodes of the calculator task with `generate` of transformers: the rollouts of TRL, and the evaluator of all arms of the race.
+"""Play episodes of the calculator task with `generate` of transformers: the rollouts of TRL, and the evaluator of all
+arms of the race.
 
-All episodes advance turn by turn as one batch, and each turn prefills the whole conversation, as the tool loop of TRL's trainer does. The
-calculator is called in the same process.
+All episodes advance turn by turn as one batch, and each turn prefills the whole conversation, as the tool loop of TRL's
+trainer does. The calculator is called in the same process.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class RacePlayer:
         return turns
 
     def _goes_on(self, episode: PlayedEpisode, task: RaceTask, ids: list[int], *, last: bool) -> bool:
-        """Append a turn and the result of its call, and return whether another turn follows. The last turn may be the answer."""
+        """Append a turn and the result of its call, and return whether another turn follows. The last turn may be the
+        answer."""
         episode.completion_ids += ids
         episode.mask += [1] * len(ids)
         if not ids or ids[-1] != self._end:

@@ -1,7 +1,8 @@
-"""Attribute CPU to services of the mesh: by source file and thread in one process, by process if each service has its own.
+"""Attribute CPU to services of the mesh: by source file and thread in one process, by process if each service has its
+own.
 
-Services have the same names in both cases, so that one table shows both. In one process, the time of gRPC and asyncio between handlers,
-and of the codecs and clients in `shared`, cannot be assigned to a service and has its own rows.
+Services have the same names in both cases, so that one table shows both. In one process, the time of gRPC and asyncio
+between handlers, and of the codecs and clients in `shared`, cannot be assigned to a service and has its own rows.
 """
 
 from __future__ import annotations

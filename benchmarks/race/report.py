@@ -18,7 +18,8 @@ TRL, BARE, OLD = "TRL", "bare loop", "old "
 ONE, MANY = ("one process, eta 0", "one process, eta 2"), ("processes, eta 0", "processes, eta 2")
 APART = "learner apart, eta 2"
 PAIRS = (ONE, (ONE[0], APART), MANY)
-"""Arms at eta 0 and at eta 2. With `processes.enabled` false a run has one process at eta 0, and a learner apart at eta 2."""
+"""Arms at eta 0 and at eta 2. With `processes.enabled` false a run has one process at eta 0, and a learner apart at eta
+2."""
 OF_TRL = {ONE[0]: 1.0, ONE[1]: 1.0, APART: 1.0, MANY[0]: 1.4, MANY[1]: 1.4}
 """Most CPU per episode, relative to TRL's."""
 OF_ALLOWED = 0.85

@@ -1,9 +1,9 @@
 """The arm of the race that trains with TRL's GRPOTrainer, in TRL's own environment.
 
-`python -m benchmarks.race.trl` reads a `RaceWork` as JSON from stdin and writes a `RaceRun` as JSON. Settings are chosen for speed where
-they do not change the method: no gradient checkpointing, no logging, no saving, no dropout, no reference model, fused AdamW, no log-probs
-of the sampler, half a batch per forward pass. TRL computes the log-probs of the sampling policy itself, because it takes two optimizer
-steps per generated batch.
+`python -m benchmarks.race.trl` reads a `RaceWork` as JSON from stdin and writes a `RaceRun` as JSON. Settings are
+chosen for speed where they do not change the method: no gradient checkpointing, no logging, no saving, no dropout, no
+reference model, fused AdamW, no log-probs of the sampler, half a batch per forward pass. TRL computes the log-probs of
+the sampling policy itself, because it takes two optimizer steps per generated batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class TrlArm(TrainerCallback):
         self.updates: list[UpdateSeen] = []
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """Implements `rollout_func` of GRPOTrainer: `env_mask` excludes the results of tools, `correct` is passed to the reward."""
+        """Implements `rollout_func` of GRPOTrainer: `env_mask` excludes the results of tools, `correct` is passed to
+        the reward."""
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         episodes = self._player.play(trainer.model, [self._tasks[prompt] for prompt in prompts])
         self._generation_s = time.perf_counter() - wall_s

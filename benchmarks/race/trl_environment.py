@@ -21,7 +21,8 @@ class NoTrlEnvironment(FailedPrecondition):
 
 
 def trl_python(root: Path = ROOT) -> Path:
-    """Return the interpreter of the environment in `root`, which is made if it is missing or incomplete. Raises NoTrlEnvironment."""
+    """Return the interpreter of the environment in `root`, which is made if it is missing or incomplete. Raises
+    NoTrlEnvironment."""
     constraints, venv = root / "constraints.txt", root / ".venv-trl"
     if not constraints.is_file():
         raise NoTrlEnvironment(f"{constraints} does not exist; run the race in a checkout of rollmesh")

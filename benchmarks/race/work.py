@@ -51,11 +51,13 @@ class RaceMark(msgspec.Struct, frozen=True, kw_only=True):
 
     update: int
     wall_s: float
-    """Seconds since the process started, without the time to write snapshots for the evaluator where the arm can be stopped meanwhile."""
+    """Seconds since the process started, without the time to write snapshots for the evaluator where the arm can be
+    stopped meanwhile."""
     cpu_s: float
     """CPU seconds of all processes since then, with imports."""
     dropped: int = 0
-    """Number of samples so far that were generated and not trained, because their group was filtered or they were too old."""
+    """Number of samples so far that were generated and not trained, because their group was filtered or they were too
+    old."""
 
 
 class UpdateSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +88,8 @@ class RaceRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RaceClock:
-    """Time and CPU of this process and its descendants since it started. `pause` and `go` exclude what lies between them."""
+    """Time and CPU of this process and its descendants since it started. `pause` and `go` exclude what lies between
+    them."""
 
     def __init__(self) -> None:
         self._begin_s = time.perf_counter() - _age_s()
@@ -117,8 +120,9 @@ def _age_s() -> float:
 
 
 LEARNING_RATE = 3e-4
-"""Peak learning rate of all arms. At the demo's 7e-4, which assumes its filter, a policy that trains on every group is unstable: with some
-seeds success falls to 0 within 15 updates, in TRL and in the bare loop alike, so that no cost to a success could be measured."""
+"""Peak learning rate of all arms. At the demo's 7e-4, which assumes its filter, a policy that trains on every group is
+unstable: with some seeds success falls to 0 within 15 updates, in TRL and in the bare loop alike, so that no cost to a
+success could be measured."""
 
 
 def race_config(work: RaceWork) -> MeshConfig:

@@ -1,8 +1,9 @@
 """Measure one contender of `bench sandbox`: concurrent executions, their latency and their CPU.
 
-CPU is the sum of this process and its descendants, with the children that each has waited for. The zygote waits for a session, the session
-waits for its children, and pid 1 of a pid namespace inherits the rest. So the seconds of an exited grandchild are in the sum while its
-ancestor runs. Kernel threads, which remove namespaces later, are not in the sum. They are counted separately, for the whole machine.
+CPU is the sum of this process and its descendants, with the children that each has waited for. The zygote waits for a
+session, the session waits for its children, and pid 1 of a pid namespace inherits the rest. So the seconds of an exited
+grandchild are in the sum while its ancestor runs. Kernel threads, which remove namespaces later, are not in the sum.
+They are counted separately, for the whole machine.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""A fresh jail with its first call, and a call in a live session, against a bare fork, a bare interpreter, bubblewrap and firejail.
+"""A fresh jail with its first call, and a call in a live session, against a bare fork, a bare interpreter, bubblewrap
+and firejail.
 
-All run the same line with the same interpreter, 1, 2, 8 and 32 at once. Contenders take turns, lap by lap, in one run. The lower bound is a
-bare fork from a warm interpreter with the same modules: no sandbox made of processes can be cheaper. `isolates` says what each isolates,
-because a ratio means little without it; see `sandbox_rivals` for details.
+All run the same line with the same interpreter, 1, 2, 8 and 32 at once. Contenders take turns, lap by lap, in one run.
+The lower bound is a bare fork from a warm interpreter with the same modules: no sandbox made of processes can be
+cheaper. `isolates` says what each isolates, because a ratio means little without it; see `sandbox_rivals` for details.
 
-How to read it: CPU is the sum of all processes, including the bench itself (about 0.2 ms for ours and the fork, less for programs that are
-only spawned). `kernel` is the CPU of kernel threads on the whole machine per execution: they remove namespaces. It is meaningful only on an
-idle machine. Latency ends when the output has arrived. Executions/s include the end of the session, or of all processes of a program.
-Targets: a fresh jail takes at most 2 times the CPU of a bare fork, and is 3 times as fast as bubblewrap + python at 1, 1.5 times at 8; a
-live call 20 times; p99 below 5 times p50 on an idle machine.
+How to read it: CPU is the sum of all processes, including the bench itself (about 0.2 ms for ours and the fork, less
+for programs that are only spawned). `kernel` is the CPU of kernel threads on the whole machine per execution: they
+remove namespaces. It is meaningful only on an idle machine. Latency ends when the output has arrived. Executions/s
+include the end of the session, or of all processes of a program. Targets: a fresh jail takes at most 2 times the CPU of
+a bare fork, and is 3 times as fast as bubblewrap + python at 1, 1.5 times at 8; a live call 20 times; p99 below 5 times
+p50 on an idle machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Our own contenders of `bench sandbox`: a fresh session with its first call, and a call in a live session, each with and without gRPC.
+"""Our own contenders of `bench sandbox`: a fresh session with its first call, and a call in a live session, each with
+and without gRPC.
 
-The engine runs in the bench's process. The service runs in a separate process, as in a mesh, with one Work stream. The session of a
-gRPC execution is closed, and the close confirmed, before the next one of the same worker starts.
+The engine runs in the bench's process. The service runs in a separate process, as in a mesh, with one Work stream. The
+session of a gRPC execution is closed, and the close confirmed, before the next one of the same worker starts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The baselines of `bench sandbox`: a bare fork of a warm interpreter, and a fresh interpreter as it is, in bubblewrap, in firejail.
+"""The baselines of `bench sandbox`: a bare fork of a warm interpreter, and a fresh interpreter as it is, in bubblewrap,
+in firejail.
 
-Programs are started by posix_spawn and awaited by pidfd, the cheapest method: the CPU of the bench itself is in all results.
-bubblewrap exits without waiting for its pid 1, so most of its CPU would not be counted. Therefore this process adopts orphans during a
-measurement (`adopting`), and an execution ends, as that of a session, when all its processes have exited.
-What each isolates: `bare fork` and `bare python` nothing; bubblewrap all namespaces and a read-only root, no seccomp filter, no limits; firejail
-mount, pid, ipc, uts and network namespaces, a read-only root, no capabilities, its seccomp filter, no limits.
+Programs are started by posix_spawn and awaited by pidfd, the cheapest method: the CPU of the bench itself is in all
+results. bubblewrap exits without waiting for its pid 1, so most of its CPU would not be counted. Therefore this process
+adopts orphans during a measurement (`adopting`), and an execution ends, as that of a session, when all its processes
+have exited. What each isolates: `bare fork` and `bare python` nothing; bubblewrap all namespaces and a read-only root,
+no seccomp filter, no limits; firejail mount, pid, ipc, uts and network namespaces, a read-only root, no capabilities,
+its seccomp filter, no limits.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ def _children() -> set[int]:
 
 
 def _wait_for_all() -> None:
-    """Wait for every exited child, including adopted ones. A pidfd reports the exit even after the child was waited for."""
+    """Wait for every exited child, including adopted ones. A pidfd reports the exit even after the child was waited
+    for."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,8 +1,8 @@
 """The fastest possible execution: a warm interpreter forks, the child runs the code and exits. NO ISOLATION.
 
-It is a separate program (`python -I -S warm_fork.py FD MODULE...`) that imports only the standard library, so that it is as small as a
-zygote. It receives one packet per execution, with the socket of its client attached. The child reads source text until the client shuts
-down its side, and returns the output of the code.
+It is a separate program (`python -I -S warm_fork.py FD MODULE...`) that imports only the standard library, so that it
+is as small as a zygote. It receives one packet per execution, with the socket of its client attached. The child reads
+source text until the client shuts down its side, and returns the output of the code.
 """
 
 from __future__ import annotations

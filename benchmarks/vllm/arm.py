@@ -1,4 +1,5 @@
-"""One engine of the bench `vllm`: `python -m benchmarks.vllm.arm NAME FOLDER`, with a question per line of standard input."""
+"""One engine of the bench `vllm`: `python -m benchmarks.vllm.arm NAME FOLDER`, with a question per line of standard
+input."""
 
 from __future__ import annotations
 

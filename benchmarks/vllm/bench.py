@@ -1,9 +1,10 @@
 """The torch engine against the vLLM engine, each behind the engine port in a separate process.
 
-Same model (359k parameters, Qwen3, float32), same prompts, one OpenMP thread, no stop tokens, temperature 1. The two take turns, and
-a ratio compares laps that ran right after each other. CPU seconds are those of the process and of all processes that it started, because vLLM
-runs the model in others. `start` is the time from the start of the process to the first token, with imports; memory is the sum of the
-proportional set sizes (PSS) of these processes after the laps. Run it with the interpreter of `make setup-vllm`.
+Same model (359k parameters, Qwen3, float32), same prompts, one OpenMP thread, no stop tokens, temperature 1. The two
+take turns, and a ratio compares laps that ran right after each other. CPU seconds are those of the process and of all
+processes that it started, because vLLM runs the model in others. `start` is the time from the start of the process to
+the first token, with imports; memory is the sum of the proportional set sizes (PSS) of these processes after the laps.
+Run it with the interpreter of `make setup-vllm`.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def run(quick: bool) -> Report:
             report.rows += [_row(batch, name, laps) for name in arms]
         for name, arm in arms.items():
             report.notes.append(
-                f"{name}: first token {arm.start_s:.1f} s after the start of the process, {arm.memory_bytes() / 2**20:,.0f} MiB"
+                f"{name}: first token {arm.start_s:.1f} s after the start of the process, "
+                f"{arm.memory_bytes() / 2**20:,.0f} MiB"
             )
     report.notes.append("median (lowest-highest) of the laps; ratios are medians over pairs of consecutive laps")
     return report

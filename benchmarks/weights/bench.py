@@ -1,17 +1,19 @@
 """The way of a version from the trainer to the nodes: fan-out in time and traffic, size and cost of deltas.
 
-Fan-out: a version of random bytes goes from a real depot to 1 and to 8 nodes, which fetch it as a real coordinator plans. Each node is a
-process without engine. Ingress and egress of each process are limited to the same rate. Deltas: a model is trained here, and each version
-is compared with the one before, chunk by chunk. The last part is the bench `publish_to_active`.
+Fan-out: a version of random bytes goes from a real depot to 1 and to 8 nodes, which fetch it as a real coordinator
+plans. Each node is a process without engine. Ingress and egress of each process are limited to the same rate. Deltas: a
+model is trained here, and each version is compared with the one before, chunk by chunk. The last part is the bench
+`publish_to_active`.
 
-How to read it: `time of 8` is the time until the last of 8 nodes has all bytes verified, over the time of one node at the same rate; 1 is
-the minimum. `egress of 8` is what the depot sends to 8 nodes, over what it sends to one; without forwarding it would be 8. All processes
-share the cores of this machine. If 8 nodes at the nominal rate need more CPU than `CPU_SHARE` of the cores, both cases run at the largest
-lower rate of `RATES` that fits, because otherwise the time would be that of the CPU and not of the plan. The small version then also runs
-at the nominal rate, without a target. The table has the rate, the CPU and the limit of each lap: `link` if it took about the time of its
-links, `machine` if it took longer.
-`bytes per update` is the sum of the deltas, and of the chunks that are sent whole, over the size of a version. `encode` and `apply` are CPU
-times over that of reading a chunk from the page cache and hashing it, which every chunk costs anyway.
+How to read it: `time of 8` is the time until the last of 8 nodes has all bytes verified, over the time of one node at
+the same rate; 1 is the minimum. `egress of 8` is what the depot sends to 8 nodes, over what it sends to one; without
+forwarding it would be 8. All processes share the cores of this machine. If 8 nodes at the nominal rate need more CPU
+than `CPU_SHARE` of the cores, both cases run at the largest lower rate of `RATES` that fits, because otherwise the time
+would be that of the CPU and not of the plan. The small version then also runs at the nominal rate, without a target.
+The table has the rate, the CPU and the limit of each lap: `link` if it took about the time of its links, `machine` if
+it took longer. `bytes per update` is the sum of the deltas, and of the chunks that are sent whole, over the size of a
+version. `encode` and `apply` are CPU times over that of reading a chunk from the page cache and hashing it, which every
+chunk costs anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ NODES = 8
 TIME_MOST, EGRESS_MOST = 1.5, 2.0
 UPDATES = {"100M": 50, "demo": 5}
 SHARE_MOST = {"100M": 0.06}
-"""Most bytes of an update, as a share of the whole version, median. The demo's model has no target: it is small and trains in float32."""
+"""Most bytes of an update, as a share of the whole version, median. The demo's model has no target: it is small and
+trains in float32."""
 
 
 def run(quick: bool) -> Report:
@@ -83,8 +86,8 @@ def _fan_out(report: Report, name: str, rate: float) -> None:
         report.rows += _rows(name, laps)
         if laps.limit == "machine":
             report.notes.append(
-                f"{name} to {laps.nodes}: this machine was the limit ({laps.wall_s:.2f} s, the links alone take {laps.link_s:.2f} s), so its "
-                "time says nothing about the plan"
+                f"{name} to {laps.nodes}: this machine was the limit ({laps.wall_s:.2f} s, the links alone take "
+                f"{laps.link_s:.2f} s), so its time says nothing about the plan"
             )
     time_ratio, egress_ratio = many.wall_s / one.wall_s, many.egress_bytes / one.egress_bytes
     report.targets += [
@@ -121,7 +124,8 @@ def _delta(report: Report, name: str, figures: DeltaFigures) -> None:
     }
     report.rows += [{"case": f"delta, {name}", "what": what, "value": value} for what, value in values.items()]
     report.notes.append(
-        f"{name}: {figures.num_parameters:,} parameters, {figures.full_bytes / MB:.1f} MB as {str(case.dtype).removeprefix('torch.')}, "
+        f"{name}: {figures.num_parameters:,} parameters, {figures.full_bytes / MB:.1f} MB as "
+        f"{str(case.dtype).removeprefix('torch.')}, "
         f"{updates} updates at learning rate {case.lr:g}, {case.batch_size} demonstrations each"
     )
     report.targets.append(

@@ -1,9 +1,9 @@
 """Size and cost of the deltas between the versions of a model that is trained here: a part of the bench `weights`.
 
-The model is a Qwen3 made here, which imitates demonstrations of generated tasks with AdamW in float32. After each update its weights are
-written to a file as a trainer publishes them, cut into chunks, and each chunk is compared with its predecessor. A separate process,
-`python -m benchmarks.weights.delta NAME UPDATES`, trains, because the model takes 2 GB. It prints the figures so far as a line of JSON
-after each update.
+The model is a Qwen3 made here, which imitates demonstrations of generated tasks with AdamW in float32. After each
+update its weights are written to a file as a trainer publishes them, cut into chunks, and each chunk is compared with
+its predecessor. A separate process, `python -m benchmarks.weights.delta NAME UPDATES`, trains, because the model takes
+2 GB. It prints the figures so far as a line of JSON after each update.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class DeltaFigures:
 
 
 def measure(name: str, updates: int) -> DeltaFigures:
-    """Train the model of a case in another process and measure its deltas. Raises CalledProcessError, TimeoutExpired."""
+    """Train the model of a case in another process and measure its deltas. Raises CalledProcessError,
+    TimeoutExpired."""
     command = [sys.executable, "-m", "benchmarks.weights.delta", name, str(updates)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=DeltaFigures)

@@ -66,7 +66,8 @@ class FanOut:
 
     @property
     def limit(self) -> str:
-        """Whether the lap took the time of its links, or longer, because this machine and what else it runs were slower."""
+        """Whether the lap took the time of its links, or longer, because this machine and what else it runs were
+        slower."""
         return "link" if self.wall_s <= SLOWER * self.link_s else "machine"
 
 
@@ -79,7 +80,8 @@ def fan_out(num_bytes: int, chunk_bytes: int, nodes: int, rate: float) -> FanOut
 
 
 def _roomy(num_bytes: int) -> str | None:
-    """Return a folder in memory if it has room, so that the disk does not limit the rate; else the usual one for temporary files."""
+    """Return a folder in memory if it has room, so that the disk does not limit the rate; else the usual one for
+    temporary files."""
     memory = Path("/dev/shm")
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     fits = memory.is_dir() and min(shutil.disk_usage(memory).free, pages) > ROOM * num_bytes
@@ -163,7 +165,8 @@ async def _read(name: str, process: asyncio.subprocess.Process, events: asyncio.
 
 
 async def _each(events: asyncio.Queue[dict[str, Any]], event: str, nodes: int) -> list[dict[str, Any]]:
-    """Wait until each node has had `event`, and return these events. Other events stay in the queue. Raises RuntimeError if a node exits."""
+    """Wait until each node has had `event`, and return these events. Other events stay in the queue. Raises
+    RuntimeError if a node exits."""
     found: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     while len(found) < nodes:

@@ -1,7 +1,8 @@
-"""One process of the bench `publish_to_active`: the demo in a mesh, with the times of its commits and a generating client beside it.
+"""One process of the bench `publish_to_active`: the demo in a mesh, with the times of its commits and a generating
+client beside it.
 
-`python -m benchmarks.weights.publish_arm` reads a `PublishWork` as JSON from stdin and writes a `PublishSeen`. It is a separate process, because
-interpreter settings and heaps of one mesh would affect the next.
+`python -m benchmarks.weights.publish_arm` reads a `PublishWork` as JSON from stdin and writes a `PublishSeen`. It is a
+separate process, because interpreter settings and heaps of one mesh would affect the next.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class PublishWork(msgspec.Struct, frozen=True, kw_only=True):
     kv: Literal["keep", "recompute"]
     updates: int
     on_policy: bool
-    """`run.max_staleness` 0: after a commit nothing is trained, and only the client generates until the weights are announced."""
+    """`run.max_staleness` 0: after a commit nothing is trained, and only the client generates until the weights are
+    announced."""
 
 
 class PublishSeen(msgspec.Struct, frozen=True, kw_only=True):

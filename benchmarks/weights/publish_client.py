@@ -1,7 +1,9 @@
-"""One process of the bench `publish_to_active`: a client that generates without a pause, and records when its tokens arrive.
+"""One process of the bench `publish_to_active`: a client that generates without a pause, and records when its tokens
+arrive.
 
-`python -m benchmarks.weights.publish_client` reads a `TimedClientWork` as JSON from the first line of stdin, generates until stdin ends, and writes
-its arrivals as JSON. It is a separate process, so that no other work of the bench delays what it sees.
+`python -m benchmarks.weights.publish_client` reads a `TimedClientWork` as JSON from the first line of stdin, generates
+until stdin ends, and writes its arrivals as JSON. It is a separate process, so that no other work of the bench delays
+what it sees.
 """
 
 from __future__ import annotations

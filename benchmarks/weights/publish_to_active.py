@@ -1,17 +1,20 @@
-"""Time from an update until its weights serve, and the pause that a generating client sees: a part of the bench `weights`.
+"""Time from an update until its weights serve, and the pause that a generating client sees: a part of the bench
+`weights`.
 
-The demo trains in a real mesh with the torch engine: with all services in one process, as `rollmesh demo` runs (the learner in one process,
-all others in another), and with a process per service. A client in another process generates all the time and records when its tokens
-arrive, and which weights sampled them. Tokens leave the engine one by one, so that a gap is a decode step.
+The demo trains in a real mesh with the torch engine: with all services in one process, as `rollmesh demo` runs (the
+learner in one process, all others in another), and with a process per service. A client in another process generates
+all the time and records when its tokens arrive, and which weights sampled them. Tokens leave the engine one by one, so
+that a gap is a decode step.
 
-How to read it: `publish to active` begins when the update is committed, and ends when the client has the first token of its weights. So it
-includes the announcement, the load, the check of the probes, and a decode step. The learner copies and uploads the weights while the update
-is committed. The demo is off-policy: the next update and the rollouts run meanwhile, and the time includes their share of the cores. In the
-meshes that are `on-policy`, nothing is trained meanwhile, and the rollouts of the next update begin with the announcement.
+How to read it: `publish to active` begins when the update is committed, and ends when the client has the first token of
+its weights. So it includes the announcement, the load, the check of the probes, and a decode step. The learner copies
+and uploads the weights while the update is committed. The demo is off-policy: the next update and the rollouts run
+meanwhile, and the time includes their share of the cores. In the meshes that are `on-policy`, nothing is trained
+meanwhile, and the rollouts of the next update begin with the announcement.
 
-`step to active` begins when the weights in memory contain the update. `swap` is the gap between the last token of the old weights and the
-first one of the new weights in one response, `step` is any other gap. `fetch`, `commit` and `publish` are times per update in which the
-learner does nothing else.
+`step to active` begins when the weights in memory contain the update. `swap` is the gap between the last token of the
+old weights and the first one of the new weights in one response, `step` is any other gap. `fetch`, `commit` and
+`publish` are times per update in which the learner does nothing else.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ CONFIG = Path(__file__).parents[1] / "cli" / "demo.yaml"
 NUM_VERSIONS = 50
 ARM_S_MAX = 900.0
 ACTIVE_MS, PAUSE_MS, PUBLISH_MS, FETCH_MS = 50.0, 20.0, 50.0, 60.0
-"""Targets: median of publish to active; p99 of a swap under `keep` beyond a decode step; median in the learner's way."""
+"""Targets: median of publish to active; p99 of a swap under `keep` beyond a decode step; median in the learner's
+way."""
 NUM_WARM = 2
 """First updates, which are not counted."""
 Mode = Literal["one process", "learner apart", "processes"]
@@ -101,8 +105,10 @@ def row_of(seen: PublishSeen) -> dict[str, Any]:
 def targets_of(name: str, kv: Kv, seen: PublishSeen) -> list[BenchTarget]:
     """Return the targets of one mesh."""
     found = [
-        BenchTarget(f"{name}: median of publish to active, ms", _quantile(active_ms(seen, seen.committed), 50), ACTIVE_MS),
-        BenchTarget(f"{name}: median of a publication in the learner's way, ms", _quantile(phase_ms(seen, "publish"), 50), PUBLISH_MS),
+        BenchTarget(f"{name}: median of publish to active, "
+                    "ms", _quantile(active_ms(seen, seen.committed), 50), ACTIVE_MS),
+        BenchTarget(f"{name}: median of a publication in the learner's way, "
+                    "ms", _quantile(phase_ms(seen, "publish"), 50), PUBLISH_MS),
         BenchTarget(f"{name}: median of a fetch, ms", _quantile(phase_ms(seen, "fetch"), 50), FETCH_MS),
     ]  # fmt: skip
     if kv == "keep":
@@ -113,8 +119,8 @@ def targets_of(name: str, kv: Kv, seen: PublishSeen) -> list[BenchTarget]:
 
 
 def active_ms(seen: PublishSeen, begins: Sequence[float]) -> list[float]:
-    """Return the time to the first token of each counted update's weights from `begins`, which has a time for update 1, 2, ... Versions that
-    were overtaken by the next are left out."""
+    """Return the time to the first token of each counted update's weights from `begins`, which has a time for update 1,
+    2, ... Versions that were overtaken by the next are left out."""
     firsts: dict[int, float] = {}
     for arrival in seen.arrivals:
         firsts.setdefault(arrival.step, arrival.time_s)

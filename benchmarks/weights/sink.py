@@ -1,9 +1,9 @@
 """A node that fetches versions and has no engine: one process of the fan-out in the bench `weights`.
 
-`python -m benchmarks.weights.sink NAME COORDINATOR FOLDER RATE`, with the token of the mesh as a line of its input. It joins the
-coordinator as an inference node, follows its weight commands with the fetcher of such a node, and serves its chunks to the nodes behind it.
-It reports a version as prepared when every chunk is stored and hashed. RATE limits its ingress and its egress, in bytes per second. Each
-line of its output is a JSON object with an event.
+`python -m benchmarks.weights.sink NAME COORDINATOR FOLDER RATE`, with the token of the mesh as a line of its input. It
+joins the coordinator as an inference node, follows its weight commands with the fetcher of such a node, and serves its
+chunks to the nodes behind it. It reports a version as prepared when every chunk is stored and hashed. RATE limits its
+ingress and its egress, in bytes per second. Each line of its output is a JSON object with an event.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
          0   right answer, and the judge finds a wrong step (a flawed positive)
          1   right answer without one
 
-With a baseline of the group, a flawed positive helps while most answers are wrong, and costs while most are clean. Only right answers are
-judged. The reward `flawed` is 1 or 0 for them, so its mean is the share of flawed positives; give it no weight. Deviations: the judge does not
-get the answer key, because the answer is right; a reply that is not as asked is an infra failure, where the code counts it as clean.
+With a baseline of the group, a flawed positive helps while most answers are wrong, and costs while most are clean. Only
+right answers are judged. The reward `flawed` is 1 or 0 for them, so its mean is the share of flawed positives; give it
+no weight. Deviations: the judge does not get the answer key, because the answer is right; a reply that is not as asked
+is an infra failure, where the code counts it as clean.
 """
 
 from rollmesh.services.reward.scorer import Scorer

@@ -4,8 +4,9 @@
     worst          R = min_i r_i
     uncertainty    R = mean_i r_i - penalty * var_i r_i       the variance is that of the population
 
-r_i is the number that endpoint i returns for the sample. Each r_i is also a reward, `member_0`, `member_1` and so on, without a weight in
-the recipe. Where members disagree, the policy has probably found an error of some of them, and earns less.
+r_i is the number that endpoint i returns for the sample. Each r_i is also a reward, `member_0`, `member_1` and so on,
+without a weight in the recipe. Where members disagree, the policy has probably found an error of some of them, and
+earns less.
 """
 
 import asyncio

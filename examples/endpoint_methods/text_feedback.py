@@ -4,9 +4,10 @@
     A_i = R(y1_i) - mean_j R(y0_j)
     loss = - A_i log pi(y1_i | x0)          without importance weights
 
-The baseline is the mean of the first answers, so the second ones are trained as far as they are better than those. The log-prob is that of the
-second answer directly after the task, without first answer and critique. There is no critique in an evaluation, so it measures the first
-answer. If all answers are right, A is 0. Deviations: the first answers are not trained, and neither is the model of critiques (RLTF-FM).
+The baseline is the mean of the first answers, so the second ones are trained as far as they are better than those. The
+log-prob is that of the second answer directly after the task, without first answer and critique. There is no critique
+in an evaluation, so it measures the first answer. If all answers are right, A is 0. Deviations: the first answers are
+not trained, and neither is the model of critiques (RLTF-FM).
 """
 
 import numpy as np
@@ -66,7 +67,8 @@ class AnswerOfTurn:
 
 
 class FirstTurnBaseline(TurnEstimator):
-    """The advantage: of the second turn against the mean reward of the first turns of the group; 0 for the first turn."""
+    """The advantage: of the second turn against the mean reward of the first turns of the group; 0 for the first
+    turn."""
 
     group_size = GroupSize(least=2)
 

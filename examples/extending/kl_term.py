@@ -1,4 +1,5 @@
-"""A loss term: the KL divergence from the policy that sampled the tokens, by the estimate r - 1 - log r (Schulman 2020)."""
+"""A loss term: the KL divergence from the policy that sampled the tokens, by the estimate r - 1 - log r (Schulman
+2020)."""
 
 import msgspec
 

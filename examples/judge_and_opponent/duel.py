@@ -1,7 +1,7 @@
 """A toy duel for an opponent and a judge: which is the largest number? Tasks, agent and scorer in one file.
 
-The policy writes a draft, sees the draft of the opponent, and writes its final answer. The judge compares this answer with the draft of the
-opponent. Only the tokens of the policy are trained.
+The policy writes a draft, sees the draft of the opponent, and writes its final answer. The judge compares this answer
+with the draft of the opponent. Only the tokens of the policy are trained.
 """
 
 import random

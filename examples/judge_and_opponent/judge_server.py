@@ -1,7 +1,7 @@
 """A judge as a server of the OpenAI chat protocol, in place of a large model: `python judge_server.py [PORT]`.
 
-It scores as many models do: two answers that are equally good get about 0.5, and the same question does not get the same score twice.
-It needs only the standard library.
+It scores as many models do: two answers that are equally good get about 0.5, and the same question does not get the
+same score twice. It needs only the standard library.
 """
 
 import json

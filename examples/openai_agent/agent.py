@@ -1,4 +1,5 @@
-"""An agent that uses the public `openai` package and nothing of this project: it lets the model call a calculator until it answers.
+"""An agent that uses the public `openai` package and nothing of this project: it lets the model call a calculator until
+it answers.
 
     python agent.py [--stream]               one task from standard input; the mesh starts it once per episode
     python agent.py [--stream] --serve PORT  a service that gets tasks by POST /run, as for `rollout.agent: {name: url, ...}`

@@ -1,4 +1,5 @@
-"""An agent: answer; if the tokens of the answer were uncertain, answer again from a given beginning, and keep the more likely answer."""
+"""An agent: answer; if the tokens of the answer were uncertain, answer again from a given beginning, and keep the more
+likely answer."""
 
 import msgspec
 

@@ -1,4 +1,5 @@
-"""Two scorers that read the engine's outputs: how certain each token was, and how much the answer depends on the prompt."""
+"""Two scorers that read the engine's outputs: how certain each token was, and how much the answer depends on the
+prompt."""
 
 from typing import ClassVar
 

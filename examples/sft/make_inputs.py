@@ -2,8 +2,8 @@
 
     python make_inputs.py      # writes model/, chats.jsonl and tasks.jsonl beside this file
 
-Replace them with a downloaded model and your files. The task is to sort letters: the answer to "dbca" is "abcd". The conversations are
-about words of 3 and 4 letters; the tasks have up to 6, which must be learned from rewards.
+Replace them with a downloaded model and your files. The task is to sort letters: the answer to "dbca" is "abcd". The
+conversations are about words of 3 and 4 letters; the tasks have up to 6, which must be learned from rewards.
 """
 
 from __future__ import annotations
