@@ -1,10 +1,12 @@
 """Find patterns that need more than linear time on some text, without running them.
 
-The tree of a pattern becomes an automaton. A state that a text can loop on in two ways makes the engine try all combinations. There are
-three forms (Weideman et al., 2016): a text that leads from a state to itself by two paths (exponential); a text that loops on a state p, leads
-from p to another state q, and loops on q (quadratic); and the same with the implicit loop of a search that starts at every position.
+The tree of a pattern becomes an automaton. A state that a text can loop on in two ways makes the engine try all
+combinations. There are three forms (Weideman et al., 2016): a text that leads from a state to itself by two paths
+(exponential); a text that loops on a state p, leads from p to another state q, and loops on q (quadratic); and the same
+with the implicit loop of a search that starts at every position.
 
-Assertions but a look-behind at the start, back-references and the limits of long counted repeats are ignored, so the result may be a false alarm, but not the reverse.
+Assertions but a look-behind at the start, back-references and the limits of long counted repeats are ignored, so the
+result may be a false alarm, but not the reverse.
 """
 
 from __future__ import annotations
@@ -111,7 +113,8 @@ class Automaton:
         )
 
     def steps(self) -> dict[State, list[tuple[frozenset[str], State]]]:
-        """Return the edges that read a character, from each state that is a target of one or the start, repeated for each empty path."""
+        """Return the edges that read a character, from each state that is a target of one or the start, repeated for
+        each empty path."""
         found: dict[State, list[tuple[frozenset[str], State]]] = {}
         waiting = [self.start]
         while waiting:
@@ -122,7 +125,8 @@ class Automaton:
         return found
 
     def reached(self, state: State) -> list[State]:
-        """Return the states over empty edges, once for each path, at most twice. A repeat of a part that may be empty gives two paths."""
+        """Return the states over empty edges, once for each path, at most twice. A repeat of a part that may be empty
+        gives two paths."""
         paths: list[State] = []
         waiting = [state]
         while waiting:
@@ -149,7 +153,8 @@ def _test(op: Any, value: Any) -> Test:
 
 
 def weakness(pattern: str, flags: int = 0, *, search: bool) -> str:
-    """Return why the pattern may need more than linear time, with a text to repeat, or "". `search`: it may match at every position."""
+    """Return why the pattern may need more than linear time, with a text to repeat, or "". `search`: it may match at
+    every position."""
     automaton = Automaton(pattern, flags)
     steps = automaton.steps()
     looping = [state for state in steps if state in _after(steps, state)]

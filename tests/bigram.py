@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 
 def bigram_model(folder: Path, vocab_size: int, context_max: int) -> Path:
-    """Write FOLDER/model with a configuration, and the weights FOLDER/0.safetensors and FOLDER/1.safetensors. Return the model folder."""
+    """Write FOLDER/model with a configuration, and the weights FOLDER/0.safetensors and FOLDER/1.safetensors. Return
+    the model folder."""
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
     fields = {

@@ -1,7 +1,8 @@
-"""A NATS cluster of real servers on this host, whose servers can be killed, stopped, and cut off from clients and from each other.
+"""A NATS cluster of real servers on this host, whose servers can be killed, stopped, and cut off from clients and from
+each other.
 
-Clients and servers reach a server through relays. A relay that is cut transfers nothing and closes nothing, as a network that drops every
-packet; what was sent meanwhile arrives when it is joined again.
+Clients and servers reach a server through relays. A relay that is cut transfers nothing and closes nothing, as a
+network that drops every packet; what was sent meanwhile arrives when it is joined again.
 """
 
 from __future__ import annotations
@@ -257,7 +258,8 @@ class NatsCluster:
                 await bus.close()
 
     async def until_current(self, name: str, *, limit_s: float) -> None:
-        """Wait until a server has every record of every stream, so that the loss of another server leaves a majority."""
+        """Wait until a server has every record of every stream, so that the loss of another server leaves a
+        majority."""
         async with asyncio.timeout(limit_s):
             bus = await self.connect(*(OPERATOR, *(one for one in self.servers if one != name)))
             try:

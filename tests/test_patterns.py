@@ -1,4 +1,5 @@
-"""No regular expression of a service, of the trainer or of the sandbox runtime needs more than linear time on text of others."""
+"""No regular expression of a service, of the trainer or of the sandbox runtime needs more than linear time on text of
+others."""
 
 from __future__ import annotations
 

@@ -76,9 +76,11 @@ class Attack:
     """The same for a plain process of root on this host. Empty if it is too dangerous there or there is nothing to
     compare."""
     drive: Callable[[Scene], Awaitable[None]] | None = None
-    """Function that uses other commands of the session instead of running `source`, and reports results by `scene.say`."""
+    """Function that uses other commands of the session instead of running `source`, and reports results by
+    `scene.say`."""
     wall_s: float = 10.0
-    """Time limit of the attack. It is ample unless time is attacked, so that a busy host is not mistaken for a breach."""
+    """Time limit of the attack. It is ample unless time is attacked, so that a busy host is not mistaken for a
+    breach."""
     alive: bool | None = None
     """Whether the session must be usable or ended afterwards; None if either is allowed."""
     needs: Literal["", "memory cgroup"] = ""

@@ -1,4 +1,5 @@
-"""Find the descendants of a process. An orphan stays below its session's pid 1, so no process of a session is missed."""
+"""Find the descendants of a process. An orphan stays below its session's pid 1, so no process of a session is
+missed."""
 
 from __future__ import annotations
 

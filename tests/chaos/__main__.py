@@ -1,4 +1,5 @@
-"""Rounds of chaos: real processes under the real supervisor, killed and paused at random. Every round must end with a finished run and a clean audit.
+"""Rounds of chaos: real processes under the real supervisor, killed and paused at random. Every round must end with a
+finished run and a clean audit.
 
     python -m tests.chaos --rounds 40 --seed 0          # or: make chaos ROUNDS=40, PARALLEL=2 for two at a time
     python -m tests.chaos --rounds 1 --seed 17          # round 17 again
@@ -92,8 +93,8 @@ async def _round(seed: int, config: TrainConfig, folder: Path, options: argparse
 
 
 async def _config(out: Path, model: Path | None, *, cluster: bool) -> TrainConfig:
-    """Return the configuration of all rounds, with one model for all of them. A round with a `cluster` is longer, because at most one server
-    is down at a time."""
+    """Return the configuration of all rounds, with one model for all of them. A round with a `cluster` is longer,
+    because at most one server is down at a time."""
     config = load_train_config(CONFIG)
     plan = config.made_model
     assert plan is not None

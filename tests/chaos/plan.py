@@ -46,10 +46,12 @@ _AFTER_MAX = 20
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """SIGKILL, or SIGSTOP and later SIGCONT, to one process. `cut`: a server of NATS that neither clients nor servers reach."""
+    """SIGKILL, or SIGSTOP and later SIGCONT, to one process. `cut`: a server of NATS that neither clients nor servers
+    reach."""
 
     victim: str
-    """A service, `supervisor`, `nats-server`, `program`, a server of the cluster, or a fault point: the process that passes it."""
+    """A service, `supervisor`, `nats-server`, `program`, a server of the cluster, or a fault point: the process that
+    passes it."""
     kind: Kind
     update: int
     """The fault waits until this update is committed."""
@@ -76,7 +78,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def draw(seed: int, *, num: int, updates_max: int, turn: Sequence[str] = _TURN) -> list[Fault]:
-    """Return the faults of a round in order, before its last update. The first victims of consecutive seeds cycle through `turn`."""
+    """Return the faults of a round in order, before its last update. The first victims of consecutive seeds cycle
+    through `turn`."""
     draws = random.Random(seed)
     victims = [turn[seed % len(turn)], *(draws.choice(turn) for _ in range(num - 1))]
     draws.shuffle(victims)

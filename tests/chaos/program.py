@@ -1,4 +1,5 @@
-"""A program that works on one episode of a round. It calls the model twice over HTTP, and writes a line to the journal when it begins and ends.
+"""A program that works on one episode of a round. It calls the model twice over HTTP, and writes a line to the journal
+when it begins and ends.
 
 It runs in an interpreter without site packages. The number of the episode in its group decides how it behaves.
 """

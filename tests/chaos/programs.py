@@ -1,6 +1,7 @@
 """Rounds whose agents are programs: their configuration, and a witness that follows every program and probes every key.
 
-The programs write a journal (`program`). The witness reads it while the run is killed and paused, and checks what the run does not report:
+The programs write a journal (`program`). The witness reads it while the run is killed and paused, and checks what the
+run does not report:
 
 - the key of an episode is rejected by every other worker at all times, and by its own after the program has exited;
 - after SIGKILL of a worker, its programs and their children exit;
@@ -39,7 +40,8 @@ UPDATES = 6
 THINK_S = 12.0
 """Time of each program between its turns, so that all of them run at once on few cores."""
 GONE_S_MAX = 5.0
-"""Longest time from the end of a worker to the end of its programs, and from the end of a program to that of its children."""
+"""Longest time from the end of a worker to the end of its programs, and from the end of a program to that of its
+children."""
 REFUSED_S_MAX = 20.0
 """Longest time from the exit of a program until its worker rejects its key. A worker may be paused meanwhile."""
 _SWEEP_S = 0.5
@@ -57,7 +59,8 @@ def program_config(
     think_s: float = THINK_S,
     **run: Any,
 ) -> TrainConfig:
-    """Return the configuration of a round: fake model and trainer, by default up to 96 programs at once over four workers."""
+    """Return the configuration of a round: fake model and trainer, by default up to 96 programs at once over four
+    workers."""
     run = {"updates_max": UPDATES, "group_s_max": 240.0, "episode_lease_s": 8.0} | run
     mesh = mesh_config(model, engine="tests.chaos.engine:TrappedEngine", **run)
     command = [sys.executable, "-I", "-S", str(HERE / "program.py")]
@@ -80,7 +83,8 @@ def at_once_min(config: TrainConfig) -> int:
 
 
 def with_journal(config: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the configuration whose programs write the journal of a round in `folder`, and are found by the mark of its processes."""
+    """Return the configuration whose programs write the journal of a round in `folder`, and are found by the mark of
+    its processes."""
     agent = config.rollout.agent
     env = {**agent.options["env"], "CHAOS_JOURNAL": str(folder / JOURNAL), FOLDER_VARIABLE: str(folder / "traps")}
     made = Extension(agent.name, {**agent.options, "env": env})
@@ -169,7 +173,8 @@ class ProgramWitness:
         return [line for line in self._begun if line.key not in self._ended_s and line.process.alive]
 
     async def worker_killed(self, pid: int) -> None:
-        """Wait until the programs of a killed worker and their children have exited. Raise ProgramsFailed if they do not."""
+        """Wait until the programs of a killed worker and their children have exited. Raise ProgramsFailed if they do
+        not."""
         self._read()
         family = [p for line in self._begun if line.worker == pid for p in line.processes if p.alive]
         gone_s, left = await gone_after(family, GONE_S_MAX)
@@ -179,7 +184,8 @@ class ProgramWitness:
         self.counts.gone_s_max = round(max(self.counts.gone_s_max, gone_s), 2)
 
     def check(self, sample_ids: Iterable[str], *, at_once: int) -> None:
-        """Check the end of the run. `sample_ids` are those of the final weights; at least `at_once` programs must have run at once."""
+        """Check the end of the run. `sample_ids` are those of the final weights; at least `at_once` programs must have
+        run at once."""
         self._read()
         counts = self.counts
         counts.started, counts.finished = len(self._begun), len(self._done)

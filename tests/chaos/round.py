@@ -1,8 +1,9 @@
 """One round: a run under `rollmesh train`, the faults of its plan, and the checks at its end.
 
-The run is not informed of the faults. It must finish by itself with the last update, its audit must hold with the newest checkpoint, the
-stamps of the payloads must be within the bound, every sample must have its end, and no process and no cgroup may remain.
-Collaborators: `plan` (the faults), `train_command` (the processes of the run), `verdict` (the checks of the witness).
+The run is not informed of the faults. It must finish by itself with the last update, its audit must hold with the
+newest checkpoint, the stamps of the payloads must be within the bound, every sample must have its end, and no process
+and no cgroup may remain. Collaborators: `plan` (the faults), `train_command` (the processes of the run), `verdict` (the
+checks of the witness).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from .verdict import check_witness
 
 _MOMENT_S_MAX = 240.0
 _THERE_S_MAX = 240.0
-"""Longest absence of a victim because of an earlier fault, and longest time of the run to reach the update of a fault."""
+"""Longest absence of a victim because of an earlier fault, and longest time of the run to reach the update of a
+fault."""
 _AUDIT_S_MAX = 180.0
 _CURRENT_S_MAX = 180.0
 """Longest time until a server of the cluster has all records again."""
@@ -94,7 +96,8 @@ async def play(
     tell: Tell,
     cluster: NatsCluster | None = None,
 ) -> Outcome:
-    """Run a round in `folder`. A failure of the run is not raised: the outcome has the cause. `cluster` has started; the run uses it."""
+    """Run a round in `folder`. A failure of the run is not raised: the outcome has the cause. `cluster` has started;
+    the run uses it."""
     folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 (nothing else runs here)
     if cluster is not None:
         config = on_cluster(config, cluster)

@@ -35,7 +35,8 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, object]:
 
 
 def _program_totals(held: Sequence[Outcome]) -> dict[str, object]:
-    """Return sums over the rounds with programs; the largest of `*_max`, and of the rounds' largest numbers at once the smallest."""
+    """Return sums over the rounds with programs; the largest of `*_max`, and of the rounds' largest numbers at once the
+    smallest."""
     counts = [msgspec.structs.asdict(one.programs) for one in held if one.programs is not None]
     if not counts:
         return {}

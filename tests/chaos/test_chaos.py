@@ -1,4 +1,5 @@
-"""Real processes, ended by SIGKILL at named moments and at random ones, each started again at once (docs/reliability.md).
+"""Real processes, ended by SIGKILL at named moments and at random ones, each started again at once
+(docs/reliability.md).
 
 `make soak` runs these; the default suite one lost checkpoint, and in test_round.py a short round of a demo run.
 """

@@ -1,4 +1,5 @@
-"""Nodes join and leave a running mesh with `rollmesh serve --join` and `rollmesh drain`. The run adapts, and no sample is lost."""
+"""Nodes join and leave a running mesh with `rollmesh serve --join` and `rollmesh drain`. The run adapts, and no sample
+is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Agents that are programs, under kills: a killed worker's episodes run elsewhere, its programs exit, and its keys open nothing."""
+"""Agents that are programs, under kills: a killed worker's episodes run elsewhere, its programs exit, and its keys open
+nothing."""
 
 from __future__ import annotations
 

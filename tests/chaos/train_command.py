@@ -137,6 +137,7 @@ class TrainCommand:
 
 
 def environment(traps: Traps) -> dict[str, str]:
-    """Return the environment of every process of the run: it finds the tests and the traps, and it identifies the processes."""
+    """Return the environment of every process of the run: it finds the tests and the traps, and it identifies the
+    processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, FOLDER_VARIABLE: str(traps.folder), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

@@ -1,7 +1,8 @@
 """A trainer with traps, and a witness that records the samples it received, independently of all reports.
 
-For every update it records, beside the ids, the age of the trained tokens from the stamps in the *payloads*. For the fake engine it also
-records whether the stamped weights generate these tokens (a function of weights, seed and position), which detects a wrong stamp.
+For every update it records, beside the ids, the age of the trained tokens from the stamps in the *payloads*. For the
+fake engine it also records whether the stamped weights generate these tokens (a function of weights, seed and
+position), which detects a wrong stamp.
 """
 
 from __future__ import annotations

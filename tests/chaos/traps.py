@@ -1,7 +1,8 @@
-"""Traps: a process that passes an armed fault point is killed or stopped there, by a real signal, so that no clean-up runs.
+"""Traps: a process that passes an armed fault point is killed or stopped there, by a real signal, so that no clean-up
+runs.
 
-The test arms a trap with a file in a folder that an environment variable names. The first process that passes the fault point removes the
-file and receives the signal. Without a trap, the only effect is the check for a file.
+The test arms a trap with a file in a folder that an environment variable names. The first process that passes the fault
+point removes the file and receives the signal. Without a trap, the only effect is the check for a file.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Traps:
         folder.mkdir(parents=True, exist_ok=True)
 
     def arm(self, moment: str, *, signal_number: int = signal.SIGKILL, after: int = 0) -> None:
-        """Send the signal to the process that passes `moment`, after it passed it `after` times since it first saw the trap."""
+        """Send the signal to the process that passes `moment`, after it passed it `after` times since it first saw the
+        trap."""
         temporary = self.folder / f".{moment}"
         temporary.write_text(f"{int(signal_number)} {after}")
         temporary.rename(self.folder / f"{moment}.armed")

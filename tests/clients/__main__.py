@@ -1,7 +1,9 @@
-"""Train agents with the public `openai` packages and print held-out success: `python -m tests.clients [--seeds N] [--arms ARM ...]`.
+"""Train agents with the public `openai` packages and print held-out success: `python -m tests.clients [--seeds N]
+[--arms ARM ...]`.
 
-Each run starts from a warm-started model of its seed. The agents are services (`rollout.agent: url`), because the start of a program costs
-more processor time than its episode. After each run, the tokens of the engine, the scorer and the trainer are compared.
+Each run starts from a warm-started model of its seed. The agents are services (`rollout.agent: url`), because the start
+of a program costs more processor time than its episode. After each run, the tokens of the engine, the scorer and the
+trainer are compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Train a warm-started model through the programs of examples/openai_agent, and compare what the engine, the scorer and the trainer saw.
+"""Train a warm-started model through the programs of examples/openai_agent, and compare what the engine, the scorer and
+the trainer saw.
 
-A run has all of its services in this process, so that the counters of the OpenAI-compatible server can be read, unless its engine needs
-another interpreter.
+A run has all of its services in this process, so that the counters of the OpenAI-compatible server can be read, unless
+its engine needs another interpreter.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class TrainedRun:
     scored: list[ScoredSample]
     trained: list[TrainedSample]
     counted: Counter[str] | None
-    """Counters of the server: `chains first`, `reencoded`, `requests 200` and so on; None if it ran in another process."""
+    """Counters of the server: `chains first`, `reencoded`, `requests 200` and so on; None if it ran in another
+    process."""
 
     @property
     def success(self) -> dict[int, float]:
@@ -161,7 +163,8 @@ def train(
 
 
 def check(run: TrainedRun, updates: int) -> None:
-    """Raise AssertionError unless the run is complete and each turn of each sample is what the engine generated from its prompt."""
+    """Raise AssertionError unless the run is complete and each turn of each sample is what the engine generated from
+    its prompt."""
     summary, counted = run.summary, run.counted
     assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (updates, "finished", 0)
     assert run.audit["holds"], run.audit

@@ -429,7 +429,8 @@ async def jetstream_of_4(server: EmbeddedServer) -> AsyncIterator[JetStreamBus]:
 
 @pytest.fixture(params=["memory", "jetstream_of_4"])
 def small_batches(request: pytest.FixtureRequest) -> Bus:
-    """A bus whose readers request 4 records at once, so that a gap can begin before, at and after the end of a request."""
+    """A bus whose readers request 4 records at once, so that a gap can begin before, at and after the end of a
+    request."""
     if request.param == "memory":
         return MemoryBus()
     found: Bus = request.getfixturevalue(request.param)
@@ -438,7 +439,8 @@ def small_batches(request: pytest.FixtureRequest) -> Bus:
 
 @pytest.mark.parametrize("removed", [{12}, {6, 7, 8, 9}, set(range(4, 13)), ALL - {12}, ALL], ids=str)
 async def test_a_reader_passes_records_that_are_removed_while_it_reads(small_batches: Bus, removed: set[int]) -> None:
-    """The records are removed after each number of delivered ones. What the reader has requested may still be delivered."""
+    """The records are removed after each number of delivered ones. What the reader has requested may still be
+    delivered."""
 
     async def read(records: AsyncIterator[StreamRecord], after: int) -> None:
         """Read to the end of a range, or to the record after the gap; remove `removed` after `after` records."""

@@ -678,7 +678,8 @@ async def test_request_waits_for_the_first_weights(build: Build) -> None:
 
 
 async def swapped_call(kit: Kit, kv: KvPolicy) -> Call:
-    """A request whose weights change after its first tokens. A server may finish it before the update arrives, so it has several tries."""
+    """A request whose weights change after its first tokens. A server may finish it before the update arrives, so it
+    has several tries."""
     for _ in range(10):
         await kit.activate(0)
         await kit.prepare(1)

@@ -39,7 +39,8 @@ class SharedVllm(VllmEngine):
 
 
 def shared_vllm(model: Path, options: dict[str, Any]) -> tuple[VllmEngine, Callable[[Sequence[Any]], Awaitable[None]]]:
-    """Return an engine and a function that ends its use. Engines of the default size are shared, if they are in the running loop."""
+    """Return an engine and a function that ends its use. Engines of the default size are shared, if they are in the
+    running loop."""
     key = str(sorted(options.items()))
     engine = _open.pop(key, None)
     if engine is None or not engine.usable:

@@ -68,7 +68,8 @@ class Calls:
             await asyncio.sleep(BACKOFF_S)
 
     async def read_for(self, method: Any, request: Any, seconds: float) -> tuple[Answer, list[Any]]:
-        """Return the messages of a stream in `seconds`, and how it ended, which is DEADLINE_EXCEEDED if it lasted longer."""
+        """Return the messages of a stream in `seconds`, and how it ended, which is DEADLINE_EXCEEDED if it lasted
+        longer."""
         messages: list[Any] = []
         answer = Answer("OK", "", "", messages)
         try:

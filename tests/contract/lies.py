@@ -1,6 +1,7 @@
 """Reports that the coordinator accepts, although they contradict the payload. No reader may deliver such a sample.
 
-A lie changes the report or the payload of the newest sample of an episode, and returns whether the two differ afterwards.
+A lie changes the report or the payload of the newest sample of an episode, and returns whether the two differ
+afterwards.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ async def process_mesh(folder: Path) -> AsyncIterator[tuple[Ends, World]]:
 async def kill_at_random(ends: Ends, mesh: World, rng: random.Random, killed: Counter[str]) -> None:
     """SIGKILL a process of the mesh every one to four seconds, until cancelled.
 
-    After each `BURST` kills, wait until the mesh serves again. Without it, a slow host would never have a whole mesh, and every call
-    would end as UNAVAILABLE, which is correct and tests nothing.
+    After each `BURST` kills, wait until the mesh serves again. Without it, a slow host would never have a whole mesh,
+    and every call would end as UNAVAILABLE, which is correct and tests nothing.
     """
     for num in itertools.count(1):
         await asyncio.sleep(rng.uniform(1.0, 4.0))

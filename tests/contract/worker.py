@@ -198,7 +198,8 @@ PARAMS = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=8, seed
 def _add_path(
     episode: types_pb2.Episode, stamps: tuple[Stamp, ...], external: types_pb2.SegmentSource.ValueType | None
 ) -> int:
-    """Append a root, one action per stamp, and a given action of the source `external`. Return the index of the leaf."""
+    """Append a root, one action per stamp, and a given action of the source `external`. Return the index of the
+    leaf."""
     episode.segments.add(
         parent=-1,
         role=types_pb2.SEGMENT_ROLE_CONTEXT,

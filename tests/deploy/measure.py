@@ -1,6 +1,8 @@
-"""Measure the memory and CPU of each service in a running mesh: `python -m tests.deploy.measure`. The resource requests are based on it.
+"""Measure the memory and CPU of each service in a running mesh: `python -m tests.deploy.measure`. The resource requests
+are based on it.
 
-The mesh is the one of the Kubernetes manifests, as processes (`pods`), with the fake engine and trainer and real sandbox sessions.
+The mesh is the one of the Kubernetes manifests, as processes (`pods`), with the fake engine and trainer and real
+sandbox sessions.
 """
 
 from __future__ import annotations

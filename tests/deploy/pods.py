@@ -1,7 +1,9 @@
-"""Containers of the rendered manifests as processes of this host: the same command lines and environment, other paths and names.
+"""Containers of the rendered manifests as processes of this host: the same command lines and environment, other paths
+and names.
 
-Every pod gets a separate loopback address, so that all of them can listen on the ports of the manifests. DNS names become these addresses,
-and the paths of volumes become folders. Where the user may, a process sees the host's root read-only, except for its volume.
+Every pod gets a separate loopback address, so that all of them can listen on the ports of the manifests. DNS names
+become these addresses, and the paths of volumes become folders. Where the user may, a process sees the host's root
+read-only, except for its volume.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class Pod:
                 await self._restart_if_failed()
 
     async def _restart_if_failed(self) -> None:
-        """Restart a container as the kubelet does, for example after a start without an answer of NATS. Invalid input fails the test."""
+        """Restart a container as the kubelet does, for example after a start without an answer of NATS. Invalid input
+        fails the test."""
         code = self.process.returncode
         if code is not None:
             assert code == 1, f"{self.name} exited with {code}: {self.log}"
@@ -162,7 +165,8 @@ class Pod:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def delete(self) -> float:
-        """Delete the pod as Kubernetes does: preStop, SIGTERM, and SIGKILL after the grace period. Return the seconds from SIGTERM to the exit."""
+        """Delete the pod as Kubernetes does: preStop, SIGTERM, and SIGKILL after the grace period. Return the seconds
+        from SIGTERM to the exit."""
         clock = asyncio.get_running_loop().time
         if hook := self.pods.pre_stop(self.workload, self.name):
             environment = self.pods.process_environment(self.workload, self.name)

@@ -1,4 +1,5 @@
-"""The pip steps of the Containerfiles: executed in clean virtual environments, and compared with the environments of the Makefile."""
+"""The pip steps of the Containerfiles: executed in clean virtual environments, and compared with the environments of
+the Makefile."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ CALLERS = {
     "sandbox": {"rollout", "reward"},
     "inference": {"inference", "rollout", "reward"},
 }
-"""The services that call each one. Every node joins the coordinator, and a second coordinator looks for the first one; the coordinator asks
-the depot for the chunks of a version, and the learner asks the data service for its snapshot."""
+"""The services that call each one. Every node joins the coordinator, and a second coordinator looks for the first one;
+the coordinator asks the depot for the chunks of a version, and the learner asks the data service for its snapshot."""
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -1,4 +1,5 @@
-"""A mesh of the command lines in the Kubernetes manifests: every pod as a process, with TLS, a NATS server, probes, drain and grace periods."""
+"""A mesh of the command lines in the Kubernetes manifests: every pod as a process, with TLS, a NATS server, probes,
+drain and grace periods."""
 
 from __future__ import annotations
 

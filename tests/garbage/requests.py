@@ -1,7 +1,7 @@
 """Malformed requests, generated from the descriptor of a method's request type.
 
-A case is a name and the bytes to send. Most cases are a plausible request with one field changed, so that a server gets past the checks
-of the other fields; the rest are bytes that are not a request at all.
+A case is a name and the bytes to send. Most cases are a plausible request with one field changed, so that a server gets
+past the checks of the other fields; the rest are bytes that are not a request at all.
 """
 
 from __future__ import annotations

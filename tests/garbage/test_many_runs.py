@@ -1,4 +1,5 @@
-"""Many consecutive runs on one mesh of processes: all are accepted, and the time from a publication to the next batch does not grow."""
+"""Many consecutive runs on one mesh of processes: all are accepted, and the time from a publication to the next batch
+does not grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Call every method of every server of a mesh with malformed requests, and collect the responses that no client should get."""
+"""Call every method of every server of a mesh with malformed requests, and collect the responses that no client should
+get."""
 
 from __future__ import annotations
 

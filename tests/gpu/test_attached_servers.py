@@ -1,4 +1,5 @@
-"""The attached engines with real servers. A server must run, with the flags of docs/engines.md, and these variables must be set:
+"""The attached engines with real servers. A server must run, with the flags of docs/engines.md, and these variables
+must be set:
 
 ROLLMESH_SGLANG_URL, ROLLMESH_VLLM_URL   address of the server; a test without its address is skipped
 ROLLMESH_SERVED_MODEL                    folder of the served model, with its weights in safetensors files, on a shared file system
@@ -41,7 +42,8 @@ def files() -> dict[str, Path]:
 
 @pytest.fixture(params=list(URLS))
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Engine]:
-    """An engine with two sets of weights: the served ones as step 0, and the same with a scaled last normalization as step 1."""
+    """An engine with two sets of weights: the served ones as step 0, and the same with a scaled last normalization as
+    step 1."""
     if URLS[request.param] not in os.environ:
         pytest.skip(f"{URLS[request.param]} is not set")
     files: dict[str, Path] = request.getfixturevalue("files")

@@ -4,9 +4,10 @@
         process = await net.host("a").run("ip", "address")
         net.link("b", "a").cut = True          # nothing of b reaches a any more, while a still reaches b
 
-Each namespace has one TUN device. The switch is a thread of this process that reads every packet, looks up the link of its source and
-destination, and writes the packet to the other device when it is due. A link has one direction, so that a fault can be asymmetric. This
-process is a host too, named `observer`, without a namespace. Requires root and /dev/net/tun.
+Each namespace has one TUN device. The switch is a thread of this process that reads every packet, looks up the link of
+its source and destination, and writes the packet to the other device when it is due. A link has one direction, so that
+a fault can be asymmetric. This process is a host too, named `observer`, without a namespace. Requires root and
+/dev/net/tun.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A run over three hosts, whose network fails in every way that networks fail. Nothing is lost and nothing is trained twice.
+"""A run over three hosts, whose network fails in every way that networks fail. Nothing is lost and nothing is trained
+twice.
 
 `pytest -s` prints a line of the table in docs/reliability.md per fault.
 """

@@ -1,4 +1,5 @@
-"""Engines whose log-probs depend on the bytes of the weights, so that probes can tell right from wrong; and their broken kin.
+"""Engines whose log-probs depend on the bytes of the weights, so that probes can tell right from wrong; and their
+broken kin.
 
 Loaded by nodes as `content_engine.py:Name`, like a user's own engine.
 """

@@ -1,4 +1,5 @@
-"""A mesh without engines and workers: real nats-server, coordinator, gateway, data, reward and depot; the test is worker and trainer."""
+"""A mesh without engines and workers: real nats-server, coordinator, gateway, data, reward and depot; the test is
+worker and trainer."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ async def program(command: Sequence[str | Path]) -> AsyncIterator[asyncio.subpro
 
 
 async def said(process: asyncio.subprocess.Process, pattern: str | None, *, limit_s: float) -> str:
-    """Its output up to a line that matches, or to its end. Fails with the output after `limit_s`, or if it never comes."""
+    """Its output up to a line that matches, or to its end. Fails with the output after `limit_s`, or if it never
+    comes."""
     assert process.stdout is not None
     lines: list[str] = []
     try:

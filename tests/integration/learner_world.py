@@ -1,7 +1,8 @@
-"""A RunService for the learner's tests: one run, honest about leases, epochs, commits and roll-backs; plus a real depot.
+"""A RunService for the learner's tests: one run, honest about leases, epochs, commits and roll-backs; plus a real
+depot.
 
-It decides as the contract says, independently of the coordinator, and keeps what it saw. `faults` makes verbs fail: before they are
-carried out (`refuse`) or after (`lose_reply`).
+It decides as the contract says, independently of the coordinator, and keeps what it saw. `faults` makes verbs fail:
+before they are carried out (`refuse`) or after (`lose_reply`).
 """
 
 from __future__ import annotations

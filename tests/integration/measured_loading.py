@@ -1,9 +1,10 @@
-"""Open a trainer on ranks, and print as JSON the peak resident size of each of them, and the current one without pages of files, in MiB.
+"""Open a trainer on ranks, and print as JSON the peak resident size of each of them, and the current one without pages
+of files, in MiB.
 
 python -m tests.integration.measured_loading DIRECTORY MODEL RANKS [update]
 
-The trainer resumes from the newest checkpoint in DIRECTORY, or opens MODEL, and publishes its weights. With `update` it also makes an update
-and saves a checkpoint.
+The trainer resumes from the newest checkpoint in DIRECTORY, or opens MODEL, and publishes its weights. With `update` it
+also makes an update and saves a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Nothing of a running mesh answers the unknown: every verb of every service, taken from the descriptors, at every server.
+"""Nothing of a running mesh answers the unknown: every verb of every service, taken from the descriptors, at every
+server.
 
-A verb that is added is walked without a change here. One mesh runs as by default, one with certificates and a token file.
+A verb that is added is walked without a change here. One mesh runs as by default, one with certificates and a token
+file.
 """
 
 from __future__ import annotations
@@ -91,8 +93,8 @@ async def servers(mesh: Mesh) -> dict[str, str]:
 
 
 async def status(channel: grpc.aio.Channel, verb: str, metadata: Metadata) -> grpc.StatusCode:
-    """What an empty request of `verb` ends with. On the wire all arities are alike; a client that still writes when it is refused may
-    only learn that its call is over."""
+    """What an empty request of `verb` ends with. On the wire all arities are alike; a client that still writes when it
+    is refused may only learn that its call is over."""
     begin: Any = channel.unary_stream
     call = begin(verb)(b"", metadata=metadata, timeout=LIMIT_S)
     try:

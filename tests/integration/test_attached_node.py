@@ -61,7 +61,8 @@ class Attached:
         return version
 
     async def activate(self, step: int, *phases: WeightReport.Phase.ValueType) -> tuple[PolicyVersion, WeightReport]:
-        """Publish a step with right probes, have it prepared and activated, and return the report in one of `phases`."""
+        """Publish a step with right probes, have it prepared and activated, and return the report in one of
+        `phases`."""
         version = await self.upload(step)
         self.boss.command("inf-0", WeightCommand.VERB_PREPARE, version, [self.depot])
         await self.boss.outcome("inf-0", version, WeightReport.PHASE_PREPARED)

@@ -1,4 +1,5 @@
-"""A run is backed up while it runs, restored elsewhere, and resumed; damaged files and existing streams are rejected."""
+"""A run is backed up while it runs, restored elsewhere, and resumed; damaged files and existing streams are
+rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Failures of the environment: each is reported in one clear message, the run continues or stops with its cause, and nothing is lost.
+"""Failures of the environment: each is reported in one clear message, the run continues or stops with its cause, and
+nothing is lost.
 
 docs/reliability.md lists them.
 """

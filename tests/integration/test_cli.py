@@ -1,4 +1,5 @@
-"""The command with a whole mesh: real services, gRPC and nats-server, with an engine and a trainer that need no model."""
+"""The command with a whole mesh: real services, gRPC and nats-server, with an engine and a trainer that need no
+model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`rollmesh up`: a mesh without a run, for trainers that connect over the gateway; `status` and `drain` with its folder."""
+"""`rollmesh up`: a mesh without a run, for trainers that connect over the gateway; `status` and `drain` with its
+folder."""
 
 from __future__ import annotations
 

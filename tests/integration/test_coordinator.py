@@ -1,4 +1,5 @@
-"""A run at the coordinator over real gRPC and a real nats-server: its way from CreateRun to a checkpoint, and every verb twice."""
+"""A run at the coordinator over real gRPC and a real nats-server: its way from CreateRun to a checkpoint, and every
+verb twice."""
 
 from __future__ import annotations
 

@@ -290,7 +290,8 @@ async def committing_too_late(mesh: MeshParts) -> None:
 
 @brings("CommitUpdate", "FAILED_PRECONDITION", "BEYOND_BOUND")
 async def committing_what_is_too_old(mesh: MeshParts) -> None:
-    """Beyond the contract: only a bug or a changed bound brings an inadmissible sample into a lease, so one is put there."""
+    """Beyond the contract: only a bug or a changed bound brings an inadmissible sample into a lease, so one is put
+    there."""
     await mesh.begin()
     await mesh.generate(await mesh.acquire(), step=0)
     batch = await mesh.lease(1)

@@ -1,4 +1,5 @@
-"""The coordinator is killed and its folder deleted in mid-run; another one at another address leads the run from its ledger."""
+"""The coordinator is killed and its folder deleted in mid-run; another one at another address leads the run from its
+ledger."""
 
 from __future__ import annotations
 

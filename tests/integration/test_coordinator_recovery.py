@@ -1,4 +1,5 @@
-"""The coordinator under loss: restarts, damaged snapshots and ledgers, a killed nats-server, a rival, purged payloads."""
+"""The coordinator under loss: restarts, damaged snapshots and ledgers, a killed nats-server, a rival, purged
+payloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What runs that have ended cost a mesh that stays: no task, no delay of a live run, no disk beyond what they hold. DeleteRun removes them."""
+"""What runs that have ended cost a mesh that stays: no task, no delay of a live run, no disk beyond what they hold.
+DeleteRun removes them."""
 
 from __future__ import annotations
 
@@ -130,7 +131,8 @@ async def test_work_of_two_runs_that_comes_at_once_is_not_lost(tmp_path: Path) -
 
 
 async def test_many_runs_one_after_the_other_fit_a_store_for_few(tmp_path: Path) -> None:
-    """130 MiB each of 400, where ended ones keep 19; none of them is retired by time. Only live ones count for `runs_max`."""
+    """130 MiB each of 400, where ended ones keep 19; none of them is retired by time. Only live ones count for
+    `runs_max`."""
     store = EmbeddedServerConfig(store_bytes_max=400 * MIB)
     streams = msgspec.structs.replace(CONFIG.streams, samples_bytes_max=64 * MIB, ledger_bytes_max=64 * MIB)
     config = msgspec.structs.replace(LATER, runs_max=2, streams=streams)

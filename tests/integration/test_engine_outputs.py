@@ -1,4 +1,5 @@
-"""Further outputs of an engine in a whole mesh: the loss of a recipe trains with them, and an external trainer gets their bytes."""
+"""Further outputs of an engine in a whole mesh: the loss of a recipe trains with them, and an external trainer gets
+their bytes."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ async def test_a_mesh_trains_with_the_entropy_that_its_engine_returns(tmp_path: 
     assert [(line.update, line.outcome) for line in lines.values()] == [(1, "APPLIED"), (2, "APPLIED")]
     for line in lines.values():
         found, num = line.metrics["high_entropy_share"], line.metrics["tokens/trained"]
-        # At least a fifth of each minibatch, rounded up; two minibatches. Without entropy, or with a constant one, it is 0 or 1.
+        # At least a fifth of each minibatch, rounded up; two minibatches. Without entropy, or with a constant one, it
+        # is 0 or 1.
         assert found is not None
         assert num is not None
         assert SHARE <= found <= SHARE + 2 / num + 1e-6

@@ -1,7 +1,9 @@
-"""Exact: N updates equal N/2 updates, a checkpoint, a new process' trainer, and N/2 more, bit for bit, on recorded batches.
+"""Exact: N updates equal N/2 updates, a checkpoint, a new process' trainer, and N/2 more, bit for bit, on recorded
+batches.
 
-Through the learner's own engine, for every recipe and for both optimizers. Weights, optimizer state, commit digest, metrics and the
-published bytes are compared; what a process has besides (torch's generators, the thread's state) is disturbed in between.
+Through the learner's own engine, for every recipe and for both optimizers. Weights, optimizer state, commit digest,
+metrics and the published bytes are compared; what a process has besides (torch's generators, the thread's state) is
+disturbed in between.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""StreamSamples: every scored episode of a run without a learner, once, in order, from anywhere, until the run has ended."""
+"""StreamSamples: every scored episode of a run without a learner, once, in order, from anywhere, until the run has
+ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A ledger that reaches `ledger_bytes_max` ends its run. Other runs, and what remains to be done with that run, go on."""
+"""A ledger that reaches `ledger_bytes_max` ends its run. Other runs, and what remains to be done with that run, go
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a group shows, end to end: an agent with two turns, a scorer by segment and an estimator by turn, each in a user's file."""
+"""What a group shows, end to end: an agent with two turns, a scorer by segment and an estimator by turn, each in a
+user's file."""
 
 from __future__ import annotations
 

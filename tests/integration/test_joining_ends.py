@@ -1,4 +1,5 @@
-"""What a node meets that cannot join, or whose mesh has ended: an error within seconds, or within the limit it was given."""
+"""What a node meets that cannot join, or whose mesh has ended: an error within seconds, or within the limit it was
+given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The example of docs/endpoints.md with real processes: a frozen opponent, a judge at a URL, and the same rewards without the judge."""
+"""The example of docs/endpoints.md with real processes: a frozen opponent, a judge at a URL, and the same rewards
+without the judge."""
 
 from __future__ import annotations
 

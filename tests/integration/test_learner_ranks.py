@@ -1,4 +1,5 @@
-"""The torch trainer on two ranks: equal results, checkpoints between one and two ranks, and ranks that fail or disagree."""
+"""The torch trainer on two ranks: equal results, checkpoints between one and two ranks, and ranks that fail or
+disagree."""
 
 from __future__ import annotations
 

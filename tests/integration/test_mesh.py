@@ -1,4 +1,5 @@
-"""The whole mesh in one process, with fake model, trainer and sandbox engine: it ends, outlives its services, and is asynchronous."""
+"""The whole mesh in one process, with fake model, trainer and sandbox engine: it ends, outlives its services, and is
+asynchronous."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Operator:
         return found
 
     async def until(self, condition: Callable[[run_pb2.RunState], bool]) -> run_pb2.RunState:
-        """Wait until the state of the run satisfies the condition. Calls during a restart of the coordinator are retried."""
+        """Wait until the state of the run satisfies the condition. Calls during a restart of the coordinator are
+        retried."""
         deadline_s, state = time.monotonic() + LIMIT_S, None
         while time.monotonic() < deadline_s:
             with suppress(Unavailable):

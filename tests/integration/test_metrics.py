@@ -1,4 +1,5 @@
-"""Metrics of a whole mesh as Prometheus gets them: they agree with the run's books, keep the rules of names, and are documented."""
+"""Metrics of a whole mesh as Prometheus gets them: they agree with the run's books, keep the rules of names, and are
+documented."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def _assert_fixed_values(series: Series) -> None:
 
 
 def _assert_promtool_content(text: str) -> None:
-    """Where Prometheus' own checker is at hand, it has nothing to say; `test_names_follow_promtools_rules` stands in elsewhere."""
+    """Where Prometheus' own checker is at hand, it has nothing to say; `test_names_follow_promtools_rules` stands in
+    elsewhere."""
     if promtool := shutil.which("promtool"):
         checked = subprocess.run(
             [promtool, "check", "metrics"], check=False, input=text, text=True, capture_output=True, timeout=30.0

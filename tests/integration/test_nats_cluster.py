@@ -1,4 +1,5 @@
-"""Streams with three copies on a cluster of real servers: what is acknowledged survives the loss of a server, and mistakes are reported."""
+"""Streams with three copies on a cluster of real servers: what is acknowledged survives the loss of a server, and
+mistakes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each kind of service uses its own NATS user: it needs every permission that it has, and the server rejects everything else."""
+"""Each kind of service uses its own NATS user: it needs every permission that it has, and the server rejects everything
+else."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ UNUSED = {
     GATEWAY: {"RM.*.DEAD", "$JS.API.STREAM.MSG.GET.*"},
     COORDINATOR: {"RM.*.DEAD", "$JS.API.DIRECT.GET.*", "$JS.API.STREAM.LIST"},
 }
-"""For failed tasks and unreadable payloads, which this run does not have, for a payload that a lagging server lacks, and for commands that
-run in the pod of the coordinator."""
+"""For failed tasks and unreadable payloads, which this run does not have, for a payload that a lagging server lacks,
+and for commands that run in the pod of the coordinator."""
 STREAMS = run_streams("r")
 SHORT = JetStreamConfig(deadline_s=3.0, attempt_s=1.0)
 

@@ -1,4 +1,5 @@
-"""Peers built from other protos than ours: fields that one side does not know, and numbers of enums that it does not know."""
+"""Peers built from other protos than ours: fields that one side does not know, and numbers of enums that it does not
+know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs with the public `openai` package on a rollout node over real gRPC and a real nats-server; the model is a script."""
+"""Programs with the public `openai` package on a rollout node over real gRPC and a real nats-server; the model is a
+script."""
 
 from __future__ import annotations
 

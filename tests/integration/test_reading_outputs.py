@@ -1,4 +1,5 @@
-"""The agent and the scorers of examples/outputs in a whole mesh: what they read equals a forward of the model over the recorded tokens."""
+"""The agent and the scorers of examples/outputs in a whole mesh: what they read equals a forward of the model over the
+recorded tokens."""
 
 from __future__ import annotations
 

@@ -139,9 +139,9 @@ OWN = {
     "lp_reg": "protected_share",
     "imitation.yaml": "Imitate/other_share",
 }
-"""A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered passes, tokens of
-the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the step, answers after another prompt, and
-estimators that read turns, answers and texts of all members."""
+"""A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered
+passes, tokens of the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the
+step, answers after another prompt, and estimators that read turns, answers and texts of all members."""
 FAST = {"remax", "mssr", "vcpo", "seeupo", "archer", "kl_cov", "hgpo", "v0", "v05", "imitation.yaml"}
 """Recipes of which one uses each of these parts; the others run in `make recipes`."""
 FURTHER = {
@@ -228,7 +228,8 @@ class Hardest:
 
 
 def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tmp_path: Path) -> None:
-    """The configuration beside it has neither scorers nor an agent. A resumed run needs no recipe, and keeps its method."""
+    """The configuration beside it has neither scorers nor an agent. A resumed run needs no recipe, and keeps its
+    method."""
     shutil.copytree(folder / "model", tmp_path / "model")
     for name in ("agent.py", "scorer.py", "tasks.jsonl"):
         shutil.copy(folder / name, tmp_path)
@@ -270,7 +271,8 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, tmp_path: Path) -> None:
-    """The run makes update 3 without a break. A fresh trainer makes it again from the checkpoint of update 2, on the same batch."""
+    """The run makes update 3 without a break. A fresh trainer makes it again from the checkpoint of update 2, on the
+    same batch."""
     out = tmp_path / "run"
     about, tree = read_recipe(find_recipe(recipe))
     rewards = ["correct", *tree.get("reward", {}).get("weights", {})]

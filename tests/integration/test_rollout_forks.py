@@ -1,4 +1,5 @@
-"""Forked sessions through the client, and forked lines of an episode: each has the state of its past and does not change the state of others."""
+"""Forked sessions through the client, and forked lines of an episode: each has the state of its past and does not
+change the state of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scoring over real nodes: the same choice of nodes as generation, parts of one version, and outputs that nodes can or cannot return."""
+"""Scoring over real nodes: the same choice of nodes as generation, parts of one version, and outputs that nodes can or
+cannot return."""
 
 from __future__ import annotations
 

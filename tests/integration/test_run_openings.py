@@ -1,4 +1,5 @@
-"""A run that is not led is opened by its first request: once, for all callers, whatever becomes of them, and beside other runs."""
+"""A run that is not led is opened by its first request: once, for all callers, whatever becomes of them, and beside
+other runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs in any language from a client's session and from an agent's tool box, over a real service into a real jail."""
+"""Programs in any language from a client's session and from an agent's tool box, over a real service into a real
+jail."""
 
 from __future__ import annotations
 

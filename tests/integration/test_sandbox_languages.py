@@ -28,7 +28,8 @@ from rollmesh.shared.errors import InvalidInput
 UID_BASE = 60900
 WALL_S = 40.0
 GRACE_S = 30.0
-"""A program that is out of time is stopped inside its session. On a busy host this may take longer than the default grace period."""
+"""A program that is out of time is stopped inside its session. On a busy host this may take longer than the default
+grace period."""
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

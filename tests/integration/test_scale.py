@@ -1,4 +1,5 @@
-"""`rollmesh scale` on a running mesh of processes: nodes start and leave, no sample is lost, and a resume keeps the counts."""
+"""`rollmesh scale` on a running mesh of processes: nodes start and leave, no sample is lost, and a resume keeps the
+counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the trainer measured reaches the selector of a run: a user's selector draws by mean absolute advantage in a whole mesh."""
+"""What the trainer measured reaches the selector of a run: a user's selector draws by mean absolute advantage in a
+whole mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls of stateless functions in real jails over real gRPC: what they cannot pass to each other, limits, faults, ends."""
+"""Calls of stateless functions in real jails over real gRPC: what they cannot pass to each other, limits, faults,
+ends."""
 
 from __future__ import annotations
 

@@ -230,7 +230,8 @@ def updates(run: Path) -> int:
 
 
 async def kill_in_the_middle(mine: Path, run: Path) -> list[Process]:
-    """Kill a train command with busy sessions and half of its processes stopped; return the processes that it had started."""
+    """Kill a train command with busy sessions and half of its processes stopped; return the processes that it had
+    started."""
     async with command("train", str(mine / "mine.yaml"), "--out", str(run)) as train:
         await until(lambda: updates(run) >= 2 or train.returncode is not None)
         (mine / "slow").touch()

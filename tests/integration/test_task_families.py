@@ -106,7 +106,8 @@ async def test_queries_are_judged_by_what_they_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "path"), [("code", "solution.py"), ("sql", "query.sql")])
 async def test_family_goes_through_the_whole_mesh(kind: str, path: str, tmp_path: Path) -> None:
-    """A policy that writes noise, judged in real jails: each sample is scored, none by a broken judge, and the run ends."""
+    """A policy that writes noise, judged in real jails: each sample is scored, none by a broken judge, and the run
+    ends."""
     base = mesh_config(save_model_folder(tmp_path / "model"), batch_groups=2, group_size=2, updates_max=2)
     scorers = [{"name": "tests", "reward": "correct", "options": {"pattern": "", "path": path}}]
     config = msgspec.structs.replace(

@@ -1,4 +1,5 @@
-"""Traces of a whole mesh in one process, and over several: one episode's is a connected tree that ends in its commit."""
+"""Traces of a whole mesh in one process, and over several: one episode's is a connected tree that ends in its
+commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several versions at once in a whole mesh: evaluations beside training, and responses that finish under one version."""
+"""Several versions at once in a whole mesh: evaluations beside training, and responses that finish under one
+version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Faults of uploads, disks, precision and reports: the fleet never serves wrong weights. test_weight_feeders.py has those of sources.
+"""Faults of uploads, disks, precision and reports: the fleet never serves wrong weights. test_weight_feeders.py has
+those of sources.
 
 docs/reliability.md has the table.
 """
@@ -143,7 +144,8 @@ async def test_half_an_upload_never_becomes_a_version_and_the_next_learner_finis
 
 
 async def test_what_a_killed_upload_leaves_is_deleted_with_the_versions_that_follow(tmp_path: Path) -> None:
-    """Chunks of half an upload have an owner, and go with the old versions. Files that were not claimed are deleted by age."""
+    """Chunks of half an upload have an owner, and go with the old versions. Files that were not claimed are deleted by
+    age."""
     async with depot(tmp_path, versions_max=2) as store:
         path = write_safetensors(tmp_path / "large.safetensors", 9, num_values=250_000)
         with script_process(LEARNER, store.address, path, "weights:main@1.0", "False", access=ACCESS) as learner:

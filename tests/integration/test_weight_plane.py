@@ -69,7 +69,8 @@ async def peer(
 
 
 def file(folder: Path, name: str, *, change: float = 0.0) -> dict[str, Path]:
-    """A safetensors file of four chunks. `change` is the share of its values that differ in their lowest bit from those of change 0."""
+    """A safetensors file of four chunks. `change` is the share of its values that differ in their lowest bit from those
+    of change 0."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal(CHUNK).astype("<f4").view("<u4")
     values[np.random.default_rng(1).random(CHUNK) < change] ^= 1
@@ -189,7 +190,8 @@ async def test_a_wrong_delta_is_noticed_and_the_whole_chunk_fetched(tmp_path: Pa
 
 
 async def test_a_line_of_nodes_begins_before_the_first_one_has_the_version(tmp_path: Path) -> None:
-    """The last node asks first; each waits for the chunks of the node before it, and the depot sends the version once."""
+    """The last node asks first; each waits for the chunks of the node before it, and the depot sends the version
+    once."""
     async with contextlib.AsyncExitStack() as stack:
         source = await stack.enter_async_context(depot(tmp_path))
         line = [await stack.enter_async_context(peer(tmp_path / str(n), transfer=LINE)) for n in range(4)]

@@ -1,8 +1,9 @@
 """Tiny random models of the decoder architectures that transformers knows, for tests of trainer and engine.
 
 Every entry is a configuration class of transformers by its `model_type`, with sizes small enough that a model is made
-and run in milliseconds. Weights are drawn with a standard deviation of 0.2, so that distributions are far from uniform and a
-forward that is wrong differs by tenths of a nat. Sliding windows are 8 tokens long: tests use sequences of up to 40.
+and run in milliseconds. Weights are drawn with a standard deviation of 0.2, so that distributions are far from uniform
+and a forward that is wrong differs by tenths of a nat. Sliding windows are 8 tokens long: tests use sequences of up to
+40.
 """
 
 from __future__ import annotations

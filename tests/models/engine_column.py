@@ -20,8 +20,8 @@ from tests.models.architectures import CONTEXT, build_model
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """The result for one model. `forward` is empty if it is rejected. `reason` is why a faster forward is not used. The error is
-    absolute, in nats."""
+    """The result for one model. `forward` is empty if it is rejected. `reason` is why a faster forward is not used. The
+    error is absolute, in nats."""
 
     forward: str
     reason: str

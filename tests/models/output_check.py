@@ -25,7 +25,8 @@ BASE = ("entropy", "top_k", "kept_mass", "mean_logprob", "hidden")
 
 
 def check_outputs(name: str) -> None:
-    """Generate at temperature 1, token by token after a prompt, and score. Both equal one plain forward of the sequence."""
+    """Generate at temperature 1, token by token after a prompt, and score. Both equal one plain forward of the
+    sequence."""
     model: Any = build_model(name)
     with TemporaryDirectory(prefix="rollmesh-models-") as folder:
         write_model_folder(model, None, Path(folder))

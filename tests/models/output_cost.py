@@ -1,7 +1,9 @@
-"""Measure the CPU time per token of each output of the torch engine: `python -m tests.models.output_cost VOCAB HIDDEN NUM_TOKENS`.
+"""Measure the CPU time per token of each output of the torch engine: `python -m tests.models.output_cost VOCAB HIDDEN
+NUM_TOKENS`.
 
-32 requests run together in the engine's core on a random model of 4 layers, on one thread. Each measurement is divided by one without
-outputs that was taken just before, because other processes change the speed of a shared machine. Medians of 5.
+32 requests run together in the engine's core on a random model of 4 layers, on one thread. Each measurement is divided
+by one without outputs that was taken just before, because other processes change the speed of a shared machine. Medians
+of 5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The engine is correct for every architecture that it accepts, with its decoder or through transformers, and rejects the others."""
+"""The engine is correct for every architecture that it accepts, with its decoder or through transformers, and rejects
+the others."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def test_no_architecture_has_a_wrong_output(name: str) -> None:
 
 
 def test_trainer_caps_attention_scores_as_the_engine_does() -> None:
-    """The default attention of transformers omits the cap, so trainer and probes would agree on another model than the published one."""
+    """The default attention of transformers omits the cap, so trainer and probes would agree on another model than the
+    published one."""
     model: Any = build_model("gemma2_softcap")
     tokens = np.arange(1, 30, dtype=np.int32)
     with torch.no_grad():

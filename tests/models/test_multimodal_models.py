@@ -1,4 +1,5 @@
-"""The text part of a model that also takes images is trained; the rest is kept, and written so that plain transformers loads the whole."""
+"""The text part of a model that also takes images is trained; the rest is kept, and written so that plain transformers
+loads the whole."""
 
 from __future__ import annotations
 

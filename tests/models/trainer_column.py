@@ -23,7 +23,8 @@ PACKING = PackingConfig(row_tokens=64, micro_batch_tokens=192)
 
 @dataclass(frozen=True, slots=True)
 class TrainerResult:
-    """The result for one model. `mode` is None if it is rejected, and `reason` is the error. Errors are absolute (nats) and relative."""
+    """The result for one model. `mode` is None if it is rejected, and `reason` is the error. Errors are absolute (nats)
+    and relative."""
 
     mode: ForwardMode | None
     reason: str
@@ -32,9 +33,11 @@ class TrainerResult:
 
 
 def trainer_result(name: str, grown: float = 1.0) -> TrainerResult:
-    """Run random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one.
+    """Run random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the
+    plain one.
 
-    With `grown`, the forward is chosen on fresh weights, which are then multiplied by it, as training from scratch makes them grow."""
+    With `grown`, the forward is chosen on fresh weights, which are then multiplied by it, as training from scratch
+    makes them grow."""
     model = build_model(name, fresh=grown != 1.0)
     try:
         choice = BatchTrainer(model, UpdateConfig(), seed=0).forward_choice

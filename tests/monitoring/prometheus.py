@@ -24,7 +24,8 @@ POLL_S = 0.5
 
 @contextmanager
 def prometheus(folder: Path, targets: Path) -> Iterator[str]:
-    """Run Prometheus with the rules of deploy/, and yield its URL. It reads every process of `targets` once per second."""
+    """Run Prometheus with the rules of deploy/, and yield its URL. It reads every process of `targets` once per
+    second."""
     (port,) = lasting_ports(1)
     discovery = {"files": [f"{targets}/*.json"], "refresh_interval": "1s"}
     config = {

@@ -20,7 +20,8 @@ RUN = 'job="rollmesh",run="r"'
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Series with one value per minute, the time at which the alert does not fire yet, and the time at which it does."""
+    """Series with one value per minute, the time at which the alert does not fire yet, and the time at which it
+    does."""
 
     series: dict[str, str]
     quiet: str

@@ -1,4 +1,5 @@
-"""Dashboards and alert rules are current, and every query below deploy/, and in its documentation, names metrics and label values that exist."""
+"""Dashboards and alert rules are current, and every query below deploy/, and in its documentation, names metrics and
+label values that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes a mesh: the query of every panel returns data, unless the panel names the event that it needs."""
+"""A real Prometheus scrapes a mesh: the query of every panel returns data, unless the panel names the event that it
+needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The runbooks have a section for every alert, and their commands show what they say on a real mesh with the symptom."""
+"""The runbooks have a section for every alert, and their commands show what they say on a real mesh with the
+symptom."""
 
 from __future__ import annotations
 

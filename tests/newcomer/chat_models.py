@@ -1,7 +1,7 @@
 """Small chat models in the style of released ones, created with transformers and tokenizers as a user would.
 
-A style is the special tokens, the eos token and the chat template. The templates are short rewrites, not copies: they write what those
-of the released models write around turns, tools and tool results.
+A style is the special tokens, the eos token and the chat template. The templates are short rewrites, not copies: they
+write what those of the released models write around turns, tools and tool results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every command in the documentation exists: its options, its settings, the targets of make, and the files that it names."""
+"""Every command in the documentation exists: its options, its settings, the targets of make, and the files that it
+names."""
 
 from __future__ import annotations
 

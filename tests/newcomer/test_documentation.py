@@ -1,7 +1,8 @@
-"""Execute the blocks of README.md and docs/ that are not marked, in a folder such as a reader has after the first pages.
+"""Execute the blocks of README.md and docs/ that are not marked, in a folder such as a reader has after the first
+pages.
 
-The folder has the files of README, tasks, a model, and a run in runs/mine. A name in the documentation that stands for something else,
-such as SAMPLE, is replaced by one that exists.
+The folder has the files of README, tasks, a model, and a run in runs/mine. A name in the documentation that stands for
+something else, such as SAMPLE, is replaced by one that exists.
 """
 
 from __future__ import annotations

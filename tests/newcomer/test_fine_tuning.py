@@ -1,4 +1,5 @@
-"""Execute the commands of docs/sft.md: fine-tuning of a plain transformers model, and reinforcement learning on its result."""
+"""Execute the commands of docs/sft.md: fine-tuning of a plain transformers model, and reinforcement learning on its
+result."""
 
 from __future__ import annotations
 

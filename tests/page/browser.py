@@ -47,7 +47,8 @@ async def browser_page(mesh: Mesh | None = None, **options: Any) -> AsyncIterato
 
 
 async def until(page: Any, expression: str, limit_s: float = WAIT_MS / 1000) -> None:
-    """Wait until an expression is true. The driver's wait_for_function evaluates strings in the page, which its policy forbids."""
+    """Wait until an expression is true. The driver's wait_for_function evaluates strings in the page, which its policy
+    forbids."""
     async with asyncio.timeout(limit_s):
         while not await page.evaluate(expression):
             await page.wait_for_timeout(100)

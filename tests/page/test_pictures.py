@@ -1,4 +1,5 @@
-"""The pictures of docs/live_page.md, of a run that `rollmesh train` started: the link that it prints, and what the page shows of it."""
+"""The pictures of docs/live_page.md, of a run that `rollmesh train` started: the link that it prints, and what the page
+shows of it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class HostileDecoder:
 
 
 def page_config(folder: Path, **run: Any) -> MeshConfig:
-    """Return a run of tasks with markup in their labels and prompts. It trains until it is stopped, unless `updates_max` is given."""
+    """Return a run of tasks with markup in their labels and prompts. It trains until it is stopped, unless
+    `updates_max` is given."""
     model = save_model_folder(folder / "model")
     defaults: dict[str, Any] = {"name": "page", "batch_groups": 4, "group_size": 4, "eval_every": 2, "eval_tasks": 8}
     tree = msgspec.to_builtins(mesh_config(model, **(defaults | run)))

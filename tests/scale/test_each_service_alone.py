@@ -1,8 +1,8 @@
 """Each service that can be scaled has its own bottleneck, and only more nodes of that service move it.
 
-Four meshes, each with one service that takes 0.25 s of waiting for an episode and serves four at once, so that one node finishes at most 16
-episodes per second. The capacity is a number of slots and not processor time, so the result does not depend on the host. In each mesh, a
-second node of each service is added alone, and drained again.
+Four meshes, each with one service that takes 0.25 s of waiting for an episode and serves four at once, so that one node
+finishes at most 16 episodes per second. The capacity is a number of slots and not processor time, so the result does
+not depend on the host. In each mesh, a second node of each service is added alone, and drained again.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Load:
         return (await self.scored() - begin) / (time.monotonic() - begin_s)
 
     async def scored(self) -> float:
-        """Return the number of scored samples, from their tokens and the mean length of trained ones; 0 before the first update."""
+        """Return the number of scored samples, from their tokens and the mean length of trained ones; 0 before the
+        first update."""
         with typed_errors():
             state = (await self._runs.GetRun(run_pb2.GetRunRequest(run="scaled"))).state
         if not state.policies or not state.policies[0].applied_step:

@@ -1,5 +1,5 @@
-"""Admission on demand in virtual time: the learner hardly waits more than with admission to the bound, and trains on newer samples
-where it is the bottleneck."""
+"""Admission on demand in virtual time: the learner hardly waits more than with admission to the bound, and trains on
+newer samples where it is the bottleneck."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def both(scenario: Scenario) -> tuple[Result, Result]:
 def test_a_busy_learner_trains_on_newer_samples_at_the_same_rate(
     scenario: Scenario, share: float, share_at_bound: float
 ) -> None:
-    """`share`: upper bound of the mean lag on demand over that of the bound. `share_at_bound`: of the samples at eta."""
+    """`share`: upper bound of the mean lag on demand over that of the bound. `share_at_bound`: of the samples at
+    eta."""
     early, late = both(scenario)
     assert early.seconds / late.seconds >= RATE_MIN
     assert late.lag_mean <= share * early.lag_mean

@@ -1,7 +1,8 @@
 """Seeded histories of the fleet: nodes with room for one to three versions, evaluations, lost commands, restarts.
 
-Safety: a node never drops a version whose evaluation is open, and activates versions in order. Liveness: open evaluations delay only
-the nodes that cannot hold their versions, and once they have ended, every node serves the newest version.
+Safety: a node never drops a version whose evaluation is open, and activates versions in order. Liveness: open
+evaluations delay only the nodes that cannot hold their versions, and once they have ended, every node serves the newest
+version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Kinds of changes to a copy of a ledger, or of a checkpoint. Each kind of the ledger chooses its record before the newest stored head.
+"""Kinds of changes to a copy of a ledger, or of a checkpoint. Each kind of the ledger chooses its record before the
+newest stored head.
 
 Some kinds leave the chain unchanged. Others act as a forger: they change facts and recompute every hash, so that only
 the facts, the payloads, or a stored head can show the change.
@@ -378,7 +379,8 @@ def renamed(rng: random.Random, run: RealRun) -> Copy | None:
 
 
 def list_changed(edit: Callable[[random.Random, list[TrainedUpdate]], list[TrainedUpdate]]) -> Kind:
-    """Return a kind that changes the list of trained samples. The forger recomputes its digests, and its hash in `rollmesh.json`."""
+    """Return a kind that changes the list of trained samples. The forger recomputes its digests, and its hash in
+    `rollmesh.json`."""
 
     def strike(rng: random.Random, run: RealRun) -> Copy | None:
         if not run.checkpoint:

@@ -1,7 +1,7 @@
 """Files of an earlier release are read, and files of a later one are rejected without a change.
 
-`golden/1.0` holds a run of three updates that the release before protocol 1.1 wrote: ledger records, snapshots of coordinator and data
-service, checkpoints of the fake trainer, and a payload file.
+`golden/1.0` holds a run of three updates that the release before protocol 1.1 wrote: ledger records, snapshots of
+coordinator and data service, checkpoints of the fake trainer, and a payload file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Every service of a run is upgraded to the present code, one after the other, while the run goes on, and no sample is lost.
+"""Every service of a run is upgraded to the present code, one after the other, while the run goes on, and no sample is
+lost.
 
-The old side is the wheel of the commit in `BEFORE`, in a virtual environment that has only rollmesh and reads the other packages from this
-one. Services with a fixed address are restarted in place. Of the others, a second node joins with the present code, and the old one is
-drained. The run has the torch trainer and engine, a real sandbox, and an agent with tool calls.
+The old side is the wheel of the commit in `BEFORE`, in a virtual environment that has only rollmesh and reads the other
+packages from this one. Services with a fixed address are restarted in place. Of the others, a second node joins with
+the present code, and the old one is drained. The run has the torch trainer and engine, a real sandbox, and an agent
+with tool calls.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def old_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=120)
     (packages,) = folder.glob("venv/lib/python*/site-packages")
     subprocess.run([*pip, "install", "--no-deps", "--target", packages, wheel], check=True, timeout=300)
-    # A plain path in a .pth file adds the packages there, and does not execute the .pth files there, which name the present rollmesh.
+    # A plain path in a .pth file adds the packages there, and does not execute the .pth files there, which name the
+    # present rollmesh.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = str(folder / "venv" / "bin" / "python")
     where = "import rollmesh.mesh.host as host, grpc; print(host.__file__)"
@@ -299,7 +302,8 @@ async def test_a_run_is_upgraded_service_by_service(tmp_path: Path, old_python: 
 
 
 def check_accounts(state: run_pb2.RunState) -> None:
-    """No sample failed, and every sample that began has its end: trained, too old, or cancelled by the end of the run."""
+    """No sample failed, and every sample that began has its end: trained, too old, or cancelled by the end of the
+    run."""
     for counts in (state.samples, state.eval_samples):
         assert counts.failed == counts.filtered == 0, counts
         assert counts.reserved == counts.trained + counts.stale + counts.cancelled + counts.exported, counts

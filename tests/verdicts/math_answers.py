@@ -1,8 +1,8 @@
 r"""Answers to questions of mathematics, and whether a person accepts them.
 
-Each row is `(key, answer, accepted, note)`, as data sets and models write them: MATH (LaTeX without dollar signs), GSM8K (money, units), AMC
-and AIME (integers, letters), text. A note that begins with `taste` marks a row on which persons differ; the row then states what the scorer
-does, and the note says why.
+Each row is `(key, answer, accepted, note)`, as data sets and models write them: MATH (LaTeX without dollar signs),
+GSM8K (money, units), AMC and AIME (integers, letters), text. A note that begins with `taste` marks a row on which
+persons differ; the row then states what the scorer does, and the note says why.
 """
 
 from __future__ import annotations

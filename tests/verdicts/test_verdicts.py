@@ -115,7 +115,8 @@ def accepted_by_plain_python(case: Case, folder: Path) -> bool:
 
 
 async def verdicts_of(judge: Judge, corpus: Sequence[Form]) -> list[str]:
-    """Return the verdict of each form: AC if all hidden tests are accepted, otherwise the first other one, or an error."""
+    """Return the verdict of each form: AC if all hidden tests are accepted, otherwise the first other one, or an
+    error."""
 
     async def verdict(form: Form) -> str:
         try:

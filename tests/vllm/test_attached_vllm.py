@@ -1,4 +1,5 @@
-"""What a real vLLM server does to a node that attaches to it: it ends, lacks a flag, or runs a model that it updates wrongly.
+"""What a real vLLM server does to a node that attaches to it: it ends, lacks a flag, or runs a model that it updates
+wrongly.
 
 The conformance suite has the rest. `make test-vllm` runs these tests.
 """

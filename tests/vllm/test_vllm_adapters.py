@@ -1,4 +1,5 @@
-"""Adapters and deltas on a real vLLM: an adapter travels alone, vLLM scores and samples under it as peft does, and full versions follow."""
+"""Adapters and deltas on a real vLLM: an adapter travels alone, vLLM scores and samples under it as peft does, and full
+versions follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run whose learner trains adapters and whose inference node is a real vLLM: only the first version has whole weights."""
+"""A run whose learner trains adapters and whose inference node is a real vLLM: only the first version has whole
+weights."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ TASKS: dict[str, Any] = {"level_max": 3, "num_validation": 64}
 
 
 def config(model: Path) -> dict[str, Any]:
-    """A run in which each update trains samples of the version before it, so that every adapter must have reached the node."""
+    """A run in which each update trains samples of the version before it, so that every adapter must have reached the
+    node."""
     return {
         "model": str(model),
         "run": {

@@ -1,4 +1,5 @@
-"""A custom agent. The model may call the calculator, and gets one reminder if a turn is neither a call nor an answer."""
+"""A custom agent. The model may call the calculator, and gets one reminder if a turn is neither a call nor an
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A custom scorer: 1 if the answer is within a tolerance of the key. A second reward decreases with the number of tokens."""
+"""A custom scorer: 1 if the answer is within a tolerance of the key. A second reward decreases with the number of
+tokens."""
 
 from __future__ import annotations
 

@@ -208,7 +208,8 @@ _UNREAD = Attack(
     held=["fourth refused by requests", "cut 3", "page (got 200 hello|refused by requests)"], wall_s=15.0,
 )  # fmt: skip
 
-# The kernel sends a connected SOCK_SEQPACKET's packets to its peer, whatever address is given with them: "elsewhere" is a packet, too.
+# The kernel sends a connected SOCK_SEQPACKET's packets to its peer, whatever address is given with them: "elsewhere" is
+# a packet, too.
 _PACKETS = Attack(
     name="invalid packets at the port", verdict=REFUSED, profile=ONLINE,
     source=f"""

@@ -1,4 +1,5 @@
-"""Attacks on sessions that the calls of stateless functions share: text as code, data for other calls, exhaustion, forgery."""
+"""Attacks on sessions that the calls of stateless functions share: text as code, data for other calls, exhaustion,
+forgery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `bench sandbox` counts: latencies of each execution, and the CPU of whatever ran, orphans and dead grandchildren included."""
+"""What `bench sandbox` counts: latencies of each execution, and the CPU of whatever ran, orphans and dead grandchildren
+included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`rollmesh nats-config`: configurations that nats-server accepts, private logins that are kept, and mistakes with their remedies."""
+"""`rollmesh nats-config`: configurations that nats-server accepts, private logins that are kept, and mistakes with
+their remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reader of StreamSamples resumes broken streams without gaps or repeats, and raises errors that are not retryable."""
+"""The reader of StreamSamples resumes broken streams without gaps or repeats, and raises errors that are not
+retryable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Wrong inputs of a user, a row each: what `rollmesh check` says about it, in one message with its place and remedy.
 
-Inputs that cannot train are mistakes (exit code 2). Inputs that are legal and rarely meant are notes. To add an input, add a row.
+Inputs that cannot train are mistakes (exit code 2). Inputs that are legal and rarely meant are notes. To add an input,
+add a row.
 """
 
 from __future__ import annotations

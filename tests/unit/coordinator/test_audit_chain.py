@@ -1,4 +1,5 @@
-"""The chain of ledger records: damage, and differences from heads stored elsewhere, are found at their record by recovery and audit."""
+"""The chain of ledger records: damage, and differences from heads stored elsewhere, are found at their record by
+recovery and audit."""
 
 from __future__ import annotations
 

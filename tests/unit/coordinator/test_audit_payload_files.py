@@ -1,4 +1,5 @@
-"""The audit of payloads in files: a removed file is purged, as a purged record of a stream is; every other difference is a finding."""
+"""The audit of payloads in files: a removed file is purged, as a purged record of a stream is; every other difference
+is a finding."""
 
 from __future__ import annotations
 

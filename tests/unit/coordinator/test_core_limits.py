@@ -33,8 +33,8 @@ def end_well(run: CoreRun, update: int, digest: str) -> None:
 
 
 def evaluate(run: CoreRun, *, solved: int, scored: int, step: int, value: float = 1.0) -> None:
-    """Finish the open evaluation: `scored` tasks get a reward, the first `solved` of them `value`, the rest 0; the others get no
-    score."""
+    """Finish the open evaluation: `scored` tasks get a reward, the first `solved` of them `value`, the rest 0; the
+    others get no score."""
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=64, wait_s=1.0)
     leases = [lease for lease in acquired.leases if lease.purpose is Purpose.EVAL]
     for number, lease in enumerate(leases):

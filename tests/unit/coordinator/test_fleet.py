@@ -111,7 +111,8 @@ def test_canary_of_an_earlier_release_gets_a_command_to_activate() -> None:
 
 @pytest.mark.parametrize("phase", [WeightPhase.PROBE_MISMATCH, WeightPhase.FAILED])
 def test_no_other_node_activates_a_version_before_a_canary_has_passed(phase: WeightPhase) -> None:
-    """A canary with wrong probes rejects the version. One that cannot prepare it, or fails between the two, is followed by another."""
+    """A canary with wrong probes rejects the version. One that cannot prepare it, or fails between the two, is followed
+    by another."""
     fleet, old, v = fleet_of("a", "b"), version(0), version(1)
     for node_id in ("a", "b"):
         serve(fleet, node_id, old)
@@ -194,7 +195,8 @@ def test_node_is_ready_only_with_admissible_weights() -> None:
 
 
 def test_probe_mismatch_of_the_canary_refuses_the_version() -> None:
-    """The other node keeps its weights, also while the run has not recorded the rejection and still announces the version."""
+    """The other node keeps its weights, also while the run has not recorded the rejection and still announces the
+    version."""
     fleet, old, v = fleet_of("a", "b"), version(0), version(1)
     for node_id in ("a", "b"):
         serve(fleet, node_id, old)
@@ -527,7 +529,8 @@ def test_a_suspect_node_is_used_again_after_a_restart_and_not_after_a_new_stream
 
 
 def test_late_results_of_honest_nodes_are_no_contradiction() -> None:
-    """Results of a command before the version was rejected, of a version too old to be kept, and of a run that has ended."""
+    """Results of a command before the version was rejected, of a version too old to be kept, and of a run that has
+    ended."""
     fleet = fleet_of("a")
     other = goal(OTHER_DIGEST)
     fleet.plan(other, 0.0)

@@ -1,4 +1,5 @@
-"""The keeper: an announced version and the answer of a node each lead to the next command without waiting for the period."""
+"""The keeper: an announced version and the answer of a node each lead to the next command without waiting for the
+period."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def test_posterior_halves_evidence_after_the_half_lives() -> None:
     chosen = selector(pool("1", "2"), prior_strength=4.0, prompt_half_life_groups=2.0, level_half_life_groups=1.0)
     observe(chosen, 0, successes=8.0, failures=0.0)
     observe(chosen, 1, successes=0.0, failures=4.0, times=2)
-    # Prompt 0 was observed two groups ago, so 8 counts as 4. Level 1 has one group (A = 1, m = 2/3), because levels decay separately.
+    # Prompt 0 was observed two groups ago, so 8 counts as 4. Level 1 has one group (A = 1, m = 2/3), because levels
+    # decay separately.
     assert posterior(chosen, 0) == pytest.approx((4 * 2 / 3 + 4, 4 / 3))
     # Level 2: B = 1/2 + 1, m = 1 / 3.5. Prompt 1: 4 faded by one group (2^-1/2), then 4 more.
     assert posterior(chosen, 1) == pytest.approx((4 / 3.5, 4 * 2.5 / 3.5 + 4 * 2**-0.5 + 4))
@@ -128,7 +129,8 @@ def test_the_estimate_recovers_after_the_policy_jumps() -> None:
     for _ in range(16):
         for position in range(7):
             observe(chosen, position, 16.0, 0.0)
-    # After 112 groups = 7 short half-lives, the level is estimated as solved, and so is prompt 7, which was not drawn since.
+    # After 112 groups = 7 short half-lives, the level is estimated as solved, and so is prompt 7, which was not drawn
+    # since.
     assert mean(chosen, 0) > 0.9
     assert mean(chosen, 7) > 0.3
 

@@ -1,4 +1,5 @@
-"""The code family: exemplary solutions pass the hidden tests, the tests tell near misses apart, prompts hold all there is."""
+"""The code family: exemplary solutions pass the hidden tests, the tests tell near misses apart, prompts hold all there
+is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The SQL family: exemplary queries run, hidden databases tell near misses apart, prompts show the schema and no answer."""
+"""The SQL family: exemplary queries run, hidden databases tell near misses apart, prompts show the schema and no
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Transcripts of samples that are no longer recent: the search of the ledger has a limit, and a damaged record is an error."""
+"""Transcripts of samples that are no longer recent: the search of the ledger has a limit, and a damaged record is an
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random adapters made by peft, log-probs under its models, and versions that travel from a depot to a node. Needs peft."""
+"""Random adapters made by peft, log-probs under its models, and versions that travel from a depot to a node. Needs
+peft."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from rollmesh.shared.weights.transfer import TransferConfig, upload
 
 
 def adapted(model: Path, folder: Path, *, seed: int, std: float, **settings: Any) -> tuple[Any, dict[str, Path]]:
-    """Return peft's model with a random adapter, whose B is not zero and which is not merged, and the two files of the adapter."""
+    """Return peft's model with a random adapter, whose B is not zero and which is not merged, and the two files of the
+    adapter."""
     torch.manual_seed(seed)
     wrapped: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), peft.LoraConfig(**settings))
     for name, parameter in wrapped.named_parameters():

@@ -1,4 +1,5 @@
-"""Adapters as peft writes them: merged exactly, served right by the torch engine, and rejected by name if they do not fit."""
+"""Adapters as peft writes them: merged exactly, served right by the torch engine, and rejected by name if they do not
+fit."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_the_merged_weights_are_those_of_peft(model: Path, tmp_path: Path, optio
 
 
 async def test_an_adapter_travels_alone_and_the_torch_engine_scores_under_it(model: Path, tmp_path: Path) -> None:
-    """The second version has the chunks of the first one and a small adapter; its probes are the log-probs of peft's own model."""
+    """The second version has the chunks of the first one and a small adapter; its probes are the log-probs of peft's
+    own model."""
     wrapped, files = adapted(model, tmp_path / "adapter")
     base = {WEIGHTS_NAME: model / WEIGHTS_NAME}
     probes = [Probe(token_ids=PROMPT, logprobs=model_logprobs(wrapped, PROMPT)).encode()]

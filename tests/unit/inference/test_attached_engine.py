@@ -1,4 +1,5 @@
-"""Failures, checks and boundaries of an engine that attaches to a server. The port's contract is in `tests/conformance`."""
+"""Failures, checks and boundaries of an engine that attaches to a server. The port's contract is in
+`tests/conformance`."""
 
 import ast
 import asyncio
@@ -497,7 +498,8 @@ def test_capabilities_are_known_without_the_http_library() -> None:
 
 
 def test_the_names_of_the_test_server_are_those_of_the_real_source() -> None:
-    """Needs the unpacked wheel `sglang==0.5.23`, which needs no GPU: `ROLLMESH_SGLANG_SOURCE` is its folder `sglang`."""
+    """Needs the unpacked wheel `sglang==0.5.23`, which needs no GPU: `ROLLMESH_SGLANG_SOURCE` is its folder
+    `sglang`."""
     source = os.environ.get("ROLLMESH_SGLANG_SOURCE")
     if not source:
         pytest.skip("ROLLMESH_SGLANG_SOURCE is not set")

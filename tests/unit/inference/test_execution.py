@@ -1,4 +1,5 @@
-"""Each model runs with the fastest forward that equals transformers. A model without one is rejected before the engine serves."""
+"""Each model runs with the fastest forward that equals transformers. A model without one is rejected before the engine
+serves."""
 
 import copy
 from pathlib import Path

@@ -8,7 +8,8 @@ HOLD_S = 0.005
 
 
 def busy_pace(num: int = 80, *, hold_s: float = HOLD_S, slots_max: int = 128) -> StepPace:
-    """Return a pace after `num` requests of as many sessions, one per millisecond, the last at 1 s, where a step ends."""
+    """Return a pace after `num` requests of as many sessions, one per millisecond, the last at 1 s, where a step
+    ends."""
     pace = StepPace(hold_s, slots_max)
     for index in range(num):
         pace.arrived(f"s{index}", 1.0 - (num - 1 - index) * 1e-3)

@@ -177,7 +177,8 @@ def test_the_cache_of_ended_requests_is_no_pressure(stepper: Build) -> None:
 
 
 def test_outputs_of_mixed_requests_survive_rare_deltas_and_a_swap(stepper: Build, tiny: TinyModel) -> None:
-    """A token's outputs wait until its delta, under any number of tokens per delta, and are those of the version that drew it."""
+    """A token's outputs wait until its delta, under any number of tokens per delta, and are those of the version that
+    drew it."""
     for flush_tokens in (1, 5, 1000):
         run = stepper(flush_tokens=flush_tokens, prefill_tokens_max=16)
         wishes = [(("entropy", "top_k"), 3), (("hidden",), 8), ((), 8), (("top_k", "kept_mass", "mean_logprob"), 20)]

@@ -1,4 +1,5 @@
-"""Which settings may differ when a run goes on: the table is whole, and what is recorded holds no secret and no place."""
+"""Which settings may differ when a run goes on: the table is whole, and what is recorded holds no secret and no
+place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A value that a service's constructor rejects is a configuration error: the process exits with code 2 and is not restarted."""
+"""A value that a service's constructor rejects is a configuration error: the process exits with code 2 and is not
+restarted."""
 
 from __future__ import annotations
 

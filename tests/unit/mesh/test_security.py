@@ -1,4 +1,5 @@
-"""The sections `security`, `network` and `bus`: nothing beyond loopback without certificates and a token, and no secret in a config."""
+"""The sections `security`, `network` and `bus`: nothing beyond loopback without certificates and a token, and no secret
+in a config."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def test_a_cluster_s_login_comes_from_its_file_and_is_in_no_config(tmp_path: Pat
 
 
 def sign(folder: Path, ca: Path, *arguments: str) -> dict[str, str]:
-    """Sign another certificate for the key in `folder` with the CA in `ca`, and return the section `security` with it."""
+    """Sign another certificate for the key in `folder` with the CA in `ca`, and return the section `security` with
+    it."""
     request, signed = folder / "again.csr", folder / "again.pem"
     for command in (
         ["req", "-new", "-key", str(folder / "rollmesh.key"), "-subj", "/CN=again", "-out", str(request)],

@@ -90,7 +90,8 @@ async def test_a_judge_that_returns_no_step_is_an_infra_failure() -> None:
 
 
 def test_a_flawed_positive_helps_among_wrong_answers_and_costs_among_clean_ones() -> None:
-    # Rewards 0, -1, -1, -1: mean -3/4, so A of the flawed one is +3/4 without scaling. Rewards 0, 1, 1, 1: mean 3/4, A = -3/4.
+    # Rewards 0, -1, -1, -1: mean -3/4, so A of the flawed one is +3/4 without scaling. Rewards 0, 1, 1, 1: mean 3/4, A
+    # = -3/4.
     estimator = make_estimator(Extension("grpo", {"std": "none"}), {"fapo": 1.0})
     for others, expected in ((-1.0, 0.75), (1.0, -0.75)):
         members = [member("s0", {"fapo": 0.0}), *[member(f"s{n}", {"fapo": others}) for n in (1, 2, 3)]]
@@ -102,7 +103,8 @@ def test_a_flawed_positive_helps_among_wrong_answers_and_costs_among_clean_ones(
 
 @pytest.mark.parametrize(
     ("combine", "agree", "disagree"),
-    # Scores 0.5, 0.5, 0.5 and 0.2, 0.4, 0.9: mean 0.5 both; the variance of the second is (0.09 + 0.01 + 0.16) / 3 = 0.26 / 3.
+    # Scores 0.5, 0.5, 0.5 and 0.2, 0.4, 0.9: mean 0.5 both; the variance of the second is (0.09 + 0.01 + 0.16) / 3 =
+    # 0.26 / 3.
     [("mean", 0.5, 0.5), ("worst", 0.5, 0.2), ("uncertainty", 0.5, 0.5 - 0.5 * 0.26 / 3)],
 )
 async def test_an_ensemble_that_disagrees_rewards_less(combine: str, agree: float, disagree: float) -> None:

@@ -112,7 +112,8 @@ def test_wrong_options_are_named(name: str, options: dict[str, Any], message: st
 
 
 def conversation(*turns: tuple[str, str]) -> ScoreItem:
-    """Return an item with these (text of the model, result of a tool); each turn has two segments. No result: the model was not answered."""
+    """Return an item with these (text of the model, result of a tool); each turn has two segments. No result: the model
+    was not answered."""
     path = [JudgedSegment(index=4, role=Role.CONTEXT, source=Source.PROMPT, token_ids=np.zeros(1, np.int32))]
     for said, result in turns:
         for text, finish in (("", FinishReason.UNFINISHED), (said, FinishReason.STOP)):

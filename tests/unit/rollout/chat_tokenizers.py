@@ -115,7 +115,8 @@ MODELS: dict[str, dict[str, Any]] = {
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen and Llama cut text. White space merges with what follows it, so the cut between a header and a content matters."""
+"""How Qwen and Llama cut text. White space merges with what follows it, so the cut between a header and a content
+matters."""
 _WORDS = [
     "user\n\n\nsystem\n\n assistant\n  hello\n\n\n",
     '{"name": "add", "arguments": {"a": 1}}\n\n',

@@ -1,4 +1,5 @@
-"""`env.ask`: what an episode asks of endpoints is stored with it, and their failures are those of the infrastructure."""
+"""`env.ask`: what an episode asks of endpoints is stored with it, and their failures are those of the
+infrastructure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Templates of many model families: each call that the template writes is read back, or the check reports it.
 
-The markers come from a probe. What the probe itself writes, such as its name or its argument, must not become part of them.
+The markers come from a probe. What the probe itself writes, such as its name or its argument, must not become part of
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Messages appended to a recorded conversation: the tokens equal the template's rendering, and contents stay plain text."""
+"""Messages appended to a recorded conversation: the tokens equal the template's rendering, and contents stay plain
+text."""
 
 from __future__ import annotations
 

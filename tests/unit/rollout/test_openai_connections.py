@@ -1,4 +1,5 @@
-"""Connections to the OpenAI-compatible server that misbehave: garbage, half requests, slow clients, clients that are gone."""
+"""Connections to the OpenAI-compatible server that misbehave: garbage, half requests, slow clients, clients that are
+gone."""
 
 from __future__ import annotations
 

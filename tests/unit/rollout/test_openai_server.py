@@ -1,4 +1,5 @@
-"""The OpenAI-compatible server of a worker, called by the public client over HTTP: what clients get, and which tokens are recorded."""
+"""The OpenAI-compatible server of a worker, called by the public client over HTTP: what clients get, and which tokens
+are recorded."""
 
 from __future__ import annotations
 

@@ -358,7 +358,8 @@ def test_wrong_options_name_the_key(options: dict[str, Any], message: str) -> No
 
 @pytest.fixture
 async def service() -> AsyncIterator[tuple[str, dict[str, Any]]]:
-    """A service that works on tasks: at /ok it asks the model, at /bad it fails, at /moved it redirects, at /idle it does nothing."""
+    """A service that works on tasks: at /ok it asks the model, at /bad it fails, at /moved it redirects, at /idle it
+    does nothing."""
     import aiohttp
 
     seen: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""Shared sessions over scripted engines: one result per call, whatever happens to sessions, and no session for two tenants."""
+"""Shared sessions over scripted engines: one result per call, whatever happens to sessions, and no session for two
+tenants."""
 
 from __future__ import annotations
 

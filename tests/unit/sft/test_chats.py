@@ -1,4 +1,5 @@
-"""Conversations of a file become samples: their tokens are those of the chat template, and only turns of the assistant are trained."""
+"""Conversations of a file become samples: their tokens are those of the chat template, and only turns of the assistant
+are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Fine-tuning: its loss is that of transformers, the held-out loss falls, and a resumed run equals one that was not stopped."""
+"""Fine-tuning: its loss is that of transformers, the held-out loss falls, and a resumed run equals one that was not
+stopped."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ Respond = Callable[[dict[str, Any]], Any]
 
 
 class ChatServer:
-    """Counts the requests, and answers each with `respond(body)`: a text, a whole response, or an exception of aiohttp."""
+    """Counts the requests, and answers each with `respond(body)`: a text, a whole response, or an exception of
+    aiohttp."""
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond

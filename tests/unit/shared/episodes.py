@@ -55,7 +55,8 @@ def sampled(parent: int, tokens: list[int], step: int, *, source: Source = Sourc
 
 
 def rich_episode() -> Episode:
-    """Two turns with a tool, a weight update in mid-sequence, a branch, a peer's words, two samples, every reward outcome."""
+    """Two turns with a tool, a weight update in mid-sequence, a branch, a peer's words, two samples, every reward
+    outcome."""
     return Episode(
         key=KEY,
         purpose=Purpose.TRAIN,

@@ -1,4 +1,5 @@
-"""Access: the token is shown nowhere, and with TLS both sides prove themselves, over real gRPC and a real nats-server."""
+"""Access: the token is shown nowhere, and with TLS both sides prove themselves, over real gRPC and a real
+nats-server."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def reopened(store: BlobStore, quota_bytes: int = 1000) -> BlobStore:
 
 @contextlib.asynccontextmanager
 async def paused_hash(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[asyncio.Event, threading.Event]]:
-    """Hash all files in threads, which hash when the second event is set. The first event is set when a thread waits for that."""
+    """Hash all files in threads, which hash when the second event is set. The first event is set when a thread waits
+    for that."""
     loop, begun, resume = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
     def hash_later(path: Path) -> str:

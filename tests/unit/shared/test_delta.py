@@ -29,7 +29,8 @@ def test_a_delta_restores_any_chunk(base: bytes, random: object) -> None:
 
 
 def test_the_delta_of_a_few_low_bits_is_small_and_splits_values_at_their_width() -> None:
-    """One value of 50 changes in its lowest bit, which has H(0.02) = 0.14 bits of its 16. The delta takes at most 4 times as many."""
+    """One value of 50 changes in its lowest bit, which has H(0.02) = 0.14 bits of its 16. The delta takes at most 4
+    times as many."""
     rng = np.random.default_rng(0)
     base = rng.standard_normal(1 << 16).astype("<f4").view("<u2")[1::2].copy()
     new = base.copy()

@@ -55,7 +55,8 @@ async def test_a_wrong_password_is_refused(tmp_path: Path) -> None:
 
 
 async def test_a_limit_that_meets_a_failing_attempt_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt waits with `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes with the failure."""
+    """Each attempt waits with `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes with the
+    failure."""
 
     lost: list[str] = []
 

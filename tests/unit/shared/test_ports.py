@@ -36,9 +36,7 @@ def test_a_port_that_somebody_listens_on_is_not_chosen_and_its_owner_is_named() 
 def test_a_port_is_not_returned_twice_although_its_first_user_does_not_listen_yet() -> None:
     first, second = (lasting_ports(3, random.Random(11)) for _ in range(2))
     assert set(first).isdisjoint(second)
-    choice = (
-        "import random; from rollmesh.shared.net.ports import lasting_ports; print(*lasting_ports(3, random.Random(11)))"
-    )
+    choice = "import random; from rollmesh.shared.net.ports import lasting_ports; print(*lasting_ports(3, random.Random(11)))"
     other = subprocess.run([sys.executable, "-c", choice], check=True, capture_output=True, text=True).stdout.split()
     assert set(first).isdisjoint(map(int, other)), "another process"
 

@@ -1,4 +1,5 @@
-"""/metrics under a flood of half and whole requests: connections and threads are bounded, and scrapes share a collection."""
+"""/metrics under a flood of half and whole requests: connections and threads are bounded, and scrapes share a
+collection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Settings: ranges hold however a struct is made, every range error has one form, and fields say whether they may change."""
+"""Settings: ranges hold however a struct is made, every range error has one form, and fields say whether they may
+change."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def random_batch(
     step: int = 0,
     same_prompt: bool = False,
 ) -> tuple[list[TrainingSample], list[GroupContext]]:
-    """Return two-turn samples over random tokens with 0/1 rewards, and their groups; behavior log-probs near those of an untrained model.
-    `same_prompt` gives the samples of a group one prompt, which is longer."""
+    """Return two-turn samples over random tokens with 0/1 rewards, and their groups; behavior log-probs near those of
+    an untrained model. `same_prompt` gives the samples of a group one prompt, which is longer."""
     rng = np.random.default_rng(seed)
     samples, groups = [], []
     for g in range(num_groups):

@@ -1,7 +1,7 @@
 """Compare the gradient of a loss with finite differences in float64, on a random ragged batch.
 
-The loss goes through the port as in an update: features under every weights, `prepare`, and `LossInputs` of the micro-batches. The model
-is a table of logits, one row per trained token.
+The loss goes through the port as in an update: features under every weights, `prepare`, and `LossInputs` of the
+micro-batches. The model is a table of logits, one row per trained token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ STEP = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """Trained tokens of several samples: logits [M, V] under each weights, token ids [M], hidden states [M, d] and columns."""
+    """Trained tokens of several samples: logits [M, V] under each weights, token ids [M], hidden states [M, d] and
+    columns."""
 
     logits: Tensor
     start: Tensor
@@ -42,7 +43,8 @@ class Ragged:
 
 
 def ragged(seed: int = 0, *, lengths: Sequence[int] = LENGTHS, vocabulary: int = 6) -> Ragged:
-    """Return a random batch. Its policies differ by about 0.3 nats per token; samples alternate between reward 1 and 0."""
+    """Return a random batch. Its policies differ by about 0.3 nats per token; samples alternate between reward 1 and
+    0."""
     rng = torch.Generator().manual_seed(seed)
     total = sum(lengths)
 
@@ -93,9 +95,11 @@ def loss_of_logits(plugins: Plugins, batch: Ragged, logits: Tensor, *, parts: in
 
 
 def check_gradient(plugins: Plugins, batch: Ragged, *, frozen: bool = False, directions: int = 8) -> Tensor:
-    """Assert that autograd and finite differences agree in random directions, whatever the split. Return the gradient [M, V].
+    """Assert that autograd and finite differences agree in random directions, whatever the split. Return the gradient
+    [M, V].
 
-    `frozen` is for terms that treat a function of the policy as a constant: what they detach keeps its value at the starting point.
+    `frozen` is for terms that treat a function of the policy as a constant: what they detach keeps its value at the
+    starting point.
     """
     logits = batch.logits.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss_of_logits(plugins, batch, logits), logits)

@@ -1,4 +1,5 @@
-"""One rank that opens model folders with others in its own process, for tests. Every rank compares what it gets with the library.
+"""One rank that opens model folders with others in its own process, for tests. Every rank compares what it gets with
+the library.
 
 python -m tests.unit.trainer.loading_worker FOLDER RANK SIZE MODEL... [--opens-only]
 

@@ -38,7 +38,8 @@ CONFIG = Qwen3Config(
 def settings(
     chunk_tokens: int = 1024, length: int = LENGTH, precision: str = "float32", shared_row_tokens: int = 0
 ) -> UpdateConfig:
-    """Return settings whose largest micro-batch has `ROWS` rows of one sequence of `length` tokens, or rows with a shared prefix."""
+    """Return settings whose largest micro-batch has `ROWS` rows of one sequence of `length` tokens, or rows with a
+    shared prefix."""
     packing = PackingConfig(row_tokens=length, micro_batch_tokens=ROWS * length, shared_row_tokens=shared_row_tokens)
     compute = msgspec.convert({"logprob_chunk_tokens": chunk_tokens, "precision": precision}, ComputeConfig)
     rule = Extension("minibatches", {"num_minibatches": 1})

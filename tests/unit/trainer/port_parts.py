@@ -1,4 +1,5 @@
-"""Small estimators, loss terms, features and update rules that use one corner of the learning port each. Loaded by file, as a user's."""
+"""Small estimators, loss terms, features and update rules that use one corner of the learning port each. Loaded by
+file, as a user's."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar

@@ -23,7 +23,8 @@ from .test_methods import batch, estimator, per_sample, rewarded, scalars, with_
 
 
 def test_kl_in_the_reward_equals_the_hand_computed_value() -> None:
-    """Two tokens each with d = 0.5, 0.5 and -1, 2: sums 1 and 1. With coefficient 0.2: 1 - 0.2 and 0 - 0.2; k2 gives 0.25 and 2.5."""
+    """Two tokens each with d = 0.5, 0.5 and -1, 2: sums 1 and 1. With coefficient 0.2: 1 - 0.2 and 0 - 0.2; k2 gives
+    0.25 and 2.5."""
     of = batch(rewarded("a", 1.0, 0.0))
     with_columns(of, proximal=[-1, -1, -2, -1], reference=[-1.5, -1.5, -1, -3])
     plain: dict[str, Any] = {"mean": "none", "std": "none", "coefficient": 0.2}
@@ -55,7 +56,8 @@ def test_a_group_with_equal_rewards_is_kept_for_its_penalties() -> None:
 
 
 def test_the_reward_has_the_gradient_of_the_divergence_of_samples_and_k2_that_of_tokens() -> None:
-    """Exact, over all samples of two tokens from three words, where the second distribution depends on the first token."""
+    """Exact, over all samples of two tokens from three words, where the second distribution depends on the first
+    token."""
     rng = torch.Generator().manual_seed(0)
     logits, other = (torch.randn(4, 3, generator=rng, dtype=torch.float64) for _ in range(2))
     logits.requires_grad_()
@@ -83,7 +85,8 @@ def test_the_reward_has_the_gradient_of_the_divergence_of_samples_and_k2_that_of
 
 
 def test_stable_reinforce_sets_outliers_to_zero() -> None:
-    """One of 16 rewards is 16 and the others are 0: mean 1, deviation sqrt(15), z = 15 / sqrt(15) = 3.87 and -1 / sqrt(15) = -0.26."""
+    """One of 16 rewards is 16 and the others are 0: mean 1, deviation sqrt(15), z = 15 / sqrt(15) = 3.87 and -1 /
+    sqrt(15) = -0.26."""
     of = batch(*(rewarded(f"g{n}", *([16.0] if n == 0 else [0.0]), *[0.0] * 3) for n in range(4)))
     found = estimator("stable_reinforce")(of)
     advantages = per_sample(found, of)

@@ -1,4 +1,5 @@
-"""The critic of whole turns: its targets by hand, its buffer, and the advantage of a turn that decides a later reward."""
+"""The critic of whole turns: its targets by hand, its buffer, and the advantage of a turn that decides a later
+reward."""
 
 import copy
 from typing import Any
@@ -46,7 +47,8 @@ def trainer(**critic: Any) -> BatchTrainer:
 
 
 def test_an_early_decisive_turn_has_an_advantage_although_the_reward_is_at_the_end() -> None:
-    """With the discount 0.9, Q of the first turn is 0.9 or 0, V before it is 0.45, and the second turn changes nothing."""
+    """With the discount 0.9, Q of the first turn is 0.9 or 0, V before it is 0.45, and the second turn changes
+    nothing."""
     samples, groups = game()
     made = trainer(discount=0.9, tau=0.3, capacity=64, replay=64)
     before = [p.clone() for p in made.model.parameters()]
@@ -64,7 +66,8 @@ def test_an_early_decisive_turn_has_an_advantage_although_the_reward_is_at_the_e
 
 
 def test_turns_become_transitions() -> None:
-    """Sample 0 has turns of 2 and 1 tokens, sample 1 one turn of 1 token. States before and after token i are i and 10 + i."""
+    """Sample 0 has turns of 2 and 1 tokens, sample 1 one turn of 1 token. States before and after token i are i and 10
+    + i."""
     columns = {
         "sample": torch.tensor([0, 0, 0, 1]),
         "turn": torch.tensor([0, 0, 1, 0]),
@@ -79,7 +82,8 @@ def test_turns_become_transitions() -> None:
 
 
 def test_the_loss_of_the_critic_equals_the_hand_computed_value() -> None:
-    """Constant heads: Q = 2 and 3, V = 1 and 0; targets Q' = 5 and 4, V' = 10 and 20. One turn with r = 1 that is not the last one."""
+    """Constant heads: Q = 2 and 3, V = 1 and 0; targets Q' = 5 and 4, V' = 10 and 20. One turn with r = 1 that is not
+    the last one."""
     module = CriticPair(1)
     constants = {"critic": ([2.0, 3.0], [1.0, 0.0]), "target": ([5.0, 4.0], [10.0, 20.0])}
     for name, (q, v) in constants.items():

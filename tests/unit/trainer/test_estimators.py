@@ -47,7 +47,8 @@ def test_dr_grpo_only_centers() -> None:
 
 
 def test_a_baseline_counts_episodes_and_not_their_samples() -> None:
-    """Three samples are of a correct episode and one of a wrong one. The mean over episodes is 0.5, over samples 0.75."""
+    """Three samples are of a correct episode and one of a wrong one. The mean over episodes is 0.5, over samples
+    0.75."""
     right = [member(f"s{i}", {"r": 1.0}, episode="e0") for i in range(3)]
     context = group("g", *right, member("s3", {"r": 0.0}, episode="e1"))
     ids = ["s0", "s1", "s2", "s3"]

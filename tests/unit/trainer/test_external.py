@@ -1,4 +1,5 @@
-"""Tokens that were not sampled: who may train on them, NaN that reaches nothing, and the methods that learn from given solutions."""
+"""Tokens that were not sampled: who may train on them, NaN that reaches nothing, and the methods that learn from given
+solutions."""
 
 import dataclasses
 import math
@@ -127,7 +128,8 @@ NEED_MORE = ("imitation", "archer", "dsdr_entropy", "router")
 
 @pytest.mark.parametrize("name", [n for n in LOSSES.names if n not in NEED_MORE])
 def test_no_missing_log_prob_reaches_a_weight_or_a_metric(name: str) -> None:
-    """Every other built-in term, beside an imitation, in small micro-batches, over samples some of which mix own and given tokens."""
+    """Every other built-in term, beside an imitation, in small micro-batches, over samples some of which mix own and
+    given tokens."""
     samples, groups = with_solutions()
     first = samples[0]
     samples[0] = replace(first, segments=(*first.segments, given([40, 41, 42])))
@@ -159,7 +161,8 @@ def test_garbage_in_place_of_log_probs_changes_nothing(garbage: float | None) ->
 
 
 def test_a_term_of_own_tokens_does_not_see_given_ones() -> None:
-    """With an imitation of weight 0 the update equals that without the given solutions, whose advantages the others do not use."""
+    """With an imitation of weight 0 the update equals that without the given solutions, whose advantages the others do
+    not use."""
     samples, groups = with_solutions()
     own = [s for s in samples if not s.sample.sample_id.startswith("given")]
     with_given, without = trainer(PPO, LossTerm("imitation", weight=0.0)), trainer(PPO)
@@ -260,7 +263,8 @@ def rl_plus(pi: list[float], old: list[float], mu: list[float], advantages: list
 
 
 def test_rl_plus_equals_the_hand_computed_value() -> None:
-    """Own: pi / mu = 2, A = 3. Given: pi = 0.36, old = 0.2, so 0.72 / (0.2 + 0.6) = 0.9, and (1 - 0.36)^0.5 = 0.8, A = 5."""
+    """Own: pi / mu = 2, A = 3. Given: pi = 0.36, old = 0.2, so 0.72 / (0.2 + 0.6) = 0.9, and (1 - 0.36)^0.5 = 0.8, A =
+    5."""
     loss, gradient, stats = rl_plus([0.4, 0.36], [0.1, 0.2], [0.2, 0], [3, 5])
     assert loss.item() == pytest.approx(-(2 * 3 + 0.9 * 0.8 * 5) / 2)
     assert gradient == pytest.approx([-3.0, -0.9 * 0.8 * 5 / 2])
@@ -307,7 +311,8 @@ def test_given_solutions_have_an_advantage_and_are_in_no_baseline() -> None:
 
 
 def red_batch(own: float, off: float, *rates: tuple[float, float], update: int = 1) -> Any:
-    """Return groups of two own samples with these rewards and a given solution; entropies are `own` and `off` at every token."""
+    """Return groups of two own samples with these rewards and a given solution; entropies are `own` and `off` at every
+    token."""
     samples, groups = [], []
     for number, rewards in enumerate(rates):
         name = f"g{number}"
@@ -323,7 +328,8 @@ def red_batch(own: float, off: float, *rates: tuple[float, float], update: int =
 
 
 def test_red_imitates_what_the_policy_fails_with_the_weight_by_hand() -> None:
-    """Accuracies 0, 1/2 and 1. Then own entropies change by 0.2 and those on given solutions by 0.8: the weight is 0.2 / 0.8."""
+    """Accuracies 0, 1/2 and 1. Then own entropies change by 0.2 and those on given solutions by 0.8: the weight is 0.2
+    / 0.8."""
     made = make_estimator(Extension("red", {"std": "none", "imitate_below": 0.5}))
     rates = ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0))
     first = made(red_batch(1.0, 2.0, *rates))

@@ -76,7 +76,8 @@ def test_the_effective_rank_of_two_unequal_directions_by_hand() -> None:
 
 
 def test_ranks_velocity_and_acceleration_along_a_response_by_hand() -> None:
-    """Strides of two rows add a dimension each: the ranks are 1, 2, 3; velocities 0, 1, 3 - 1.5; accelerations 0, 0, 0.5."""
+    """Strides of two rows add a dimension each: the ranks are 1, 2, 3; velocities 0, 1, 3 - 1.5; accelerations 0, 0,
+    0.5."""
     first = torch.cat([axes(0, 1, 2), torch.zeros(1, 5)])  # the last row changes no singular value
     second = axes(0)[:1]
     found = EffectiveRank(options=EffectiveRankOptions(stride=2))(inputs_of(first, second))
@@ -150,7 +151,8 @@ TWO = [
 
 
 def test_verl_equals_the_hand_computed_value() -> None:
-    """With the averages (2, 1, 0.5), the deviations are (0.5, 0.25, 0) and (2, 3, 1), and the gates 1/2 and sigmoid(2)."""
+    """With the averages (2, 1, 0.5), the deviations are (0.5, 0.25, 0) and (2, 3, 1), and the gates 1/2 and
+    sigmoid(2)."""
     made = verl()
     made.load_state({"averages": [2.0, 1.0, 0.5]})
     found = made(batch_with({"verl_rank_ranks": TWO}, 3, 3, rewards=(1.0, 0.0)))
@@ -264,7 +266,8 @@ STATES = np.array([[1.0, 0], [1.0, 0], [0, 1.0]])
 
 
 def rep_exp_batch(*rewards: float) -> UpdateBatch:
-    """Return one group of one token per sample, with the states of the first two equal, and one member more if there are four rewards."""
+    """Return one group of one token per sample, with the states of the first two equal, and one member more if there
+    are four rewards."""
     return batch_with({"rep_exp_state": STATES}, 1, 1, 1, rewards=rewards)
 
 

@@ -1,4 +1,5 @@
-"""The learning port: what estimators, features, loss terms and update rules can do, each against values by hand or by autograd."""
+"""The learning port: what estimators, features, loss terms and update rules can do, each against values by hand or by
+autograd."""
 
 import re
 from dataclasses import replace

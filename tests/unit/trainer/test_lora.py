@@ -1,4 +1,5 @@
-"""Low-rank adapters train as plain peft does, alone, and their checkpoints resume bit for bit and load with plain peft."""
+"""Low-rank adapters train as plain peft does, alone, and their checkpoints resume bit for bit and load with plain
+peft."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def saved(root: Path, trainer: BatchTrainer, log: TrainedLog) -> Checkpoint:
 
 
 def imitated(model: Any, samples: list[TrainingSample]) -> torch.Tensor:
-    """Return the negative log-likelihood of the trained tokens, per token, by the model's own forward, one sample at a time."""
+    """Return the negative log-likelihood of the trained tokens, per token, by the model's own forward, one sample at a
+    time."""
     total, count = torch.zeros(()), 0
     for sample in samples:
         ids = torch.cat([torch.from_numpy(s.token_ids).long() for s in sample.segments])

@@ -40,7 +40,8 @@ def gradient_of(loss: Tensor, at: Tensor) -> list[float]:
 # Policy gradient with importance weights ------------------------------------------------------------------------------
 
 TWO_SAMPLES = [0, 0, 1]
-"""Tokens 0 and 1 are of one sample, with the ratios 0.5 and 8: product 4, geometric mean 2. Token 2 is alone, with the ratio 0.5."""
+"""Tokens 0 and 1 are of one sample, with the ratios 0.5 and 8: product 4, geometric mean 2. Token 2 is alone, with the
+ratio 0.5."""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,8 @@ def test_a_dual_clip_inside_the_clip_is_rejected(term: str) -> None:
 
 
 def test_gspo_clips_whole_samples() -> None:
-    """Geometric ratios 2 and 0.5. A = 1: min(2, 1.2) per token of sample 0; A = 1: 0.5 in sample 1, whose token has the gradient -0.5/3."""
+    """Geometric ratios 2 and 0.5. A = 1: min(2, 1.2) per token of sample 0; A = 1: 0.5 in sample 1, whose token has the
+    gradient -0.5/3."""
     pi = logs(0.1, 0.8, 0.2).requires_grad_()
     made = inputs(pi, logs(0.2, 0.1, 0.4), [1, 1, 1], TWO_SAMPLES)
     loss, stats = loss_of("gspo", clip_low=0.2, clip_high=0.2)(made)
@@ -136,7 +138,8 @@ def test_gspo_may_clip_around_the_policy_before_the_update() -> None:
 
 
 def test_decoupled_ppo_with_geometric_ratios_is_gspo_with_weights() -> None:
-    """prox / mu is 2, 2 and 1/2, the last two truncated to 1.5 and 0.8; the sample ratios to prox are 2 and 0.5 as above."""
+    """prox / mu is 2, 2 and 1/2, the last two truncated to 1.5 and 0.8; the sample ratios to prox are 2 and 0.5 as
+    above."""
     pi = logs(0.1, 0.8, 0.2).requires_grad_()
     made = inputs(pi, logs(0.1, 0.05, 0.8), [1, 1, 1], TWO_SAMPLES, proximal=logs(0.2, 0.1, 0.4))
     options = {"ratio": "geometric", "clip_low": 0.2, "clip_high": 0.2, "weight_min": 0.8, "weight_max": 1.5}
@@ -147,8 +150,9 @@ def test_decoupled_ppo_with_geometric_ratios_is_gspo_with_weights() -> None:
 
 
 def test_gmpo_equals_the_hand_computed_value() -> None:
-    """Ratios 0.5 and 8 in one sample, bounds ln 1.5: with A = 1 the second becomes 1.5, and s = sqrt(0.5 * 1.5); with A = -1 the first
-    becomes 1 / 1.5, and s = sqrt(8 / 1.5). Only the token that is not clipped has a gradient, -A s / 3 for three tokens in all."""
+    """Ratios 0.5 and 8 in one sample, bounds ln 1.5: with A = 1 the second becomes 1.5, and s = sqrt(0.5 * 1.5); with A
+    = -1 the first becomes 1 / 1.5, and s = sqrt(8 / 1.5). Only the token that is not clipped has a gradient, -A s / 3
+    for three tokens in all."""
     pi = logs(0.1, 0.8, 0.2).requires_grad_()
     bound = math.log(1.5)
     for advantage, ratio, gradient, clipped in (
@@ -163,7 +167,8 @@ def test_gmpo_equals_the_hand_computed_value() -> None:
 
 
 def test_a_limit_of_the_log_ratio_bounds_the_loss_before_the_clip() -> None:
-    """Log-ratios 1000 and log 900 with A = -1 and the limit log 1000: losses 1000 and 900, and no gradient for the first."""
+    """Log-ratios 1000 and log 900 with A = -1 and the limit log 1000: losses 1000 and 900, and no gradient for the
+    first."""
     pi = torch.tensor([-1.0, -1.0], dtype=torch.float64).requires_grad_()
     made = inputs(pi, torch.tensor([-1001.0, -1 - math.log(900)], dtype=torch.float64), [-1, -1], [0, 0])
     loss, stats = loss_of("ppo_clip", log_ratio_max=math.log(1000))(made)
@@ -179,7 +184,8 @@ def test_a_limit_of_the_log_ratio_inside_the_clip_is_rejected(term: str) -> None
 
 
 def test_the_penalty_at_large_covariances_equals_the_hand_computed_value() -> None:
-    """A = 1, -1, 0 and log pi = 0, ln 1/4, ln 1/2 with the means 0 and ln 1/2: cov = ln 2, ln 2 and 0, of which a third of 3 is one token.
+    """A = 1, -1, 0 and log pi = 0, ln 1/4, ln 1/2 with the means 0 and ln 1/2: cov = ln 2, ln 2 and 0, of which a third
+    of 3 is one token.
 
     With mu = pi / 2 everywhere, the first has the loss -2 + 0.5 ln 2 and the others 2 and 0."""
     pi = logs(1.0, 0.25, 0.5).requires_grad_()

@@ -101,8 +101,9 @@ def test_tis_equals_the_hand_computed_value() -> None:
 
 
 def test_high_entropy_equals_the_hand_computed_value() -> None:
-    # share 0.5 of 4 tokens: the threshold is 2.0, reached by tokens 0 and 3; their weights 0.1 and 0.3 are scaled by 1 / 0.4.
-    # token 0: ratio 1.5 -> 1.28, A = 1; token 3: ratio 0.5, A = 2 -> 1.0: loss = -(0.25 * 1.28 + 0.75 * 1.0) = -1.07
+    # share 0.5 of 4 tokens: the threshold is 2.0, reached by tokens 0 and 3; their weights 0.1 and 0.3 are scaled by 1
+    # / 0.4. token 0: ratio 1.5 -> 1.28, A = 1; token 3: ratio 0.5, A = 2 -> 1.0: loss = -(0.25 * 1.28 + 0.75 * 1.0) =
+    # -1.07
     pi = logs(0.6, 0.6, 0.9, 0.2).requires_grad_()
     columns = {
         "behavior": logs(0.4, 0.4, 0.4, 0.4),

@@ -47,7 +47,8 @@ def test_a_protected_token_equals_the_hand_computed_value() -> None:
 
 
 def test_a_token_above_the_threshold_is_restored_and_noise_is_not() -> None:
-    """The gradient by the token's log-prob is -r A + beta (1 - proxy / pi): the second part raises the token, the first one lowers it."""
+    """The gradient by the token's log-prob is -r A + beta (1 - proxy / pi): the second part raises the token, the first
+    one lowers it."""
 
     def by_token(token: int, advantage: float, beta: float) -> float:
         batch = one_token([0.8, 0.12, 0.08], token=token, advantage=advantage)

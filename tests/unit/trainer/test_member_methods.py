@@ -277,7 +277,8 @@ def predicted(name: str, prior: float, *rewards: float) -> GroupContext:
 
 def test_v05_equals_the_hand_computed_value() -> None:
     made = estimator("v05", {"r": 1.0, "prior": 0.0})
-    # n = 4: s2 = 1 / 16. (1 - 0.5)^2 = 1 / 4, so that the prior has the weight 1 / 4; (0.25 - 0.4)^2 < s2: the baseline is the prior
+    # n = 4: s2 = 1 / 16. (1 - 0.5)^2 = 1 / 4, so that the prior has the weight 1 / 4; (0.25 - 0.4)^2 < s2: the baseline
+    # is the prior
     of = batch(predicted("a", 0.5, 1.0, 1.0, 1.0, 1.0), predicted("b", 0.4, 1.0, 0.0, 0.0, 0.0))
     assert scalars(made, of) == pytest.approx([0.125] * 4 + [0.6, -0.4, -0.4, -0.4])
     assert made(of).metrics == pytest.approx({"prior_share": 1.0, "prior_weight_mean": 0.625, "conflict_share": 0.5})
@@ -469,7 +470,8 @@ def test_v0_equals_the_hand_computed_value() -> None:
     made = estimator("v0", bandwidth=0.5)
     first = asking(asked("a", [20, 30], 1.0, 1.0), asked("b", [20, 40], 0.0))
     assert scalars(made, first) == [0.5, 0.5, -0.5], "without a context the prediction is 0.5"
-    # token 20 is in both prompts and has no weight; the cosine with a is 1 and with b 0. The mean of the three episodes is 2 / 3
+    # token 20 is in both prompts and has no weight; the cosine with a is 1 and with b 0. The mean of the three episodes
+    # is 2 / 3
     second = asking(asked("c", [30], 1.0), asked("d", [50], 1.0), update=2)
     k = np.exp(-2.0)
     of_c = (2 / 3 + 2 * 1.0) / (1 + 2 + k)

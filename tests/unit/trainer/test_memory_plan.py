@@ -242,8 +242,8 @@ def test_rows_with_a_shared_prefix_are_planned_with_one_mask_for_all_layers() ->
 def test_the_plan_is_within_a_fifth_of_the_measured_peak(
     chunk_tokens: int, precision: str, length: int, prompt_tokens: int
 ) -> None:
-    """The process updates twice; the plan is compared with the growth of its peak resident size. Freed memory returns to the system at
-    once, because malloc maps blocks of 128 KiB and more separately."""
+    """The process updates twice; the plan is compared with the growth of its peak resident size. Freed memory returns
+    to the system at once, because malloc maps blocks of 128 KiB and more separately."""
     shared_row_tokens = ROWS * length if prompt_tokens > 1 else 0  # 148 tokens of a prompt, and 8 answers of 109
     arguments = [chunk_tokens, VOCABULARY, length, precision, prompt_tokens, shared_row_tokens]
     command = [sys.executable, "-m", "tests.unit.trainer.measured_peak", *map(str, arguments)]

@@ -35,9 +35,11 @@ def test_rover_at_the_start_is_the_mean_squared_advantage() -> None:
 
 
 def test_rover_equals_the_hand_computed_value() -> None:
-    """Two tokens of one sample, two words. pi = (1/2, 1/2) then (3/4, 1/4); old is uniform and the words are 0 and 1; A = 0.1.
+    """Two tokens of one sample, two words. pi = (1/2, 1/2) then (3/4, 1/4); old is uniform and the words are 0 and 1; A
+    = 0.1.
 
-    Q = 0 then ln(1/2); the mean over the words in the second state is (ln(3/2) + ln(1/2)) / 2; the state after the last token has 0.
+    Q = 0 then ln(1/2); the mean over the words in the second state is (ln(3/2) + ln(1/2)) / 2; the state after the last
+    token has 0.
     """
     batch = ragged(lengths=(2,), vocabulary=2)
     logits = torch.stack([doubles(0.5, 0.5), doubles(0.75, 0.25)]).log()
@@ -53,7 +55,8 @@ def test_rover_has_the_gradient_of_its_error_alone() -> None:
 
 
 def test_rover_finds_the_right_leaf_of_a_tree() -> None:
-    """Two choices of two words; only the leaf (1, 0) has the reward 1. Every path is a sample, and its states share logits."""
+    """Two choices of two words; only the leaf (1, 0) has the reward 1. Every path is a sample, and its states share
+    logits."""
     paths = [(a, b) for a in (0, 1) for b in (0, 1)]
     states = torch.tensor([s for a, _ in paths for s in (0, 1 + a)])
     reward = doubles(*(float(path == (1, 0)) for path in paths for _ in path))
@@ -78,7 +81,8 @@ WITHOUT_PENALTY = {"beta": 0.0, "length_max": 10, "tau": 2.0}
 
 
 def test_drpo_equals_the_hand_computed_value() -> None:
-    """One group: right samples of 1 and 2 tokens with mean log-probs ln(1/2) and ln(1/4), wrong ones of 1 token with ln(1/2) and ln(1/8)."""
+    """One group: right samples of 1 and 2 tokens with mean log-probs ln(1/2) and ln(1/4), wrong ones of 1 token with
+    ln(1/2) and ln(1/8)."""
     batch = ragged(lengths=(1, 2, 1, 1), vocabulary=8)
     probabilities = doubles(0.5, 0.25, 0.25, 0.5, 0.125)
     rest = (1 - probabilities) / 7
@@ -95,7 +99,8 @@ def test_drpo_equals_the_hand_computed_value() -> None:
 
 
 def test_drpo_never_pushes_a_right_answer_down_whatever_its_length() -> None:
-    """The gradient by its log-probs is negative in the loss, and the weights of lengths 2 and 9 have the ratio exp(7 / (lambda L))."""
+    """The gradient by its log-probs is negative in the loss, and the weights of lengths 2 and 9 have the ratio exp(7 /
+    (lambda L))."""
     batch = ragged(lengths=(9, 2, 4), vocabulary=6)
     batch = batch.with_columns(reward=(batch.columns["sample"] < 2).double())
     logprobs = batch.logits.log_softmax(-1).gather(-1, batch.token_ids[:, None]).squeeze(-1).requires_grad_()

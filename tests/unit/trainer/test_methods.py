@@ -1,4 +1,5 @@
-"""Estimators and update rules of published methods, against values by hand. Their memory passes through a checkpoint."""
+"""Estimators and update rules of published methods, against values by hand. Their memory passes through a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def test_mc_grpo_trains_all_but_one_episode_of_every_group() -> None:
 
 
 def test_the_median_gives_a_wrong_sign_less_often_than_the_mean() -> None:
-    """Groups of three from a skewed distribution: one in ten rewards is an outlier of 10, the others are 0 or 1; the mean is 1.45."""
+    """Groups of three from a skewed distribution: one in ten rewards is an outlier of 10, the others are 0 or 1; the
+    mean is 1.45."""
     rng = np.random.default_rng(1)
     wrong = {"mc_grpo": 0, "grpo": 0}
     for n in range(300):
@@ -340,7 +342,8 @@ def test_w_reinforce_weighs_outcomes() -> None:
 
 
 def test_penalties_keep_more_entropy_than_rewards() -> None:
-    """A softmax over five actions of which two are right: the expected gradient of each half until one has the same success."""
+    """A softmax over five actions of which two are right: the expected gradient of each half until one has the same
+    success."""
     right = np.array([True, True, False, False, False])
     entropies = {}
     for name, positive in (("psr", 1.0), ("nsr", 0.0)):

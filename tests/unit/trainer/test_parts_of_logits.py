@@ -1,4 +1,5 @@
-"""Log-probs and features from parts of the logits equal those from all logits, with their gradients, and use less memory."""
+"""Log-probs and features from parts of the logits equal those from all logits, with their gradients, and use less
+memory."""
 
 from __future__ import annotations
 

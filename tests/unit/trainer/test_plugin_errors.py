@@ -1,4 +1,5 @@
-"""Mistakes in an estimator, a loss term or an update rule are named with the part, the value and the user's line, before a step is taken."""
+"""Mistakes in an estimator, a loss term or an update rule are named with the part, the value and the user's line,
+before a step is taken."""
 
 from __future__ import annotations
 

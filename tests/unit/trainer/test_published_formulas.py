@@ -1,18 +1,21 @@
-"""The loss terms against the published formulas of TRL, verl, AReaL and KernelGYM: values and gradients, on random ragged batches.
+"""The loss terms against the published formulas of TRL, verl, AReaL and KernelGYM: values and gradients, on random
+ragged batches.
 
-The formulas are stated here in plain torch over padded [B, T] tensors with a mask m, as those libraries compute them, and were compared
-with these files:
+The formulas are stated here in plain torch over padded [B, T] tensors with a mask m, as those libraries compute them,
+and were compared with these files:
 
 - TRL: huggingface/trl f2cd577 (2026-07-24), trl/trainer/grpo_trainer.py, `GRPOTrainer._compute_loss`,
   `GRPOTrainer._generate_and_score_completions` (sampler correction), `GRPOTrainer.get_off_policy_mask`
-- verl: volcengine/verl b178a3c (2026-01-29), verl/trainer/ppo/core_algos.py, `agg_loss`, `compute_policy_loss_vanilla`, `_gspo`, `_geo_mean`,
-  `_cispo`, `_kl_cov`, `_clip_cov`, `_reinforce`, `_bypass_mode`, `kl_penalty`; verl/trainer/ppo/rollout_corr_helper.py; verl/trainer/ppo/ray_trainer.py,
-  `apply_kl_penalty`
-- AReaL: inclusionAI/AReaL 4aef98d (2026-05-21), areal/utils/functional/functional.py, `ppo_actor_loss_fn`, `apply_rejection_sampling`
+- verl: volcengine/verl b178a3c (2026-01-29), verl/trainer/ppo/core_algos.py, `agg_loss`, `compute_policy_loss_vanilla`,
+  `_gspo`, `_geo_mean`, `_cispo`, `_kl_cov`, `_clip_cov`, `_reinforce`, `_bypass_mode`, `kl_penalty`;
+  verl/trainer/ppo/rollout_corr_helper.py; verl/trainer/ppo/ray_trainer.py, `apply_kl_penalty`
+- AReaL: inclusionAI/AReaL 4aef98d (2026-05-21), areal/utils/functional/functional.py, `ppo_actor_loss_fn`,
+  `apply_rejection_sampling`
 - KernelGYM: hkust-nlp/KernelGYM 3a84417 (2026-02-07), drkernel/verl_patch/trainer/code/ppo/mismatch_helper.py
 
-Of these libraries, verl and AReaL call the policy before the update `old` or `proximal`, and the sampler `rollout` or `behave`. TRL calls
-them `old` and `sampling`. Here they are `proximal` and `mu`. Each test says where a definition differs from that of the term.
+Of these libraries, verl and AReaL call the policy before the update `old` or `proximal`, and the sampler `rollout` or
+`behave`. TRL calls them `old` and `sampling`. Here they are `proximal` and `mu`. Each test says where a definition
+differs from that of the term.
 """
 
 from collections.abc import Callable
@@ -75,7 +78,8 @@ def padded(seed: int, *, per_token: bool = False, spread: float = 0.5) -> Padded
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """`dapo` and `cispo` of TRL, `token-mean` of verl, and AReaL: the sum over all tokens of the step divided by their number."""
+    """`dapo` and `cispo` of TRL, `token-mean` of verl, and AReaL: the sum over all tokens of the step divided by their
+    number."""
     return (values * mask).sum() / mask.sum()
 
 
@@ -156,8 +160,9 @@ def geometric_ratio(b: Padded, other: Tensor) -> Tensor:
     ],
 )
 def test_averages_of_verl(mode: str, normalization: Normalization, constant: int, factor: float) -> None:
-    """`agg_loss`. `seq-mean-token-sum-norm` divides the sum by a length and not by the number of sequences, in spite of its name, so that
-    it is ours times the number of samples, 6. All of verl's counts are of the optimizer step, as ours are."""
+    """`agg_loss`. `seq-mean-token-sum-norm` divides the sum by a length and not by the number of sequences, in spite of
+    its name, so that it is ours times the number of samples, 6. All of verl's counts are of the optimizer step, as ours
+    are."""
     b = padded(0)
     values = (-b.advantages * torch.exp(b.policy - b.mu)) * b.mask
     per_sequence = values.sum(-1)
@@ -172,8 +177,9 @@ def test_averages_of_verl(mode: str, normalization: Normalization, constant: int
 
 
 def test_averages_of_trl_over_micro_batches() -> None:
-    """`dapo` divides by the tokens of the optimizer step, as ours does. `bnpo` divides by those of each micro-batch and then averages the
-    micro-batches, so that it equals ours for one micro-batch only; `grpo` is the same for sequences, if micro-batches have equal numbers."""
+    """`dapo` divides by the tokens of the optimizer step, as ours does. `bnpo` divides by those of each micro-batch and
+    then averages the micro-batches, so that it equals ours for one micro-batch only; `grpo` is the same for sequences,
+    if micro-batches have equal numbers."""
     b = padded(0)
     term = LossTerm("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28})
 
@@ -192,8 +198,9 @@ def test_averages_of_trl_over_micro_batches() -> None:
 
 
 def test_dr_grpo_has_both_halves() -> None:
-    """Dr. GRPO (arXiv:2503.20783), TRL's `scale_rewards: none` with `loss_type: dr_grpo`: rewards minus the mean of their group, without a
-    deviation, and the sum over tokens divided by sequences x the longest completion. The recipe sets both, with 1024 tokens."""
+    """Dr. GRPO (arXiv:2503.20783), TRL's `scale_rewards: none` with `loss_type: dr_grpo`: rewards minus the mean of
+    their group, without a deviation, and the sum over tokens divided by sequences x the longest completion. The recipe
+    sets both, with 1024 tokens."""
     learner = config_from_dict(MeshConfig, {"recipe": "dr_grpo", "learner": {"normalization_tokens": LONGEST}}).learner
     assert config_from_dict(MeshConfig, {"recipe": "dr_grpo"}).learner.normalization_tokens == 1024
     rewards = [1.0, 0.0, 0.0, 0.25, 0.0, 0.0]
@@ -217,7 +224,8 @@ def test_dr_grpo_has_both_halves() -> None:
 def test_clipped_surrogate_with_kl_penalty_of_trl(seed: int, normalization: Normalization) -> None:
     """`loss_type` grpo, dapo and dr_grpo: the clipped loss plus beta times k3 to the reference.
 
-    TRL's ratio is against the policy before the update, or, without a sampler correction, the sampler; ours is against the sampler.
+    TRL's ratio is against the policy before the update, or, without a sampler correction, the sampler; ours is against
+    the sampler.
     """
 
     def formula(b: Padded) -> Tensor:
@@ -231,7 +239,8 @@ def test_clipped_surrogate_with_kl_penalty_of_trl(seed: int, normalization: Norm
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_two_sided_clip_of_trl(seed: int) -> None:
-    """`delta`: the unclipped ratio is at most delta, for advantages of both signs. With delta > 1 + clip_high this is a dual clip."""
+    """`delta`: the unclipped ratio is at most delta, for advantages of both signs. With delta > 1 + clip_high this is a
+    dual clip."""
 
     def formula(b: Padded) -> Tensor:
         ratio = torch.exp(b.policy - b.mu)
@@ -244,7 +253,8 @@ def test_two_sided_clip_of_trl(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_dual_clip_of_verl(seed: int) -> None:
-    """`compute_policy_loss_vanilla`: for A < 0 the loss is at most -c A. Its default is c = 3; ours does not clip twice."""
+    """`compute_policy_loss_vanilla`: for A < 0 the loss is at most -c A. Its default is c = 3; ours does not clip
+    twice."""
 
     def formula(b: Padded) -> Tensor:
         once = clipped(torch.exp(torch.clamp(b.policy - b.mu, -20, 20)), b.advantages, 0.2, 0.2)
@@ -260,7 +270,8 @@ def test_dual_clip_of_verl(seed: int) -> None:
 @pytest.mark.parametrize("normalization", [Normalization.TOKEN, Normalization.SEQUENCE_MEAN])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gspo_of_trl(seed: int, normalization: Normalization, to: str) -> None:
-    """`importance_sampling_level: sequence`: the gradient passes through the ratio of the sequence, whose loss counts at each token."""
+    """`importance_sampling_level: sequence`: the gradient passes through the ratio of the sequence, whose loss counts
+    at each token."""
 
     def formula(b: Padded) -> Tensor:
         ratio = geometric_ratio(b, b.mu if to == "behavior" else b.proximal)
@@ -287,7 +298,8 @@ def test_gspo_per_token_of_verl(seed: int) -> None:
 @pytest.mark.parametrize("to", ["behavior", "proximal"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gmpo_of_verl(seed: int, to: str) -> None:
-    """`compute_policy_loss_geo_mean`: one loss per sequence, from the mean of log-ratios that are clipped on the side of the advantage."""
+    """`compute_policy_loss_geo_mean`: one loss per sequence, from the mean of log-ratios that are clipped on the side
+    of the advantage."""
 
     def formula(b: Padded) -> Tensor:
         log_ratio = b.policy - (b.mu if to == "behavior" else b.proximal)
@@ -302,7 +314,8 @@ def test_gmpo_of_verl(seed: int, to: str) -> None:
 
 
 def covariance(b: Padded) -> Tensor:
-    """The product of the deviations of advantage and log-prob from their means over all tokens, [B, T]; -inf at padding."""
+    """The product of the deviations of advantage and log-prob from their means over all tokens, [B, T]; -inf at
+    padding."""
     means = [(v * b.mask).sum() / b.mask.sum() for v in (b.advantages, b.policy.detach())]
     value = (b.advantages - means[0]) * (b.policy.detach() - means[1])
     return value.masked_fill(b.mask == 0, -torch.inf)
@@ -323,7 +336,8 @@ def test_kl_cov_of_verl(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_clip_cov_of_verl(seed: int) -> None:
-    """`compute_policy_loss_clip_cov`: tokens in a band of covariance that the clip spares have no loss. All in the band are drawn here."""
+    """`compute_policy_loss_clip_cov`: tokens in a band of covariance that the clip spares have no loss. All in the band
+    are drawn here."""
 
     def formula(b: Padded) -> Tensor:
         ratio = torch.exp(b.policy - b.mu)
@@ -344,7 +358,8 @@ def test_clip_cov_of_verl(seed: int) -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.5), (0.8, 1.2)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_cispo_of_trl_and_verl(seed: int, low: float, high: float) -> None:
-    """TRL's `loss_type: cispo` limits the detached ratio to `epsilon_high`, verl's `compute_policy_loss_cispo` to [1 - low, 1 + high]."""
+    """TRL's `loss_type: cispo` limits the detached ratio to `epsilon_high`, verl's `compute_policy_loss_cispo` to [1 -
+    low, 1 + high]."""
 
     def formula(b: Padded) -> Tensor:
         weight = torch.clamp(torch.exp(b.policy - b.mu), low, high).detach()
@@ -355,7 +370,8 @@ def test_cispo_of_trl_and_verl(seed: int, low: float, high: float) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_off_policy_mask_of_trl(seed: int) -> None:
-    """`off_policy_mask_threshold` (DeepSeek-V3.2): a sequence with A < 0 has no loss if the mean of log mu - log pi exceeds the threshold."""
+    """`off_policy_mask_threshold` (DeepSeek-V3.2): a sequence with A < 0 has no loss if the mean of log mu - log pi
+    exceeds the threshold."""
     delta = 0.05
 
     def formula(b: Padded) -> Tensor:
@@ -387,9 +403,10 @@ REJECTION_SPREADS = {"token_k1": 0.5, "seq_sum_k1": 0.3, "seq_mean_k1": 1.5}
 def test_rejection_of_verl(mode: str, options: dict[str, Any]) -> None:
     """`rollout_rs` with `loss_type: reinforce`: truncated weights times -A log pi, over the tokens that remain.
 
-    Three differences. verl bounds mu / pi, so that its thresholds are the inverse of ours. It divides by the remaining tokens, ours by
-    all of them. `token_k1` removes tokens, which is `outside: mask` here; `reject_level: token` removes the sample of such a token. verl
-    also rejects by k2 and k3, and by their maximum over a sequence, which is not implemented here.
+    Three differences. verl bounds mu / pi, so that its thresholds are the inverse of ours. It divides by the remaining
+    tokens, ours by all of them. `token_k1` removes tokens, which is `outside: mask` here; `reject_level: token` removes
+    the sample of such a token. verl also rejects by k2 and k3, and by their maximum over a sequence, which is not
+    implemented here.
     """
     b = padded(0, spread=REJECTION_SPREADS[mode])
     log_inverse = (b.mu - b.policy).detach()
@@ -409,8 +426,9 @@ def test_rejection_of_verl(mode: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("veto", [1e-4, 0.0])
 def test_geometric_rejection_with_a_token_veto_of_kernelgym(veto: float) -> None:
-    """A sequence is removed if the geometric mean of prox / mu leaves [0.999, 1.001], or if a token has a ratio below 1e-4. There is no
-    weight, and the clipped loss is around prox. The average is over the remaining sequences, ours is over all of them."""
+    """A sequence is removed if the geometric mean of prox / mu leaves [0.999, 1.001], or if a token has a ratio below
+    1e-4. There is no weight, and the clipped loss is around prox. The average is over the remaining sequences, ours is
+    over all of them."""
     b = padded(0)
     small = 0.004 * torch.randn(b.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     longest = int(b.mask.sum(-1).argmax())
@@ -463,11 +481,13 @@ def sampler_weight(b: Padded, level: str) -> Tensor:
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sampler_correction_of_trl(seed: int, ratio: str, mode: str, bounds: tuple[float, float]) -> None:
-    """`vllm_importance_sampling_mode` with its two bounds; the sequence weight is the product of the ratios, not their geometric mean.
+    """`vllm_importance_sampling_mode` with its two bounds; the sequence weight is the product of the ratios, not their
+    geometric mean.
 
-    The clip is that of tokens, or of sequences (`importance_sampling_level`). Masked tokens stay in the average. The KL penalty has no
-    weight. With the clip of sequences and weights of tokens, the value equals ours, but TRL differentiates the ratio of the sequence,
-    so that every token has the mean weight of its sequence, while ours and verl's have its weight.
+    The clip is that of tokens, or of sequences (`importance_sampling_level`). Masked tokens stay in the average. The KL
+    penalty has no weight. With the clip of sequences and weights of tokens, the value equals ours, but TRL
+    differentiates the ratio of the sequence, so that every token has the mean weight of its sequence, while ours and
+    verl's have its weight.
     """
     level, outside = mode.split("_")
     low, high = bounds
@@ -490,10 +510,11 @@ def test_sampler_correction_of_trl(seed: int, ratio: str, mode: str, bounds: tup
 @pytest.mark.parametrize("ratio", ["token", "geometric"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rollout_correction_of_verl(seed: int, ratio: str, level: str) -> None:
-    """`rollout_is` of prox / mu at `rollout_is_threshold`: truncated above only, and multiplied to the loss of `vanilla` with its dual clip,
-    or to that of `gspo`, which has none.
+    """`rollout_is` of prox / mu at `rollout_is_threshold`: truncated above only, and multiplied to the loss of
+    `vanilla` with its dual clip, or to that of `gspo`, which has none.
 
-    verl can divide the weights by their mean over the batch (`rollout_is_batch_normalize`, off by default), which we do not.
+    verl can divide the weights by their mean over the batch (`rollout_is_batch_normalize`, off by default), which we do
+    not.
     """
 
     def formula(b: Padded) -> Tensor:
@@ -517,9 +538,10 @@ AREAL = [("token", (0.0, 1.4)), ("token", (0.6, 1.4)), ("geometric", (0.9, 1.1))
 @pytest.mark.parametrize(("level", "bounds"), AREAL)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_decoupled_ppo_of_areal(seed: int, level: str, bounds: tuple[float, float], action: str) -> None:
-    """`ppo_actor_loss_fn` with `RejectionSamplingConfig(metric="ratio", agg="mean")`: clip and dual clip around prox, times a weight that is masked or
-    clamped to its bounds. The weight of a sequence is the geometric mean. The denominator counts masked tokens, as ours does. The
-    former `behave_imp_weight_cap` is the case of tokens, `mask`, and an upper bound."""
+    """`ppo_actor_loss_fn` with `RejectionSamplingConfig(metric="ratio", agg="mean")`: clip and dual clip around prox,
+    times a weight that is masked or clamped to its bounds. The weight of a sequence is the geometric mean. The
+    denominator counts masked tokens, as ours does. The former `behave_imp_weight_cap` is the case of tokens, `mask`,
+    and an upper bound."""
     low, high = bounds
 
     def formula(b: Padded) -> Tensor:
@@ -544,7 +566,8 @@ def test_decoupled_ppo_of_areal(seed: int, level: str, bounds: tuple[float, floa
     ],
 )
 def test_rejection_of_areal_by_the_product_and_by_the_largest_ratio(agg: str, reject: dict[str, Any]) -> None:
-    """`level: sequence` with `agg` sum or max: the weight is still the geometric mean, and the other quantity decides what is masked."""
+    """`level: sequence` with `agg` sum or max: the weight is still the geometric mean, and the other quantity decides
+    what is masked."""
 
     def formula(b: Padded) -> Tensor:
         log_ratio = (b.proximal - b.mu) * b.mask
@@ -563,8 +586,9 @@ def test_rejection_of_areal_by_the_product_and_by_the_largest_ratio(agg: str, re
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gspo_of_areal(seed: int) -> None:
-    """`importance_sampling_level: sequence` without rejection: every token has the mean advantage of its sequence, and the loss is a mean
-    over tokens. Ours takes each token's advantage as it is. AReaL's ratio also leaves out the tokens that its rejection masks."""
+    """`importance_sampling_level: sequence` without rejection: every token has the mean advantage of its sequence, and
+    the loss is a mean over tokens. Ours takes each token's advantage as it is. AReaL's ratio also leaves out the tokens
+    that its rejection masks."""
 
     def formula(b: Padded) -> Tensor:
         mean = ((b.advantages * b.mask).sum(-1, keepdim=True) / b.counts).expand_as(b.mask)
@@ -591,8 +615,8 @@ def verl_kl(kind: str, log_ratio: Tensor) -> Tensor:
 @pytest.mark.parametrize("to", ["reference", "proximal", "behavior"])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_penalties_of_verl(kind: str, to: str, straight_through: bool) -> None:
-    """`kl_penalty` of the kinds k1 (`kl`), k2 (`mse`) and k3 (`low_var_kl`, limited to 10). With a plus sign the gradient is that of k2; in
-    the version above, the function describes this formula but raises for these names."""
+    """`kl_penalty` of the kinds k1 (`kl`), k2 (`mse`) and k3 (`low_var_kl`, limited to 10). With a plus sign the
+    gradient is that of k2; in the version above, the function describes this formula but raises for these names."""
 
     def formula(b: Padded) -> Tensor:
         other = {"reference": b.reference, "proximal": b.proximal, "behavior": b.mu}[to]
@@ -606,8 +630,8 @@ def test_kl_penalties_of_verl(kind: str, to: str, straight_through: bool) -> Non
 
 
 def test_corrected_kl_of_trl() -> None:
-    """`use_bias_correction_kl`: k3 times the ratio of the token, with gradient through both. TRL's ratio is against the policy before the
-    update and, with GSPO, that of the sequence; ours is pi / mu of the token."""
+    """`use_bias_correction_kl`: k3 times the ratio of the token, with gradient through both. TRL's ratio is against the
+    policy before the update and, with GSPO, that of the sequence; ours is pi / mu of the token."""
 
     def formula(b: Padded) -> Tensor:
         kl = torch.exp(b.reference - b.policy) - (b.reference - b.policy) - 1

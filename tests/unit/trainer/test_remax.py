@@ -27,7 +27,8 @@ WEIGHTS = {"correct": 1.0, "step": 0.5}
 def two_turns(
     sample_id: str, correct: float, *steps: float, greedy: bool = False
 ) -> tuple[TrainingSample, MemberOutcome]:
-    """Return a sample with turns of 2 and 3 tokens, and rewards `correct` and, by turn, `step`; its segments are 5, 6, 7, 9."""
+    """Return a sample with turns of 2 and 3 tokens, and rewards `correct` and, by turn, `step`; its segments are 5, 6,
+    7, 9."""
     segments = [prompt([20]), action([21, 22], [-1, -1]), prompt([23]), action([24, 25, 26], [-1, -1, -1])]
     made = training_sample(sample_id, segments, trainable=not greedy)
     rewards = (

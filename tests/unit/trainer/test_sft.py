@@ -23,7 +23,8 @@ QUICK = WarmStartConfig(levels=2, levels_first=1, promote_loss=1.2, target_succe
 
 
 def demonstrate(level: int, rng: np.random.Generator) -> EncodedDemonstration:
-    """Return a demonstration. At level n, the question repeats a digit n times, and the answer calls the tool with it n times."""
+    """Return a demonstration. At level n, the question repeats a digit n times, and the answer calls the tool with it n
+    times."""
     digit = str(rng.integers(0, 3))
     return render_demonstration(TOKENIZER, digit * level, [(digit, digit)] * level, digit)
 

@@ -1,4 +1,5 @@
-"""Sequences that share a prefix: which ones do, and the equality of log-probs, gradients and updates with those of separate sequences."""
+"""Sequences that share a prefix: which ones do, and the equality of log-probs, gradients and updates with those of
+separate sequences."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def sequence(token_ids: Sequence[int], targets: Sequence[int]) -> Sequence1D:
 
 
 def of_groups(seed: int = 0) -> list[Sequence1D]:
-    """Return two groups with a prompt of 30 and 20 tokens, of which one has targets in its prompt, a member that has no more tokens than the
-    prompt, and two equal members; and a sequence of another prompt."""
+    """Return two groups with a prompt of 30 and 20 tokens, of which one has targets in its prompt, a member that has no
+    more tokens than the prompt, and two equal members; and a sequence of another prompt."""
     rng = np.random.default_rng(seed)
     first, second = rng.integers(0, 96, 30).tolist(), rng.integers(0, 96, 20).tolist()
     made = []
@@ -104,7 +105,8 @@ def test_a_group_is_one_row_with_its_prompt_once() -> None:
 
 
 def test_the_length_of_a_row_with_a_mask_is_limited() -> None:
-    """The mask of a row of T tokens has T^2 numbers, so neither a longer sequence nor further groups are placed beside a group."""
+    """The mask of a row of T tokens has T^2 numbers, so neither a longer sequence nor further groups are placed beside
+    a group."""
     groups = [sequence([*range(g, g + 100), 900 + i, 30], (100, 101)) for g in range(100, 600, 100) for i in range(4)]
     longest = sequence([7] * 1000, (999,))
     for row_tokens in (64, 1024):
@@ -131,7 +133,8 @@ def test_few_common_tokens_and_rows_with_more_targets_than_tokens_are_not_shared
 
 
 def test_samples_share_only_where_it_saves_work() -> None:
-    """With a width of 256 attention takes as long as the linear layers for rows of 1,024 tokens, and with 4,096 for rows of 16,384."""
+    """With a width of 256 attention takes as long as the linear layers for rows of 1,024 tokens, and with 4,096 for
+    rows of 16,384."""
 
     def rows(prompt_tokens: int, response_tokens: int, width: int, row_tokens: int = 1) -> list[int]:
         question, rng = list(range(prompt_tokens)), np.random.default_rng(0)

@@ -2,12 +2,13 @@
 
     turn 1: a = 0 -> reward 0.5, whatever turn 2 does;   a = 1 -> turn 2: b = 0 -> reward 0,  b = 1 -> reward 1
 
-At first a is uniform and P(b = 1 | a = 1) = 0.2, so a = 1 is worth 0.2, less than a = 0. Its worth given a good turn 2 is 1. The steps are
-large: an update makes each turn almost a best response. A simultaneous update leaves a = 1 before turn 2 is good, and is then stuck at 0.5,
-because no episode shows a = 1 any more. Backward induction improves turn 2 first, and then turn 1 given the better turn 2.
+At first a is uniform and P(b = 1 | a = 1) = 0.2, so a = 1 is worth 0.2, less than a = 0. Its worth given a good turn 2
+is 1. The steps are large: an update makes each turn almost a best response. A simultaneous update leaves a = 1 before
+turn 2 is good, and is then stuck at 0.5, because no episode shows a = 1 any more. Backward induction improves turn 2
+first, and then turn 1 given the better turn 2.
 
-The policy is tabular, with separate parameters for the turns. So the order alone changes nothing here, and the correction of the
-advantages is what makes a difference: it must be able to reach 1 / 0.2 = 5.
+The policy is tabular, with separate parameters for the turns. So the order alone changes nothing here, and the
+correction of the advantages is what makes a difference: it must be able to reach 1 / 0.2 = 5.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class TwoTurns:
 
 
 def value_after(rule: Extension, seed: int) -> float:
-    """Return the value of the policy after the updates, as the update of the trainer does them, with gradient descent."""
+    """Return the value of the policy after the updates, as the update of the trainer does them, with gradient
+    descent."""
     policy, rng = TwoTurns(), np.random.default_rng(seed)
     loss = LossSum([LossTerm("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2})])
     optimizer = torch.optim.SGD([policy.first, policy.second], lr=STEP_SIZE)
