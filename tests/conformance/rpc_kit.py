@@ -1,4 +1,4 @@
-"""A server that echoes, and calls to it, for the tests of both transports."""
+"""A server that echoes, and calls to it, for the tests of `rollmesh.shared.rpc`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from rollmesh.shared.rpc.status import typed_errors
 
 TOKEN = "test-token"
 ACCESS = Access(token=TOKEN)
-direct = False
-"""Whether servers of `echo_server` accept direct calls. The tests set it."""
 ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
@@ -83,8 +81,7 @@ def add_echo(servicer: Echo, server: Any) -> None:
 
 @asynccontextmanager
 async def echo_server(config: ServerConfig | None = None, echo: Echo | None = None) -> AsyncIterator[RpcServer]:
-    config = msgspec.structs.replace(config or ServerConfig(stop_s=0.0), direct=direct)
-    async with RpcServer(config, access=ACCESS) as server:
+    async with RpcServer(config or ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(add_echo, echo or Echo())
         await server.start()
         yield server
@@ -128,13 +125,12 @@ async def one_method(
     arity: str, behavior: Any, config: ServerConfig | None = None, **coders: Any
 ) -> AsyncIterator[RpcServer]:
     """A server with one method, `METHOD`."""
-    config = msgspec.structs.replace(config or ServerConfig(stop_s=0.0), direct=direct)
     handler = getattr(grpc, f"{arity}_rpc_method_handler")(behavior, **coders)
 
     def add(_: object, server: Any) -> None:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.One", {"Call": handler}),))
 
-    async with RpcServer(config, access=ACCESS) as server:
+    async with RpcServer(config or ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(add, None)
         await server.start()
         yield server

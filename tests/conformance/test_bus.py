@@ -459,12 +459,12 @@ async def test_a_reader_passes_records_that_are_removed_while_it_reads(small_bat
     for after in (1, 3, 4, 7):
         gone = asyncio.Event()
         log = await removable(bus, 12)
-        async with asyncio.timeout(20), aclosing(cast(AsyncGenerator[StreamRecord, None], log.read_range())) as records:
+        async with asyncio.timeout(60), aclosing(cast(AsyncGenerator[StreamRecord, None], log.read_range())) as records:
             await read(records, after)
         await bus.delete("D")
         gone.clear()
         log = await removable(bus, 12)
-        async with asyncio.timeout(20), aclosing(cast(AsyncGenerator[StreamRecord, None], log.follow())) as records:
+        async with asyncio.timeout(60), aclosing(cast(AsyncGenerator[StreamRecord, None], log.follow())) as records:
             following = asyncio.create_task(read(records, after))
             await gone.wait()
             await log.append(b"x", msg_id="after the gap")
@@ -485,18 +485,18 @@ async def test_a_purge_of_the_rest_of_a_stream_ends_a_range(small_batches: Bus) 
 
 
 async def test_a_range_that_gets_no_record_fails_at_its_deadline(
-    server: EmbeddedServer, jetstream: JetStreamBus
+    server: EmbeddedServer, jetstream: JetStreamBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await (await filled(jetstream, 2)).read(1)
-    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(deadline_s=2.5))
+    await filled(jetstream, 2)
+    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(deadline_s=2.5, pull_batch=1))
     log = await bus.open("S")
+    request, requested = StreamReader._request, list[str]()
 
-    class Silent:
-        async def follow(self, from_seq: int) -> AsyncIterator[StreamRecord]:
-            yield first
-            await asyncio.Event().wait()
+    async def only_the_first(reader: StreamReader, consumer: str, inbox: str) -> bool:
+        requested.append(consumer)
+        return len(requested) > 1 or await request(reader, consumer, inbox)
 
-    log._reader = Silent  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(StreamReader, "_request", only_the_first)
     with pytest.raises(BusUnavailable, match=r"S gave no record after 1 for 2.5 s, though it holds record 2"):
         [record async for record in log.read_range()]
     await bus.close()

@@ -1,4 +1,4 @@
-"""Calls behave alike over gRPC and direct: errors, token, deadlines, limits, traces and cancellation, in all four arities."""
+"""What calls between services do: errors, token, deadlines, limits, traces and cancellation, in all four arities."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ from rollmesh.shared.rpc.status import typed_errors
 from .rpc_kit import ACCESS, ARITIES, TOKEN, Echo, call, drain, echo_channel, echo_server, raised
 
 
-@pytest.fixture(params=["grpc", "direct"], autouse=True)
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(rpc_kit, "direct", request.param == "direct")
-    return str(request.param)
-
-
 @pytest.mark.parametrize("arity", ARITIES)
 async def test_a_mesh_error_arrives_as_its_own_class(arity: str) -> None:
     async with echo_channel() as channel:
@@ -39,7 +33,7 @@ async def test_a_mesh_error_arrives_as_its_own_class(arity: str) -> None:
 
 
 @pytest.mark.parametrize("arity", ARITIES)
-async def test_a_bug_is_logged_once_and_told_without_its_text(arity: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_logged_once_and_reported_without_its_text(arity: str, caplog: pytest.LogCaptureFixture) -> None:
     async with echo_channel() as channel:
         err = await raised(channel, arity, b"raise bug")
     assert type(err) is errors.Internal

@@ -30,11 +30,6 @@ CHANGE = events_pb2.ConfigChange
 RUN, BLOB = "/rollmesh.v1.RunService/", "/rollmesh.v1.BlobService/"
 
 
-@pytest.fixture(params=["grpc", "direct"], autouse=True)
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_kit, "direct", request.param == "direct")
-
-
 class Held:
     """An object that can be observed through a weak reference, as a local of a handler's frame."""
 
@@ -91,7 +86,7 @@ def add_blobs(blobs: Blobs, server: Any) -> None:
 
 @asynccontextmanager
 async def served(runs: Runs, limits: RequestLimits | None = None) -> AsyncIterator[MeshChannel]:
-    async with RpcServer(ServerConfig(stop_s=0.0, direct=rpc_kit.direct), access=ACCESS) as server:
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(add_runs, runs, limits=limits)
         server.add(add_blobs, Blobs())
         await server.start()
@@ -197,9 +192,7 @@ async def test_a_refused_request_is_freed_without_a_garbage_collection(method: s
 )
 async def test_refused_calls_do_not_count_against_their_connection(method: str, token: str) -> None:
     """However long ago the last garbage collection was."""
-    async with RpcServer(
-        ServerConfig(stop_s=0.0, connection_rpcs_max=8, direct=rpc_kit.direct), access=ACCESS
-    ) as server:
+    async with RpcServer(ServerConfig(stop_s=0.0, connection_rpcs_max=8), access=ACCESS) as server:
         server.add(add_runs, Runs())
         await server.start()
         async with open_channel(server.address, access=Access(token)) as channel:

@@ -1,4 +1,5 @@
-"""One vLLM engine for many tests, because a start takes 15 to 25 seconds. `make test-vllm` runs them in one event loop."""
+"""One vLLM engine for many tests, because a start takes 15 to 25 seconds. The suite vllm runs them in one event
+loop."""
 
 import asyncio
 import importlib.util
@@ -14,7 +15,7 @@ from rollmesh.services.inference.engines.vllm.engine import VllmEngine
 BLOCK_TOKENS = 32
 """Tokens of a block of the key-value cache."""
 needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: run make test-vllm"
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not in this environment: run make suite NAME=vllm"
 )
 _open: dict[str, "SharedVllm"] = {}
 

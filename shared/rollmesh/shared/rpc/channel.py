@@ -27,6 +27,10 @@ from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.telemetry.tracing import trace_headers
 
+CONNECT_S_MAX = 5.0
+"""Longest wait for the outcome of an attempt to connect before a call, in seconds."""
+_CONNECTING = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING)
+
 
 class ChannelConfig(Settings):
     """Limits and retries of a client."""
@@ -54,8 +58,7 @@ def open_channel(
     config: ChannelConfig | None = None,
     idempotent: Sequence[str] = (),
 ) -> MeshChannel:
-    """Return a channel to `address`. It connects on the first call, and again when the connection breaks. Calls to a server of this event
-    loop that accepts direct calls need no connection (`rollmesh.shared.rpc.direct`), unless the channel has TLS, a unix socket or `idempotent`.
+    """Return a channel to `address`. It connects on the first call, and again when the connection breaks.
 
     `address` may list several, IP:PORT,IP:PORT: the channel uses the first one that responds, and tries all of them
     again when the connection breaks. With TLS the certificate of each server must contain the first address.
@@ -67,20 +70,30 @@ def open_channel(
     config = config or ChannelConfig()
     options = _options(config, idempotent)
     credentials = None if address.startswith("unix:") else access.channel_credentials()
-    several = len(addresses := split_addresses(address)) > 1
-    if several:
+    if len(addresses := split_addresses(address)) > 1:
         name = host_of(addresses[0])
         options += [("grpc.default_authority", addresses[0]), ("grpc.ssl_target_name_override", name)]
         address = f"{'ipv6' if ':' in name else 'ipv4'}:{address}"
-    channel: grpc.aio.Channel
-    if credentials is not None:
-        channel = grpc.aio.secure_channel(address, credentials, options=options)
-    elif idempotent or several:  # gRPC repeats the calls, and chooses the server
+    if credentials is None:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
-        connect = partial(grpc.aio.insecure_channel, address, options=options)
-        channel = DirectChannel(address, connect, config.message_bytes_max)
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
     return MeshChannel(channel, config, access.token)
+
+
+async def connected_address(channel: grpc.aio.Channel, address: str) -> str:
+    """Wait for the outcome of the attempt to connect. Return the address, or "" if the channel is not connected.
+
+    A connected channel sends a call at once. If gRPC then ends the call with UNAVAILABLE, the peer may have executed
+    it, in contrast to a call that found no peer (`typed_errors`).
+    """
+    try:
+        async with asyncio.timeout(CONNECT_S_MAX):
+            while (state := channel.get_state(try_to_connect=True)) in _CONNECTING:
+                await channel.wait_for_state_change(state)
+    except TimeoutError:
+        return ""  # the call waits further, within its deadline
+    return address if state is grpc.ChannelConnectivity.READY else ""
 
 
 class MeshChannel(grpc.aio.Channel):

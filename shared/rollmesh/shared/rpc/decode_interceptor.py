@@ -92,8 +92,7 @@ def _decoding(decode: Decode, method: str, limits: RequestLimits, received: Call
 def _with_short_texts(message: Message, limit: int) -> Message | _Refused:
     for path, num_bytes in texts(message):
         if num_bytes > limit:
-            what = f"must have at most {limit} bytes, got {num_bytes}; shorten it"
-            return _Refused(InvalidInput(f"`{path}` {what}", violations=[FieldViolation(path, what)]))
+            return _Refused(field_error(path, f"have at most {limit} bytes", num_bytes, "shorten it"))
     return message
 
 

@@ -37,8 +37,6 @@ from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
 from rollmesh.shared.telemetry import metrics
 
-_COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")
-
 
 class ServerConfig(Settings):
     """Address and limits of a gRPC server."""
@@ -62,10 +60,9 @@ class ServerConfig(Settings):
     """Timeout of a unary call whose client set no deadline, in seconds."""
     keepalive_s: PositiveFloat = 20.0
     """Seconds without data after which the peer is pinged. A crashed peer is detected 10 s later."""
-    direct: bool = False
-    """Whether clients on the server's event loop call its handlers without the socket. `network.direct` turns it on for every service."""
     stop_s: NonNegativeFloat = 2.0
     """Time that calls in progress have when the server stops, in seconds; then they are cancelled."""
+    removed = {"direct": "every call uses gRPC"}
 
 
 class RpcServer:
@@ -95,14 +92,6 @@ class RpcServer:
             options=_options(self._config),
             maximum_concurrent_rpcs=self._config.concurrent_rpcs_max,
         )
-        self._handlers: list[Any] = []
-        self._direct = DirectServer(
-            self._handlers,
-            interceptors,
-            message_bytes_max=self._config.message_bytes_max,
-            concurrent_rpcs_max=self._config.concurrent_rpcs_max,
-            channel_rpcs_max=self._config.connection_rpcs_max,
-        )
         self._health = health_aio.HealthServicer()
         self._service_names: list[str] = []
         self._port = 0
@@ -115,20 +104,17 @@ class RpcServer:
         `limits` are those of its requests, beyond the size of a message.
         """
         known = len(self._service_names)
-        add_to_server(servicer, _Recorder(self._server, self._handlers))
-        self._service_names += [handler.service_name() for handler in self._handlers[len(self._service_names) :]]
+        add_to_server(servicer, _Recorder(self._server, self._service_names))
         if limits is not None:
             self._limits |= dict.fromkeys(self._service_names[known:], limits)
 
     async def start(self) -> int:
-        """Bind, serve, and return the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot bind."""
-        recorder: Any = _Recorder(self._server, self._handlers)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, recorder)
-        add_reflection(recorder, [*self._service_names, "grpc.health.v1.Health"])
+        """Bind, serve, and return the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot
+        bind."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        add_reflection(self._server, [*self._service_names, "grpc.health.v1.Health"])
         self._port = self._bind()
         await self._server.start()
-        if self._config.direct and self._credentials is None and not self._config.address.startswith("unix:"):
-            self._direct.start(self.address)
         await self.set_serving(True)
         return self._port
 
@@ -146,7 +132,7 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         # The wait has a separate limit, because a handler that ignores its cancellation must not block the process.
         async with asyncio.timeout(grace_s + 5.0):
-            await asyncio.gather(self._server.stop(grace_s), self._direct.stop(grace_s))
+            await self._server.stop(grace_s)
 
     @property
     def port(self) -> int:
@@ -198,14 +184,14 @@ def _unbindable(address: str) -> MeshError:
 
 
 class _Recorder:
-    """Replaces the server in generated code and records the added handlers."""
+    """Replaces the server in generated code and records the names of the added services."""
 
-    def __init__(self, server: grpc.aio.Server, handlers: list[Any]) -> None:
+    def __init__(self, server: grpc.aio.Server, service_names: list[str]) -> None:
         self._server = server
-        self._handlers = handlers
+        self._service_names = service_names
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        self._handlers += handlers
+        self._service_names += [handler.service_name() for handler in handlers]
         self._server.add_generic_rpc_handlers(handlers)
 
     def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:

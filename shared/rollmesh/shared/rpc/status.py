@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 from rollmesh.shared.errors import (
     DOMAIN,
     Code,
+    ConnectionLost,
     FieldViolation,
     MeshError,
     Overloaded,
@@ -68,8 +69,9 @@ def from_status(status: status_pb2.Status) -> MeshError:
     )
 
 
-def from_rpc_error(err: grpc.aio.AioRpcError) -> MeshError:
-    """Return the typed error of a failed call, also if gRPC itself failed it."""
+def from_rpc_error(err: grpc.aio.AioRpcError, sent_to: str = "") -> MeshError:
+    """Return the typed error of a failed call, also if gRPC itself failed it. `sent_to` is the address that a connected
+    channel sent it to."""
     call: Any = err  # grpc-stubs leave out code() and details()
     try:
         status = rpc_status.from_call(call)
@@ -83,16 +85,23 @@ def from_rpc_error(err: grpc.aio.AioRpcError) -> MeshError:
         return PayloadTooLarge(f"{text}; send less at once, or raise message_bytes_max on both sides")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in text:
         return Overloaded(f"{text}; retry later, or raise concurrent_rpcs_max")
+    if sent_to and code is grpc.StatusCode.UNAVAILABLE:
+        return ConnectionLost(
+            f"the connection to {sent_to} was lost during the call ({text or code.name}); it may have been executed; "
+            "see the log of that node if its process ended",
+            address=sent_to,
+        )
     return _build(Code[code.name], "", text or code.name, {}, retry_after_s=None, violations=[])
 
 
 @contextmanager
-def typed_errors() -> Iterator[None]:
-    """Wrap client calls: raise the `MeshError` of a failed call."""
+def typed_errors(sent_to: str = "") -> Iterator[None]:
+    """Wrap client calls: raise the `MeshError` of a failed call. `sent_to` is the result of
+    `rpc.channel.connected_address`."""
     try:
         yield
     except grpc.aio.AioRpcError as err:
-        raise from_rpc_error(err) from err
+        raise from_rpc_error(err, sent_to) from err
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], err: MeshError) -> NoReturn:

@@ -1,1 +1,0 @@
-"""Benchmarks: `rollmesh bench [NAME ...]`. Each module describes what it measures, its baseline, and how to read the result."""
