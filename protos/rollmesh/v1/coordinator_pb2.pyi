@@ -838,53 +838,6 @@ class AcquireRolloutsResponse(_message.Message):
 Global___AcquireRolloutsResponse: _TypeAlias = AcquireRolloutsResponse  # noqa: Y015
 
 @_typing.final
-class ExtendGroupRequest(_message.Message):
-    """Not implemented: UNIMPLEMENTED."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RUN_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    NUM_FIELD_NUMBER: _builtins.int
-    run: _builtins.str
-    """Name of the run."""
-    group: _builtins.str
-    """Id of the group."""
-    num: _builtins.int
-    """Number of episodes."""
-    def __init__(
-        self,
-        *,
-        run: _builtins.str = ...,
-        group: _builtins.str = ...,
-        num: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "num", b"num", "run", b"run"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ExtendGroupRequest: _TypeAlias = ExtendGroupRequest  # noqa: Y015
-
-@_typing.final
-class ExtendGroupResponse(_message.Message):
-    """Not implemented: UNIMPLEMENTED."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ExtendGroupResponse: _TypeAlias = ExtendGroupResponse  # noqa: Y015
-
-@_typing.final
 class RenewLeasesRequest(_message.Message):
     """A request to renew episode leases."""
 
@@ -924,7 +877,7 @@ class RenewLeasesResponse(_message.Message):
     """Term of the renewed leases, in seconds."""
     @_builtins.property
     def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Leases that have ended. The worker cancels these episodes. All other leases are renewed."""
+        """Leases that have ended or that another worker holds. The worker cancels these episodes. All other leases are renewed."""
 
     def __init__(
         self,
@@ -1222,18 +1175,22 @@ class GetFleetResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODES_FIELD_NUMBER: _builtins.int
+    NUM_OMITTED_FIELD_NUMBER: _builtins.int
+    num_omitted: _builtins.int
+    """Number of nodes that did not fit into this response. A request for one kind returns more of that kind."""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetNode]:
-        """All nodes of the requested kind."""
+        """The nodes of the requested kind, by node id."""
 
     def __init__(
         self,
         *,
         nodes: _abc.Iterable[Global___FleetNode] | None = ...,
+        num_omitted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "num_omitted", b"num_omitted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,11 +46,6 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.AcquireRolloutsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.AcquireRolloutsResponse.FromString,
                 _registered_method=True)
-        self.ExtendGroup = channel.unary_unary(
-                '/rollmesh.v1.CoordinatorService/ExtendGroup',
-                request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.ExtendGroupRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.ExtendGroupResponse.FromString,
-                _registered_method=True)
         self.RenewLeases = channel.unary_unary(
                 '/rollmesh.v1.CoordinatorService/RenewLeases',
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.RenewLeasesRequest.SerializeToString,
@@ -121,15 +116,8 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ExtendGroup(self, request, context):
-        """Not implemented: UNIMPLEMENTED. Would add episodes to a group.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def RenewLeases(self, request, context):
-        """Renews episode leases by a full term, and returns those that the worker no longer holds. Idempotent.
+        """Renews episode leases by a full term, and returns those that the worker does not hold. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,7 +147,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetFleet(self, request, context):
-        """Returns the nodes and their states. A node that left or crashed is listed for some minutes. The gateway forwards this call.
+        """Returns the nodes and their states. A node that left or crashed is listed for some minutes. If not all nodes fit into a response, those
+        that are not DEAD come first, and the number of the others is returned. The gateway forwards this call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,11 +204,6 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.AcquireRollouts,
                     request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.AcquireRolloutsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.AcquireRolloutsResponse.SerializeToString,
-            ),
-            'ExtendGroup': grpc.unary_unary_rpc_method_handler(
-                    servicer.ExtendGroup,
-                    request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.ExtendGroupRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.ExtendGroupResponse.SerializeToString,
             ),
             'RenewLeases': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLeases,
@@ -318,33 +302,6 @@ class CoordinatorService(object):
             '/rollmesh.v1.CoordinatorService/AcquireRollouts',
             rollmesh_dot_v1_dot_coordinator__pb2.AcquireRolloutsRequest.SerializeToString,
             rollmesh_dot_v1_dot_coordinator__pb2.AcquireRolloutsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ExtendGroup(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rollmesh.v1.CoordinatorService/ExtendGroup',
-            rollmesh_dot_v1_dot_coordinator__pb2.ExtendGroupRequest.SerializeToString,
-            rollmesh_dot_v1_dot_coordinator__pb2.ExtendGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

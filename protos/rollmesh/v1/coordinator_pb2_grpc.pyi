@@ -50,10 +50,8 @@ class CoordinatorServiceStub:
       NOT_FOUND UNKNOWN_NODE: Join first.
       FAILED_PRECONDITION DRAINING: the node is draining; do not call again.
     """
-    ExtendGroup: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ExtendGroupRequest, _coordinator_pb2.ExtendGroupResponse]
-    """Not implemented: UNIMPLEMENTED. Would add episodes to a group."""
     RenewLeases: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RenewLeasesRequest, _coordinator_pb2.RenewLeasesResponse]
-    """Renews episode leases by a full term, and returns those that the worker no longer holds. Idempotent."""
+    """Renews episode leases by a full term, and returns those that the worker does not hold. Idempotent."""
     ReportEpisodes: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEpisodesRequest, _coordinator_pb2.ReportEpisodesResponse]
     """Reports finished episodes. The worker MUST store the payload first; the report has its sequence. Idempotent by (episode, attempt).
     A lease that has expired is still accepted if no other worker has the episode. Results are per report, and one report never
@@ -70,7 +68,9 @@ class CoordinatorServiceStub:
       NOT_FOUND UNKNOWN_NODE.
     """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetFleetRequest, _coordinator_pb2.GetFleetResponse]
-    """Returns the nodes and their states. A node that left or crashed is listed for some minutes. The gateway forwards this call."""
+    """Returns the nodes and their states. A node that left or crashed is listed for some minutes. If not all nodes fit into a response, those
+    that are not DEAD come first, and the number of the others is returned. The gateway forwards this call.
+    """
     GetBatch: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetBatchRequest, _coordinator_pb2.GetBatchResponse]
     """Returns the contents of a batch lease, for the gateway.
     Errors:
@@ -116,10 +116,8 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
       NOT_FOUND UNKNOWN_NODE: Join first.
       FAILED_PRECONDITION DRAINING: the node is draining; do not call again.
     """
-    ExtendGroup: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ExtendGroupRequest, _coordinator_pb2.ExtendGroupResponse]  # type: ignore[assignment]
-    """Not implemented: UNIMPLEMENTED. Would add episodes to a group."""
     RenewLeases: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RenewLeasesRequest, _coordinator_pb2.RenewLeasesResponse]  # type: ignore[assignment]
-    """Renews episode leases by a full term, and returns those that the worker no longer holds. Idempotent."""
+    """Renews episode leases by a full term, and returns those that the worker does not hold. Idempotent."""
     ReportEpisodes: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEpisodesRequest, _coordinator_pb2.ReportEpisodesResponse]  # type: ignore[assignment]
     """Reports finished episodes. The worker MUST store the payload first; the report has its sequence. Idempotent by (episode, attempt).
     A lease that has expired is still accepted if no other worker has the episode. Results are per report, and one report never
@@ -136,7 +134,9 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
       NOT_FOUND UNKNOWN_NODE.
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetFleetRequest, _coordinator_pb2.GetFleetResponse]  # type: ignore[assignment]
-    """Returns the nodes and their states. A node that left or crashed is listed for some minutes. The gateway forwards this call."""
+    """Returns the nodes and their states. A node that left or crashed is listed for some minutes. If not all nodes fit into a response, those
+    that are not DEAD come first, and the number of the others is returned. The gateway forwards this call.
+    """
     GetBatch: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetBatchRequest, _coordinator_pb2.GetBatchResponse]  # type: ignore[assignment]
     """Returns the contents of a batch lease, for the gateway.
     Errors:
@@ -193,20 +193,12 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def ExtendGroup(
-        self,
-        request: _coordinator_pb2.ExtendGroupRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_coordinator_pb2.ExtendGroupResponse, _abc.Awaitable[_coordinator_pb2.ExtendGroupResponse]]:
-        """Not implemented: UNIMPLEMENTED. Would add episodes to a group."""
-
-    @_abc_1.abstractmethod
     def RenewLeases(
         self,
         request: _coordinator_pb2.RenewLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RenewLeasesResponse, _abc.Awaitable[_coordinator_pb2.RenewLeasesResponse]]:
-        """Renews episode leases by a full term, and returns those that the worker no longer holds. Idempotent."""
+        """Renews episode leases by a full term, and returns those that the worker does not hold. Idempotent."""
 
     @_abc_1.abstractmethod
     def ReportEpisodes(
@@ -241,7 +233,9 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetFleetResponse, _abc.Awaitable[_coordinator_pb2.GetFleetResponse]]:
-        """Returns the nodes and their states. A node that left or crashed is listed for some minutes. The gateway forwards this call."""
+        """Returns the nodes and their states. A node that left or crashed is listed for some minutes. If not all nodes fit into a response, those
+        that are not DEAD come first, and the number of the others is returned. The gateway forwards this call.
+        """
 
     @_abc_1.abstractmethod
     def GetBatch(

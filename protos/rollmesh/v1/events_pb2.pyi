@@ -228,6 +228,7 @@ class LedgerRecord(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """Unique. It is also the message id, so that the writer recognizes its record after a lost acknowledgement."""
     time_unix_s: _builtins.float
@@ -239,6 +240,10 @@ class LedgerRecord(_message.Message):
     format: _builtins.int
     """Format of the record. 0 and 1 are the format of this file. It rises when a reader that ignores unknown fields would misread a
     record; a new kind of fact or a new field does not raise it. A reader MUST reject a higher number than it knows.
+    """
+    protocol_minor: _builtins.int
+    """Minor number of the protocol of the coordinator that wrote the record. Absent: 0, and fields that a later protocol added, such as
+    SampleMeta.external, are absent because nothing reported them.
     """
     @_builtins.property
     def facts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fact]:
@@ -252,10 +257,11 @@ class LedgerRecord(_message.Message):
         facts: _abc.Iterable[Global___Fact] | None = ...,
         previous: _builtins.bytes = ...,
         format: _builtins.int = ...,
+        protocol_minor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "format", b"format", "previous", b"previous", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "format", b"format", "previous", b"previous", "protocol_minor", b"protocol_minor", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -979,14 +985,37 @@ Global___UpdateCommitted: _TypeAlias = UpdateCommitted  # noqa: Y015
 
 @_typing.final
 class TrainedGroup(_message.Message):
-    """What an update measured on the used tokens of one group of its batch. The trainer writes it."""
+    """What an update measured on one group of its batch. The trainer writes it. Fields 2 to 4 are the measures of releases before the field
+    `measures`. A reader takes them if `measures` is empty. A writer SHOULD set them beside `measures`, for readers of such a release.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MeasuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     GROUP_FIELD_NUMBER: _builtins.int
     MEAN_ABS_ADVANTAGE_FIELD_NUMBER: _builtins.int
     POLICY_LOSS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MEASURES_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Name of the group."""
     mean_abs_advantage: _builtins.float
@@ -997,6 +1026,13 @@ class TrainedGroup(_message.Message):
     """
     num_tokens: _builtins.int
     """Number of its used tokens, at least 1. A token that several optimizer steps train counts once."""
+    @_builtins.property
+    def measures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Name to number: all that the update measured, at most 16 entries. A name has 1 to 64 characters of A-Z a-z 0-9 _ . : / - and a number
+        is finite. The names `mean_abs_advantage`, `policy_loss` and `num_tokens` mean what the fields 2 to 4 say, and have their ranges; each of
+        these fields MUST then be 0 or equal to the entry of its name.
+        """
+
     def __init__(
         self,
         *,
@@ -1004,10 +1040,11 @@ class TrainedGroup(_message.Message):
         mean_abs_advantage: _builtins.float = ...,
         policy_loss: _builtins.float = ...,
         num_tokens: _builtins.int = ...,
+        measures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "mean_abs_advantage", b"mean_abs_advantage", "num_tokens", b"num_tokens", "policy_loss", b"policy_loss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "mean_abs_advantage", b"mean_abs_advantage", "measures", b"measures", "num_tokens", b"num_tokens", "policy_loss", b"policy_loss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

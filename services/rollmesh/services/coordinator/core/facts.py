@@ -301,12 +301,15 @@ class DroppedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TrainedGroup(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What an update measured on the used tokens of one group of its batch. The trainer writes it."""
+    """What an update measured on one group of its batch. The trainer writes it. Fields 2 to 4 are the measures of
+    releases before the field `measures`. A reader takes them if `measures` is empty. A writer SHOULD set them beside
+    `measures`, for readers of such a release."""
 
     group: str = ""
     mean_abs_advantage: float = 0.0
     policy_loss: float = 0.0
     num_tokens: int = 0
+    measures: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class UpdateCommitted(Record, frozen=True, kw_only=True, tag=True):
