@@ -2,7 +2,9 @@
 stamps in it.
 
 The bound is proven from `SampleMeta.steps`, which a worker reported. Only the comparison with the payloads verifies
-this report. Payloads of ended samples are purged, so a comparison covers only the remaining ones.
+this report. Payloads of ended samples are purged, so a comparison covers only the remaining ones. Records that a
+coordinator before protocol 1.1 wrote have no numbers of trained tokens of other sources, so these are not compared, but
+counted.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from rollmesh.v1 import run_pb2, types_pb2
 
 READS_MAX = 16
 """Number of payloads that are read at once."""
+_EXTERNAL_SINCE = 1
+"""Minor number of the protocol that added `SampleMeta.external`."""
 
 
 class _Scored(NamedTuple):
@@ -34,6 +38,7 @@ class _Scored(NamedTuple):
     fact: f.EpisodeScored
     position: int
     key: types_pb2.EpisodeKey
+    protocol_minor: int
 
 
 class Payloads:
@@ -43,14 +48,16 @@ class Payloads:
         self._complain = complain
         self._scored: dict[int, _Scored] = {}
         """Scored episodes by the sequence of their payloads."""
+        self._num_unreported = 0
+        """Compared samples that train tokens of other sources, in records that cannot report them."""
         self._run = ""
         self._tasks: dict[str, str] = {}
         """Task ids by group."""
         self._attempts: dict[str, int] = {}
         """Newest attempts of episodes that are not scored."""
 
-    def enter(self, fact: f.Fact, position: int) -> None:
-        """Fold one fact of the record at `position`."""
+    def enter(self, fact: f.Fact, position: int, protocol_minor: int = PROTOCOL.minor) -> None:
+        """Fold one fact of the record at `position`, which a coordinator of this protocol wrote."""
         if isinstance(fact, f.RunCreated):
             self._run = fact.spec.run
         elif isinstance(fact, f.GroupReserved):
@@ -70,7 +77,7 @@ class Payloads:
         if sequence < 1:
             self._complain("payloads", f"episode {fact.episode} was scored without a payload")
             return
-        first = self._scored.setdefault(sequence, _Scored(fact, position, key)).fact
+        first = self._scored.setdefault(sequence, _Scored(fact, position, key, protocol_minor)).fact
         if first.episode != fact.episode:
             self._complain(
                 "payloads", f"episode {fact.episode} has payload {sequence}, which belongs to {first.episode}"
@@ -94,11 +101,13 @@ class Payloads:
             self._complain("payloads", f"{error.message}; the payloads could not be compared", 0)
             return PayloadCounts(compared=0, purged=0)
         compared = sum(found)
-        return PayloadCounts(compared=compared, purged=len(self._scored) - compared)
+        return PayloadCounts(
+            compared=compared, purged=len(self._scored) - compared, external_unreported=self._num_unreported
+        )
 
     async def _check(self, log: StreamLog, sequence: int, last_seq: int, newest_file: int) -> bool:
         """Return whether the payload exists."""
-        fact, position, key = self._scored[sequence]
+        fact, position, *_ = scored = self._scored[sequence]
         try:
             payload = (await log.read_direct(sequence)).payload
         except (NewerFormat, UnreadableRecord, WrongHost) as error:
@@ -117,7 +126,7 @@ class Payloads:
                 self._complain("payloads", f"episode {fact.episode} has {what}", position)
             return False
         try:
-            self._compare(fact, key, types_pb2.Episode.FromString(payload), len(payload))
+            self._compare(scored, types_pb2.Episode.FromString(payload), len(payload))
         except DecodeError:
             what = f"record {sequence} of {log.name} is not an episode: {len(payload)} bytes"
             self._complain("payloads", f"the payload of episode {fact.episode} cannot be read: {what}", position)
@@ -125,10 +134,9 @@ class Payloads:
             self._complain("payloads", error.message, position)
         return True
 
-    def _compare(
-        self, fact: f.EpisodeScored, key: types_pb2.EpisodeKey, episode: types_pb2.Episode, num_bytes: int
-    ) -> None:
+    def _compare(self, scored: _Scored, episode: types_pb2.Episode, num_bytes: int) -> None:
         """Compare metadata and payload. Raises MetadataMismatch for the first difference."""
+        fact, _, key, protocol_minor = scored
         if fact.payload.size_bytes != num_bytes:
             raise MetadataMismatch(
                 f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `size_bytes` "
@@ -137,4 +145,9 @@ class Payloads:
         check_key(episode, key)
         for meta in fact.samples:
             encoded = encode(meta, types_pb2.SampleMeta)
+            if protocol_minor < _EXTERNAL_SINCE and not encoded.external:
+                for sample in episode.samples:
+                    if sample.sample_id == meta.sample_id:
+                        encoded.external.extend(sample_meta(episode, sample).external)
+                self._num_unreported += bool(encoded.external)
             check_leased(episode, run_pb2.LeasedSample(meta=encoded, key=key, rewards_as_reported=True))

@@ -70,6 +70,9 @@ class PayloadCounts(msgspec.Struct, frozen=True, kw_only=True):
     compared: int
     purged: int
     """Number that is no longer in the sample stream, so that it cannot be checked."""
+    external_unreported: int = 0
+    """Number of samples that train tokens of other sources, and that a coordinator before protocol 1.1 recorded without
+    them."""
 
 
 class SampleTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +189,15 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             return "not compared (name one)"
         if check == "payloads":
             found = self.payloads
-            return f"holds; {found.compared} compared, {found.purged} purged" if found else "not compared (--payloads)"
+            if found is None:
+                return "not compared (--payloads)"
+            unreported = (
+                f"; an earlier release recorded {count_of(found.external_unreported, 'sample')} without the trained "
+                "tokens of other sources, which could not be checked"
+                if found.external_unreported
+                else ""
+            )
+            return f"holds; {found.compared} compared, {found.purged} purged{unreported}"
         return "holds"
 
 

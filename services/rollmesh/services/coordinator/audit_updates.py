@@ -56,11 +56,6 @@ class Updates:
     def digest_after(self, update: int) -> str:
         return self.standing[update].digest if update in self.standing else INITIAL_DIGEST
 
-    @property
-    def used_in(self) -> Mapping[str, int]:
-        """The remaining update that used each sample."""
-        return self._used_in
-
     def enter(self, fact: f.Fact) -> None:
         """Fold one fact."""
         self.leases.enter(fact)

@@ -23,6 +23,9 @@ from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.errors import MeshError, Overloaded
 
 T = TypeVar("T")
+STATES_PER_S = 250
+"""Maximum rate of states for all watchers of a run together. They get them one after the other, so that calls pass
+between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +44,17 @@ class QueuedRead:
     answer: asyncio.Future[Any]
 
 
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A read for one watcher or several."""
+
+    state: asyncio.Future[Any]
+    changed: asyncio.Event
+    """Set by the first change that the state may lack."""
+    until_s: float
+    """Time from which watchers read again."""
+
+
 class Callers:
     """The callers of one run, for its driver to extend."""
 
@@ -51,9 +65,12 @@ class Callers:
         self._limits = limits
         self._inputs: asyncio.Queue[QueuedInput | QueuedRead] = asyncio.Queue(limits.inputs_max)
         self._tickets = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[object, LedgerHead]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[Any, LedgerHead]]] = {}
         self._reading: set[asyncio.Future[Any]] = set()
         self._num_watchers = 0
+        self._shared: _Watched | None = None
+        self._turn_s = 0.0
+        """Time at which the last of the watchers with shared reads may read."""
         self._changed = asyncio.Event()
         self._closed: MeshError | None = None
         """The error for every caller once the driver is closed."""
@@ -63,15 +80,15 @@ class Callers:
         """Whether no caller waits for a reply or watches. Reads are short, and some are those of housekeeping."""
         return not (self._waiting or self._num_watchers)
 
-    async def submit(self, make: Callable[[int], i.Input]) -> Any:
+    async def submit(self, make: Callable[[int], Request[R]]) -> R:
         """Submit an input that is made with its ticket, and return the reply. Raises the typed refusal. A cancelled
         caller waits no longer."""
         return (await self.submit_with_head(make))[0]
 
-    async def submit_with_head(self, make: Callable[[int], i.Input]) -> tuple[Any, LedgerHead]:
+    async def submit_with_head(self, make: Callable[[int], Request[R]]) -> tuple[R, LedgerHead]:
         """Submit an input. Return the reply, and the head of the ledger with its facts."""
         ticket = next(self._tickets)
-        answer: asyncio.Future[tuple[object, LedgerHead]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[R, LedgerHead]] = asyncio.get_running_loop().create_future()
         self._check_open()
         self._waiting[ticket] = answer
         try:
@@ -93,28 +110,57 @@ class Callers:
     async def read(self, read: Callable[[Core, LedgerHead], T]) -> T:
         """Return `read(core, head of the ledger)` between two decisions, once all that it read is stored. `read` must
         not keep the core."""
-        self._check_open()
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._reading.add(answer)
-        answer.add_done_callback(self._reading.discard)
-        self._put(QueuedRead(read, answer))
-        return await answer
+        state: asyncio.Future[T] = self._queue_read(read).state
+        return await state
 
     async def watch(
-        self, read: Callable[[Core, LedgerHead], T], *, interval_s: float | None = None
+        self, read: Callable[[Core, LedgerHead], T], *, interval_s: float | None = None, is_shared: bool = False
     ) -> AsyncIterator[T]:
-        """Yield `read` now and after changes, at most every `interval_s` or else `watch_interval_s`. A slow watcher skips states."""
-        if interval_s is None:
-            interval_s = self._limits.watch_interval_s
+        """Yield `read` now and after changes, at most every `interval_s` or else `watch_interval_s`. A slow watcher
+        skips states.
+
+        All watchers with `is_shared` must have an equivalent `read` and no `interval_s`, and must not modify what they
+        get. They share a read for `watch_interval_s`, except that the first state of each is the current one. Together
+        they get `STATES_PER_S` at most.
+        """
         self._num_watchers += 1
         try:
+            watched = self._share(read, is_first=True) if is_shared else self._queue_read(read)
             while True:
-                changed = self._changed
-                yield await self.read(read)
-                await self._clock.sleep(interval_s)
-                await self._idle(changed)
+                yield await asyncio.shield(watched.state)
+                await self._clock.sleep(self._limits.watch_interval_s if interval_s is None else interval_s)
+                with contextlib.suppress(TimeoutError):
+                    async with time_limit(self._clock, self._limits.watch_idle_s):
+                        await watched.changed.wait()
+                if is_shared:
+                    now_s = self._clock.monotonic_s()
+                    turn_s = max(now_s, self._turn_s + 1 / STATES_PER_S)
+                    # Some that had a turn may have left.
+                    self._turn_s = min(turn_s, now_s + self._num_watchers / STATES_PER_S)
+                    await self._clock.sleep(self._turn_s - now_s)
+                watched = self._share(read) if is_shared else self._queue_read(read)
         finally:
             self._num_watchers -= 1
+
+    def _share(self, read: Callable[[Core, LedgerHead], Any], *, is_first: bool = False) -> _Watched:
+        watched = self._shared
+        if watched is None or self._clock.monotonic_s() >= watched.until_s or (is_first and watched.changed.is_set()):
+            watched = self._shared = self._queue_read(read)
+        return watched
+
+    def _queue_read(self, read: Callable[[Core, LedgerHead], Any]) -> _Watched:
+        """Queue a read."""
+        self._check_open()
+        state: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._put(QueuedRead(read, state))
+        self._reading.add(state)
+        state.add_done_callback(self._end_read)
+        return _Watched(state, self._changed, self._clock.monotonic_s() + self._limits.watch_interval_s)
+
+    def _end_read(self, state: asyncio.Future[Any]) -> None:
+        self._reading.discard(state)
+        if not state.cancelled():
+            state.exception()  # its callers may have left
 
     def return_leases(self, value: object) -> None:
         """Return the leases of a reply that no worker received, at once and without counting an attempt."""
@@ -125,7 +171,7 @@ class Callers:
                     group=lease.group,
                     episode=lease.episode,
                     attempt=lease.attempt,
-                    outcome=i.EpisodeOutcome.CANCELLED,
+                    outcome=m.EpisodeOutcome.CANCELLED,
                     cause="the worker disconnected",
                 )
                 for lease in value.leases
@@ -171,15 +217,3 @@ class Callers:
                 f"{self._limits.inputs_max} requests wait for run {self.run}'s coordinator; retry later",
                 run=self.run,
             ) from None
-
-    async def _idle(self, changed: asyncio.Event) -> None:
-        """Wait until something changed, or for `watch_idle_s`."""
-        waits = [
-            asyncio.ensure_future(changed.wait()),
-            asyncio.ensure_future(self._clock.sleep(self._limits.watch_idle_s)),
-        ]
-        try:
-            await asyncio.wait(cast("list[asyncio.Future[Any]]", waits), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()

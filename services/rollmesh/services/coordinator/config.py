@@ -24,7 +24,8 @@ class RunLimits(Settings):
     """Time for which the ledger may be unreachable before the coordinator stops, in seconds. It must cover a restart of
     NATS."""
     watch_interval_s: PositiveFloat = 0.25
-    """Minimum time between two states for one watcher, in seconds."""
+    """Minimum time between two states for one watcher, in seconds. All watchers of a run together get at most 250
+    states per second, so that this time grows beyond 62 watchers."""
     watch_idle_s: PositiveFloat = 5.0
     """Maximum time between two states for one watcher, in seconds, because waits change without a fact."""
     snapshot_records: PositiveInt = 2000
@@ -37,7 +38,8 @@ class RunLimits(Settings):
     calls_max: PositiveInt = 64
     """Maximum number of concurrent calls to the reward service."""
     finalize_tries_max: PositiveInt = 10
-    """Number of failed calls to the reward service after which a group ends as failed(NOT_FINALIZED)."""
+    """Number of failed calls to the reward service after which a group ends as failed(NOT_FINALIZED). A call that does
+    not reach the service does not count, and one whose connection is lost does."""
     call_s: PositiveFloat = 30.0
     """Timeout of one call to another service, in seconds."""
     backoff_s: PositiveFloat = 0.05

@@ -40,7 +40,7 @@ class DeadLetters:
     async def list(self, driver: RunDriver, *, after: int, num_max: int) -> list[run_pb2.ListedLetter]:
         """Return letters after sequence `after`, oldest first, as many as fit into a response."""
         if not 0 <= num_max <= LIST_MAX:
-            raise invalid("num_max", f"is {num_max}; expected 0 to {LIST_MAX}")
+            raise field_error("num_max", f"be in [0, {LIST_MAX}]", num_max)
         replayed = await driver.read(lambda core, _: frozenset(core.state.replayed))
         found: list[run_pb2.ListedLetter] = []
         num_bytes = 0
@@ -72,7 +72,7 @@ class DeadLetters:
 
     async def _replay(self, driver: RunDriver, letters: Sequence[events_pb2.DeadLetter]) -> tuple[int, ...]:
         tasks = tuple(i.DeadTask(dead_id=one.dead_id, task=decode(Task, one.task), draw=one.draw) for one in letters)
-        answer: i.Replayed = await driver.submit(lambda ticket: i.ReplayDead(ticket=ticket, tasks=tasks))
+        answer = await driver.submit(lambda ticket: i.ReplayDead(ticket=ticket, tasks=tasks))
         return answer.dead_ids
 
     async def _letters(self, run: str, after: int) -> AsyncIterator[events_pb2.DeadLetter]:

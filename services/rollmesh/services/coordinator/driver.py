@@ -244,9 +244,9 @@ class RunDriver(Callers):
             request = without_purged(request, self._is_purged)
         try:
             decision = self._core.handle(request, self._clock.monotonic_s())
-        except Refusal as refusal:
-            error, head = to_error(refusal), self._ledger.head
-            return _Release(head, act=lambda: self._answer(question.ticket, error, head))
+        except MeshError as error:
+            refusal, head = error.with_traceback(None), self._ledger.head
+            return _Release(head, act=lambda: self._answer(question.ticket, refusal, head))
         if question.ticket and question.ticket not in self._waiting:
             self._core.forget(question.ticket)  # cancelled while it was queued
         return await self._record(decision)
@@ -332,8 +332,7 @@ class RunDriver(Callers):
                 self._on_live()
         for effect in release.effects:
             if isinstance(effect, Reply):
-                value = to_error(effect.value) if isinstance(effect.value, Refusal) else effect.value
-                self._answer(effect.ticket, value, release.head)
+                self._answer(effect.ticket, effect.value, release.head)
             else:
                 self._effects.perform(effect, release.head.position)
         if release.act is not None:
@@ -409,4 +408,4 @@ def without_purged(request: i.ReportEpisodes, is_purged: Callable[[int], bool]) 
     if not any(is_purged(report.payload.sequence) for report in request.reports):
         return request
     reports = (replace(r, attempt=-1) if is_purged(r.payload.sequence) else r for r in request.reports)
-    return replace(request, reports=tuple(reports))
+    return structs.replace(request, reports=tuple(reports))

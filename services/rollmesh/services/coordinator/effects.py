@@ -104,7 +104,7 @@ class Effects:
         elif isinstance(effect, FinalizeGroup):
             self._spawn(self._finalize(effect))
         elif isinstance(effect, DeadLetter):
-            self._spawn(self._bury(effect))
+            self._spawn(self._dead_letter(effect))
 
     def cancel(self) -> None:
         """Cancel all work."""
@@ -189,7 +189,8 @@ class Effects:
 
     async def _finalize(self, effect: FinalizeGroup) -> None:
         """Request a decision on a group. An unavailable reward service is retried without limit, an error about this
-        group `finalize_tries_max` times, and an error of the user's pure code not at all."""
+        group and a connection that is lost during the call `finalize_tries_max` times, and an error of the user's pure
+        code not at all."""
         num_failed = num_rejected = 0
         while True:
             request = finalize_request(self._core.state, effect)
@@ -217,7 +218,7 @@ class Effects:
             await self._pause(num_failed)
             num_failed += 1
 
-    async def _bury(self, letter: DeadLetter) -> None:
+    async def _dead_letter(self, letter: DeadLetter) -> None:
         """Write a dead letter, for operators. A failure after the bus's timeout only loses the letter."""
         payload = dead_letter(letter, self._clock.wall_s()).SerializeToString()
         try:

@@ -25,6 +25,7 @@ from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.v1 import events_pb2
 
 T = TypeVar("T")
+Q = TypeVar("Q", bound=Request[Any])
 E = TypeVar("E", bound=IntEnum)
 _SCALARS = (str, int, float, bool)
 Message = Any  # generated messages, accessed by field name, which their stubs cannot type
@@ -66,11 +67,20 @@ def encode(value: object, message_type: Callable[[], T]) -> T:
 def decode(type_: type[T], message: Message) -> T:
     """Return `message` as a record. Raises InvalidInput for an unknown enum value, ValueError for a value out of
     range."""
+    return type_(**_values(type_, message))
+
+
+def decode_request(type_: type[Q], ticket: int, message: Message) -> Q:
+    """Return a request that the core takes as it is. Raises what `decode` raises."""
+    return type_(ticket=ticket, **_values(type_, message))
+
+
+def _values(type_: type, message: Message) -> dict[str, Any]:
     fields = _fields(type_)
     values = {name: getattr(message, name) for name in fields.scalars}
     for field in fields.others:
         values[field.name] = field.get(message)
-    return type_(**values)
+    return values
 
 
 _FIELDS: dict[type, _Fields] = {}
@@ -81,6 +91,7 @@ def _fields(type_: type) -> _Fields:
     if (found := _FIELDS.get(type_)) is not None:
         return found
     hints = {name: hint for name, hint in typing.get_type_hints(type_).items() if not name.startswith("_")}
+    hints.pop("ticket", None)  # of a Request, which is not in the message
     found = _FIELDS[type_] = _Fields(
         scalars=tuple(name for name, hint in hints.items() if hint in _SCALARS),
         others=tuple(_field(name, hint) for name, hint in hints.items() if hint not in _SCALARS),
@@ -137,9 +148,7 @@ def _enum(name: str, type_: type[IntEnum]) -> _Field:
     def get(message: Message) -> IntEnum:
         value = getattr(message, name)
         if value not in known:
-            choices = ", ".join(f"{m.value} ({m.name})" for m in type_)
-            what = f"is {value}; expected one of {choices}"
-            raise InvalidInput(f"{name} {what}", violations=[FieldViolation(name, what)])
+            raise field_error(name, "be one of " + ", ".join(f"{m.value} ({m.name})" for m in type_), value)
         return known[value]
 
     return _Field(name, lambda m, v: setattr(m, name, int(v)), get)
@@ -148,13 +157,12 @@ def _enum(name: str, type_: type[IntEnum]) -> _Field:
 # Facts ----------------------------------------------------------------------------------------------------------------
 
 
-def fact_field(type_: type) -> str:
-    """Return the name of a fact class in the `Fact` oneof: BatchInDoubt -> batch_in_doubt."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type_.__name__).lower()
-
-
-FACT_TYPES: dict[str, type] = {fact_field(type_): type_ for type_ in typing.get_args(f.Fact)}
-"""Every fact class by its name in the oneof."""
+FACT_TYPES: dict[str, type] = {type_.__name__: type_ for type_ in typing.get_args(f.Fact)}
+"""Every fact class by its name, which is that of its message."""
+_ONEOF_FIELDS = {
+    type(getattr(events_pb2.Fact(), field.name)).__name__: field.name for field in events_pb2.Fact.DESCRIPTOR.fields
+}
+"""Name of a fact in the oneof of `Fact`, by the name of its message."""
 
 
 class DecodedRecord(NamedTuple):
@@ -165,13 +173,26 @@ class DecodedRecord(NamedTuple):
     facts: tuple[f.Fact, ...]
     previous: str
     """Hash of the previous record, in hex."""
+    protocol_minor: int = PROTOCOL.minor
+    """Minor number of the protocol of the coordinator that wrote it."""
 
 
-def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact], previous: str = "") -> bytes:
+def encode_record(
+    record_id: str,
+    time_unix_s: float,
+    facts: Sequence[f.Fact],
+    previous: str = "",
+    protocol_minor: int = PROTOCOL.minor,
+) -> bytes:
     """Return one decision as the bytes of a LedgerRecord. `previous` is the hash of the previous record, in hex."""
-    record = events_pb2.LedgerRecord(record_id=record_id, time_unix_s=time_unix_s, previous=bytes.fromhex(previous))
+    record = events_pb2.LedgerRecord(
+        record_id=record_id,
+        time_unix_s=time_unix_s,
+        previous=bytes.fromhex(previous),
+        protocol_minor=protocol_minor,
+    )
     for fact in facts:
-        below = getattr(record.facts.add(), fact_field(type(fact)))
+        below = getattr(record.facts.add(), _ONEOF_FIELDS[type(fact).__name__])
         below.SetInParent()  # a fact with defaults only must still be present
         encode_into(fact, below)
     return record.SerializeToString()
@@ -189,12 +210,12 @@ def decode_record(payload: bytes) -> DecodedRecord:
         raise InvalidInput(f"cannot decode a LedgerRecord from {len(payload)} bytes") from error
     check_format(f"ledger record {record.record_id[:80]!r}", record.format, RECORD_FORMAT)
     facts = tuple(decode_fact(fact) for fact in record.facts)
-    return DecodedRecord(record.record_id, record.time_unix_s, facts, record.previous.hex())
+    return DecodedRecord(record.record_id, record.time_unix_s, facts, record.previous.hex(), record.protocol_minor)
 
 
 def decode_fact(message: events_pb2.Fact) -> f.Fact:
-    name = message.WhichOneof("fact")
-    if name is None or name not in FACT_TYPES:
+    known = fact_of(message)
+    if known is None:
         raise newer_format("a ledger record holds a fact that this release does not know")
-    fact: f.Fact = decode(FACT_TYPES[name], getattr(message, name))
+    fact: f.Fact = decode(FACT_TYPES[type(known).__name__], known)
     return fact

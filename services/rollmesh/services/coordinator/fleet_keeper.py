@@ -34,13 +34,12 @@ from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, Protocol
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     FailedPrecondition,
-    FieldViolation,
-    InvalidInput,
     MeshError,
     NotReady,
     Overloaded,
     UnknownNode,
     WeightsRejected,
+    field_error,
 )
 from rollmesh.shared.membership.membership import reported_protocol
 from rollmesh.shared.process.process_info import ProcessInfo, installed_version
@@ -140,8 +139,9 @@ class FleetKeeper:
         picture = view.SerializeToString(deterministic=True)
         if picture != self._picture:
             self._picture = picture
+            message = pb.JoinResponse(fleet=view)
             for stream in list(self._streams.values()):
-                stream.send(pb.JoinResponse(fleet=view))
+                stream.send(message)
 
     def close(self) -> None:
         """End every stream. The nodes continue to work, and join another coordinator or this one later."""
@@ -386,8 +386,7 @@ def _check_hello(hello: pb.NodeHello) -> None:
     elif not hello.address and kind not in (NodeKind.ROLLOUT, NodeKind.LEARNER):
         missing = "address"
     if missing:
-        what = f"{missing} is missing; a node must send its id, its kind and, if it has services, its address"
-        raise InvalidInput(what, violations=[FieldViolation(f"hello.{missing}", "is missing")])
+        remedy = "a node must send its id, its kind and, if it has services, its address"
+        raise field_error(f"hello.{missing}", "be set", getattr(hello, missing) or None, remedy)
     if hello.address and not is_address(hello.address):
-        what = f"must be host:port or unix:PATH, got {hello.address[:100]!r}"
-        raise InvalidInput(f"`hello.address` {what}", violations=[FieldViolation("hello.address", what)])
+        raise field_error("hello.address", "be host:port or unix:PATH", hello.address)

@@ -51,6 +51,8 @@ class StoredRecord:
     time_unix_s: float
     facts: tuple[Fact, ...]
     hash: str = ""
+    protocol_minor: int = PROTOCOL.minor
+    """Minor number of the protocol of the coordinator that wrote it."""
 
     @property
     def head(self) -> LedgerHead:
@@ -193,6 +195,7 @@ def check_record(name: str, record: StreamRecord, before: LedgerHead) -> StoredR
         time_unix_s=decoded.time_unix_s,
         facts=decoded.facts,
         hash=hashed,
+        protocol_minor=decoded.protocol_minor,
     )
 
 

@@ -74,8 +74,8 @@ class MeshDescriber:
         if self._given is None:
             return
         if spec.policy != self._given.policy:
-            what = f"is {spec.policy!r}, but this mesh's inference nodes serve {self._given.policy!r}"
-            raise InvalidInput(f"spec.policy {what}", violations=[FieldViolation("spec.policy", what)])
+            must = f"be {self._given.policy!r}, which this mesh's inference nodes serve"
+            raise field_error("spec.policy", must, spec.policy)
         for run, driver in self._runs.drivers.items():
             if run != spec.run and not await driver.read(_ended):
                 raise MeshBusy(

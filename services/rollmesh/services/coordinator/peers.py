@@ -51,10 +51,12 @@ class Outgoing:
             return await stub.NextTasks(request, timeout=self._call_s)
 
     async def finalize_group(self, request: reward_pb2.FinalizeGroupRequest) -> reward_pb2.FinalizeGroupResponse:
-        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(
-            await self._channel(NodeKind.REWARD, request.run)
-        )
-        with typed_errors():
+        """Raise `ConnectionLost` if the node may have exited because of this group, in contrast to a node that is
+        away."""
+        address = self._addresses(NodeKind.REWARD, request.run)[0]
+        channel = await self._open(address)
+        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(channel)
+        with typed_errors(await connected_address(channel, address)):
             return await stub.FinalizeGroup(request, timeout=self._call_s)
 
     async def forget_run(self, run: str) -> None:

@@ -73,16 +73,16 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         await self._mesh.check_run(spec)
         await self._runs.reserve(spec.run)
         changes = tuple(decode(ConfigChange, change) for change in request.changes)
-        changed: i.Changed = await driver.submit(
-            lambda ticket: i.ChangeRun(ticket=ticket, spec=spec, changes=changes, change_id=request.change_id)
+        changed = await driver.submit(
+            lambda ticket: m.ChangeRun(ticket=ticket, spec=spec, changes=changes, change_id=request.change_id)
         )
-        return pb.ChangeRunResponse(recorded=changed.recorded, reopened=changed.reopened)
+        return encode(changed, pb.ChangeRunResponse)
 
     async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
         validation.check_attach(request)
         driver = await self._runs.get(request.run)
         depot = self._depot(request.run)
-        attached: i.Attached = await driver.submit(lambda ticket: translate.attach_trainer(ticket, request))
+        attached = await driver.submit(lambda ticket: translate.attach_trainer(ticket, request))
         spec = await driver.read(lambda core, _: core.state.the_spec)
         return _attached(request, attached, spec, depot)
 
@@ -98,24 +98,16 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_update(request.update)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
-        batch: i.BatchGrant = await driver.submit(
+        batch = await driver.submit(
             lambda ticket: translate.lease_batch(ticket, request, wait_s, self._message_bytes_max)
         )
-        return translate.batch_response(batch)
+        return encode(batch, pb.LeaseBatchResponse)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
         validation.check_trainer(request)
         driver = await self._runs.get(request.run)
-        renewed: i.Renewed = await driver.submit(
-            lambda ticket: i.RenewBatch(
-                ticket=ticket,
-                policy=request.policy or DEFAULT,
-                learner=request.learner or DEFAULT,
-                trainer_epoch=request.trainer_epoch,
-                lease_id=request.lease_id,
-            )
-        )
-        return pb.RenewBatchResponse(lease_s=renewed.lease_s)
+        reply = await driver.submit(lambda ticket: translate.trainer_request(m.RenewBatch, ticket, request))
+        return encode(reply, pb.RenewBatchResponse)
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
         validation.check_commit(request)
@@ -126,15 +118,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
         validation.check_trainer(request)
         driver = await self._runs.get(request.run)
-        await driver.submit(
-            lambda ticket: i.ReleaseBatch(
-                ticket=ticket,
-                policy=request.policy or DEFAULT,
-                learner=request.learner or DEFAULT,
-                trainer_epoch=request.trainer_epoch,
-                lease_id=request.lease_id,
-            )
-        )
+        await driver.submit(lambda ticket: translate.trainer_request(m.ReleaseBatch, ticket, request))
         return pb.ReleaseBatchResponse()
 
     async def ReportCheckpoint(
@@ -142,16 +126,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     ) -> pb.ReportCheckpointResponse:
         validation.check_checkpoint(request)
         driver = await self._runs.get(request.run)
-        await driver.submit(
-            lambda ticket: i.ReportCheckpoint(
-                ticket=ticket,
-                policy=request.policy or DEFAULT,
-                learner=request.learner or DEFAULT,
-                trainer_epoch=request.trainer_epoch,
-                update=request.update,
-                digest=request.digest,
-            )
-        )
+        await driver.submit(lambda ticket: translate.trainer_request(m.ReportCheckpoint, ticket, request))
         return pb.ReportCheckpointResponse()
 
     async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
@@ -205,9 +180,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         validation.check_run(request.run)
         driver = await self._runs.get(request.run)
-        async for state in driver.watch(self._reader(driver)):
+        read_state = self._reader(driver)
+
+        def read(core: Core, head: LedgerHead) -> pb.WatchRunResponse:
+            state = self._with_nodes(read_state(core, head))
             command = pb.TRAINER_COMMAND_STOP if state.ended else pb.TRAINER_COMMAND_UNSPECIFIED
-            yield pb.WatchRunResponse(state=self._with_nodes(state), command=command)
+            return pb.WatchRunResponse(state=state, command=command)
+
+        async for response in driver.watch(read, is_shared=True):
+            yield response
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         validation.check_run(request.run)
@@ -250,7 +231,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_run(request.run)
         validation.check_text("reason", request.reason)
         driver = await self._runs.get(request.run)
-        await driver.submit(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
+        await driver.submit(lambda ticket: m.StopRun(ticket=ticket, reason=request.reason))
         return pb.StopRunResponse()
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
@@ -280,7 +261,7 @@ def _attached(
         resolution=pb.AttachResolution.ValueType(attached.resolution),
         lease_s=spec.batch_lease_s,
         weights_address=depot,
-        rolled_back_to=request.last_update if attached.resolution is i.Resolution.ROLLED_BACK else 0,
+        rolled_back_to=request.last_update if attached.resolution is m.AttachResolution.ROLLED_BACK else 0,
     )
     encode_into(spec, response.spec)
     return response

@@ -137,8 +137,9 @@ class RunStorage:
         yield from (path.name for path in sorted(self._folder.iterdir()) if path.is_dir())
 
     def make_folder(self, run: str) -> None:
-        """Create the folder of a run that is led. A restarted coordinator recovers the runs with a folder. Raises DiskFull."""
-        with disk_told(self._folder):
+        """Create the folder of a run that is led. A restarted coordinator recovers the runs with a folder. Raises
+        DiskFull."""
+        with disk_full_errors(self._folder):
             private_folder(self._folder / run)
 
     def snapshots(self, run: str) -> SnapshotStore:

@@ -171,7 +171,7 @@ class Runs:
             driver = await self.get(spec.run)
         except UnknownRun:
             driver = await self._make(spec.run)
-        return bool(await driver.submit(lambda ticket: i.CreateRun(ticket=ticket, spec=spec)))
+        return (await driver.submit(lambda ticket: m.CreateRun(ticket=ticket, spec=spec))).created
 
     async def get(self, run: str) -> RunDriver:
         """Return the driver of a run, and lead the run if it is not led. Raises UnknownRun."""

@@ -30,6 +30,8 @@ from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 
 REPORTS_MAX = 4096
+FLEET_BYTES_MAX = MESSAGE_BYTES_MAX // 2
+"""Maximum size of the nodes in a response, in bytes."""
 READY_INTERVAL_S = 0.05
 """Minimum time between two messages of WatchReady, in seconds: about the latency of a small payload."""
 
@@ -50,7 +52,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
         first = await anext(aiter(requests), None)
         if first is None or not first.HasField("hello"):
-            raise InvalidInput("the first message must be a hello", violations=[FieldViolation("hello", "is missing")])
+            raise field_error("hello", "be set in the first message", None)
         stream = self._keeper.join(first.hello)
         reader = asyncio.create_task(self._read(stream, requests))
         try:
@@ -66,10 +68,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         try:
             async for request in requests:
                 if not request.HasField("report"):
-                    raise InvalidInput(
-                        "after the hello, every message must be a report",
-                        violations=[FieldViolation("report", "is missing")],
-                    )
+                    raise field_error("report", "be set in every message after the hello", None)
                 self._keeper.report(stream, request.report)
         except MeshError as error:
             stream.end(error)
@@ -78,7 +77,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def AcquireRollouts(self, request: pb.AcquireRolloutsRequest, context: Context) -> pb.AcquireRolloutsResponse:
         if not 1 <= request.num_max <= translate.NUM_MAX:
-            raise translate.invalid("num_max", f"is {request.num_max}; expected 1 to {translate.NUM_MAX}")
+            raise field_error("num_max", f"be in [1, {translate.NUM_MAX}]", request.num_max)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         until_s = self._clock.monotonic_s() + wait_s
         while True:
@@ -127,16 +126,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def _acquire(self, driver: RunDriver, request: pb.AcquireRolloutsRequest, wait_s: float) -> i.Acquired:
         asked_s = self._clock.monotonic_s()
-        acquired: i.Acquired = await driver.submit(
+        acquired = await driver.submit(
             lambda ticket: i.AcquireRollouts(
                 ticket=ticket, node_id=request.node_id, num_max=request.num_max, wait_s=wait_s
             )
         )
         observe(ACQUIRE_SECONDS, self._clock.monotonic_s() - asked_s, driver.run)
         return acquired
-
-    async def ExtendGroup(self, request: pb.ExtendGroupRequest, context: Context) -> pb.ExtendGroupResponse:
-        raise Unimplemented("ExtendGroup is not implemented; the finalizer can return EXTEND")
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         validation.check_renew(request)
@@ -156,16 +152,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             lease_s = min(lease_s, renewed.lease_s) if lease_s else renewed.lease_s
         return pb.RenewLeasesResponse(gone=gone, lease_s=lease_s)
 
-    async def _renew(self, driver: RunDriver, node_id: str, lease_ids: tuple[str, ...]) -> i.Renewed:
-        renewed: i.Renewed = await driver.submit(
-            lambda ticket: i.RenewLeases(ticket=ticket, node_id=node_id, lease_ids=lease_ids)
-        )
+    async def _renew(self, driver: RunDriver, node_id: str, lease_ids: tuple[str, ...]) -> m.RenewLeasesResponse:
+        renewed = await driver.submit(lambda ticket: m.RenewLeases(ticket=ticket, node_id=node_id, lease_ids=lease_ids))
         return renewed
 
     async def ReportEpisodes(self, request: pb.ReportEpisodesRequest, context: Context) -> pb.ReportEpisodesResponse:
         validation.check_id("node_id", request.node_id)
         if len(request.reports) > REPORTS_MAX:
-            raise translate.invalid("reports", f"are {len(request.reports)}; expected at most {REPORTS_MAX}")
+            raise field_error("reports", f"have at most {REPORTS_MAX} entries", len(request.reports))
         results = [""] * len(request.reports)
         places: dict[str, list[int]] = {}
         for index, report in enumerate(request.reports):
@@ -185,9 +179,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             driver = await self._runs.get(run)
         except UnknownRun:
             return ("UNKNOWN_LEASE",) * len(reports)
-        reported: i.Reported = await driver.submit(
-            lambda ticket: i.ReportEpisodes(ticket=ticket, node_id=node_id, reports=reports)
-        )
+        reported = await driver.submit(lambda ticket: i.ReportEpisodes(ticket=ticket, node_id=node_id, reports=reports))
         return reported.results
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
@@ -195,7 +187,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.DrainResponse()
 
     async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
-        return pb.GetFleetResponse(nodes=self._keeper.nodes(known_member(NodeKind, request.kind)))
+        nodes = self._keeper.nodes(known_member(NodeKind, request.kind))
+        fitting = translate.pieces(sorted(nodes, key=lambda node: node.state == pb.NODE_STATE_DEAD), FLEET_BYTES_MAX)[0]
+        fitting.sort(key=lambda node: node.node_id)
+        return pb.GetFleetResponse(nodes=fitting, num_omitted=len(nodes) - len(fitting))
 
     async def GetMesh(self, request: pb.GetMeshRequest, context: Context) -> pb.GetMeshResponse:
         return await self._mesh.describe()
@@ -211,28 +206,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         validation.check_epoch(request)
         validation.check_id("lease_id", request.lease_id)
         driver = await self._runs.get(request.run)
-        batch: i.BatchGrant = await driver.submit(
-            lambda ticket: i.GetBatch(
-                ticket=ticket,
-                policy="",
-                learner="",
-                trainer_epoch=request.trainer_epoch,
-                lease_id=request.lease_id,
-                sample_ids=tuple(request.sample_ids),
-            )
-        )
-        return pb.GetBatchResponse(samples=translate.leased_samples(batch.samples))
+        reply = await driver.submit(lambda ticket: decode_request(m.GetBatch, ticket, request))
+        return encode(reply, pb.GetBatchResponse)
 
     async def WatchReady(self, request: pb.WatchReadyRequest, context: Context) -> AsyncIterator[pb.WatchReadyResponse]:
         validation.check_trainer(request)
         asked, known = translate.watch_ready(request), set[str]()
         driver = await self._runs.get(request.run)
 
-        def read(core: Core, _: LedgerHead) -> tuple[i.LeasedSample, ...]:
-            try:
-                return core.ready_ahead(asked, known)
-            except Refusal as refusal:
-                raise translate.to_error(refusal) from refusal
+        def read(core: Core, _: LedgerHead) -> tuple[m.LeasedSample, ...]:
+            return core.ready_ahead(asked, known)
 
         async for samples in driver.watch(read, interval_s=READY_INTERVAL_S):
             for piece in translate.pieces(translate.leased_samples(samples)) if samples else ():

@@ -33,6 +33,7 @@ from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, No
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
+Q = TypeVar("Q", bound=TrainerRequest[Any])
 DEFAULT_NAME = "main"
 WAIT_S_MAX = 60.0
 PIECE_BYTES = 1 << 20
@@ -42,10 +43,6 @@ TRACEBACK_CHARS_MAX = 4000
 """Maximum length of a traceback. The end of a longer one is kept, because it has the error and its line."""
 EVIDENCE_CHARS_MAX = 4096
 """Maximum length of a reward's evidence in the ledger. The payload has all of it."""
-
-
-def invalid(field: str, what: str) -> InvalidInput:
-    return InvalidInput(f"{field} {what}", violations=[FieldViolation(field, what)])
 
 
 def run_spec(message: events_pb2.RunSpec) -> RunSpec:
@@ -71,7 +68,7 @@ def wait_s(asked: float, remaining_s: float) -> float:
     """Return the wait of a long poll: within the contract, and a little shorter than the caller's deadline, so that the
     reply arrives."""
     if not 0.0 <= asked <= WAIT_S_MAX:
-        raise invalid("wait_s", f"is {asked}; expected 0 to {WAIT_S_MAX:g}")
+        raise field_error("wait_s", f"be in [0, {WAIT_S_MAX:g}]", asked)
     return max(0.0, min(asked, remaining_s - min(1.0, remaining_s / 5)))
 
 
@@ -108,7 +105,7 @@ def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
         group=message.key.group,
         episode=message.key.episode,
         attempt=message.key.attempt,
-        outcome=i.EpisodeOutcome.INFRA_FAILURE if invalid else i.EpisodeOutcome(message.outcome),
+        outcome=m.EpisodeOutcome.INFRA_FAILURE if invalid else m.EpisodeOutcome(message.outcome),
         payload=decode(PayloadRef, message.payload) if completed else i.NO_PAYLOAD,
         samples=tuple(_sample_meta(sample) for sample in message.samples) if completed else (),
         num_tool_calls=message.num_tool_calls,
@@ -144,7 +141,7 @@ def lease_batch(ticket: int, request: run_pb2.LeaseBatchRequest, wait: float, by
         unit=unit,
         amount=amount,
         wait_s=wait,
-        size_of=lambda grant: batch_response(grant).ByteSize(),
+        size_of=lambda grant: encode(grant, run_pb2.LeaseBatchResponse).ByteSize(),
         bytes_max=bytes_max,
     )
 
@@ -166,40 +163,35 @@ def _geometry(
 ) -> tuple[i.GeometryUnit, int]:
     unit = known_member(i.GeometryUnit, request.geometry.unit or run_pb2.BatchGeometry.UNIT_GROUPS)
     if unit is None:
-        raise invalid("geometry.unit", f"is {request.geometry.unit}; expected 1 to {len(i.GeometryUnit)}")
+        raise field_error("geometry.unit", f"be in [1, {len(i.GeometryUnit)}]", request.geometry.unit)
     if request.HasField("geometry") and request.geometry.amount < 1:
-        raise invalid("geometry.amount", f"is {request.geometry.amount}; expected at least 1")
+        raise field_error("geometry.amount", "be >= 1", request.geometry.amount)
     return unit, request.geometry.amount
 
 
-def leased_samples(samples: Sequence[i.LeasedSample]) -> list[run_pb2.LeasedSample]:
-    messages = []
-    for sample in samples:
-        message = run_pb2.LeasedSample()
-        encode_into(sample, message)
-        messages.append(message)
-    return messages
+def leased_samples(samples: Sequence[m.LeasedSample]) -> list[run_pb2.LeasedSample]:
+    return [encode(sample, run_pb2.LeasedSample) for sample in samples]
 
 
-def pieces(messages: Sequence[M]) -> list[list[M]]:
-    """Split messages into parts of about PIECE_BYTES. Return at least one part."""
+def pieces(messages: Sequence[M], bytes_max: int = PIECE_BYTES) -> list[list[M]]:
+    """Split messages into parts of about `bytes_max`. Return at least one part."""
     found: list[list[M]] = [[]]
     num_bytes = 0
     for message in messages:
         num_bytes += message.ByteSize()
-        if found[-1] and num_bytes > PIECE_BYTES:
+        if found[-1] and num_bytes > bytes_max:
             found.append([])
             num_bytes = message.ByteSize()
         found[-1].append(message)
     return found
 
 
-def batch_response(batch: i.BatchGrant) -> run_pb2.LeaseBatchResponse:
-    message = run_pb2.LeaseBatchResponse(lease_id=batch.lease_id, waiting_for=batch.waiting_for, lease_s=batch.lease_s)
-    message.samples.extend(leased_samples(batch.samples))
-    for group in batch.groups:
-        encode_into(group, message.groups.add())
-    return message
+def trainer_request(type_: type[Q], ticket: int, request: M) -> Q:
+    """Return a trainer's request that the core takes as it is."""
+    message: Any = request
+    message.policy = message.policy or DEFAULT_NAME
+    message.learner = message.learner or DEFAULT_NAME
+    return decode_request(type_, ticket, message)
 
 
 def attach_trainer(ticket: int, request: run_pb2.AttachTrainerRequest) -> i.AttachTrainer:
@@ -249,7 +241,7 @@ def version_of(request: run_pb2.PublishVersionRequest) -> PolicyVersion:
     return version if version.policy else structs.replace(version, policy=DEFAULT_NAME)
 
 
-# Calls to other services -----------------------------------------------------------------------------------------------
+# Calls to other services ----------------------------------------------------------------------------------------------
 
 
 def next_tasks_request(spec: RunSpec, effect: DrawTasks, position: int) -> data_pb2.NextTasksRequest:
@@ -329,7 +321,7 @@ def dead_letter(letter: DeadLetter, time_unix_s: float) -> events_pb2.DeadLetter
     return message
 
 
-# Lease ids -------------------------------------------------------------------------------------------------------------
+# Lease ids ------------------------------------------------------------------------------------------------------------
 
 
 SEPARATOR = "/"
@@ -343,40 +335,3 @@ def from_wire(name: str) -> tuple[str, str]:
     """Return (run, lease id of the core). A name without a run gets an empty run, which does not exist."""
     run, found, lease_id = name.partition(SEPARATOR)
     return (run, lease_id) if found else ("", name)
-
-
-# Refusals --------------------------------------------------------------------------------------------------------------
-
-BY_REASON: dict[str, type[errors.MeshError]] = {
-    "RUN_EXISTS": errors.RunExists,
-    "CHANGE_REFUSED": errors.ChangeRefused,
-    "UNKNOWN_RUN": errors.UnknownRun,
-    "NO_LEARNER": errors.NoLearner,
-    "UNKNOWN_LEARNER": errors.UnknownLearner,
-    "UNKNOWN_UPDATE": errors.UnknownUpdate,
-    "DIGEST_MISMATCH": errors.DigestMismatch,
-    "FENCED": errors.Fenced,
-    "LEASE_EXPIRED": errors.LeaseExpired,
-    "UNKNOWN_LEASE": errors.UnknownLease,
-    "RUN_ENDED": errors.RunEnded,
-    "WRONG_UPDATE": errors.WrongUpdate,
-    "NOT_PUBLISHED": errors.NotPublished,
-    "COMMIT_CONFLICT": errors.CommitConflict,
-    "PAYLOAD_TOO_LARGE": errors.PayloadTooLarge,
-    "LEASE_OUT": errors.LeaseOut,
-    "INVALID_INPUT": errors.InvalidInput,
-    "UNKNOWN_SAMPLE": errors.InvalidInput,
-    "UNKNOWN_GROUP": errors.InvalidInput,
-    "BEYOND_BOUND": errors.BeyondBound,
-    "WRONG_VERSION": errors.WrongVersion,
-    "VERSION_CONFLICT": errors.VersionConflict,
-}
-
-
-def to_error(refusal: Refusal) -> errors.MeshError:
-    """Return the typed error of a refusal. It keeps the reason of the refusal, even if its class is more general."""
-    violations = [errors.FieldViolation(refusal.field, refusal.message)] if refusal.field else []
-    error = BY_REASON[refusal.reason](refusal.message, violations=violations)
-    error.reason = refusal.reason
-    error.metadata = dict(refusal.metadata)
-    return error

@@ -54,54 +54,56 @@ CAPACITY_MAX = 1_000_000
 SPANS_MAX = 4096
 TOOL_CALLS_MAX = 2**31 - 1
 """Most tool calls of an episode, so that their sum over episodes fits its field."""
+TrainerRequest: TypeAlias = (
+    run_pb2.LeaseBatchRequest
+    | run_pb2.RenewBatchRequest
+    | run_pb2.ReleaseBatchRequest
+    | run_pb2.CommitUpdateRequest
+    | run_pb2.ReportCheckpointRequest
+    | run_pb2.PublishVersionRequest
+    | coordinator_pb2.WatchReadyRequest
+)
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
 
 
-def reject(field: str, must: str, got: object, remedy: str = "") -> NoReturn:
-    """Raise InvalidInput for a field."""
-    what = f"must {must}, got {_shown(got)}" + (f"; {remedy}" if remedy else "")
-    raise InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])
-
-
-def check_trainer(request: Any) -> None:
-    """Check the fields that every request of an attached trainer carries."""
+def check_trainer(request: TrainerRequest) -> None:
+    """Check the fields that requests of an attached trainer carry."""
     _check_learner(request)
     check_epoch(request)
-    lease_id = getattr(request, "lease_id", None)
-    if lease_id is not None:
-        check_id("lease_id", lease_id)
+    if isinstance(request, run_pb2.RenewBatchRequest | run_pb2.ReleaseBatchRequest):
+        check_id("lease_id", request.lease_id)
 
 
 def check_run(run: str) -> None:
     if not run:
-        reject("run", "name a run", run)
+        raise field_error("run", "name a run", run)
 
 
-def check_epoch(request: Any) -> None:
+def check_epoch(request: TrainerRequest | coordinator_pb2.GetBatchRequest) -> None:
     if request.trainer_epoch < 1:
-        reject("trainer_epoch", "be >= 1", request.trainer_epoch, "call AttachTrainer first")
+        raise field_error("trainer_epoch", "be >= 1", request.trainer_epoch, "call AttachTrainer first")
 
 
 def check_id(field: str, value: str) -> None:
     if not 1 <= len(value) <= ID_CHARS_MAX:
-        reject(field, f"have 1 to {ID_CHARS_MAX} characters", value)
+        raise field_error(field, f"have 1 to {ID_CHARS_MAX} characters", value)
 
 
 def check_update(update: int) -> None:
     if update < 1:
-        reject("update", "be >= 1", update)
+        raise field_error("update", "be >= 1", update)
 
 
 def check_attach(request: run_pb2.AttachTrainerRequest) -> None:
     _check_learner(request)
     if request.last_update < 0:
-        reject("last_update", "be >= 0 (0 for fresh weights)", request.last_update)
+        raise field_error("last_update", "be >= 0 (0 for fresh weights)", request.last_update)
     check_text("digest", request.digest, DIGEST_CHARS_MAX)
     check_text("holder", request.holder, ID_CHARS_MAX)
     _check_dispositions(request.samples)
     if request.outcome not in run_pb2.UpdateOutcome.values():
-        reject("outcome", "be APPLIED or SKIPPED, or absent for APPLIED", request.outcome)
+        raise field_error("outcome", "be APPLIED or SKIPPED, or absent for APPLIED", request.outcome)
 
 
 def check_commit(request: run_pb2.CommitUpdateRequest) -> None:
@@ -109,35 +111,56 @@ def check_commit(request: run_pb2.CommitUpdateRequest) -> None:
     check_update(request.update)
     _check_unique("lease_ids", request.lease_ids)
     if len(request.lease_ids) > LEASES_MAX:
-        reject("lease_ids", f"have at most {LEASES_MAX} entries", len(request.lease_ids))
+        raise field_error("lease_ids", f"have at most {LEASES_MAX} entries", len(request.lease_ids))
     for index, lease_id in enumerate(request.lease_ids):
         check_id(f"lease_ids[{index}]", lease_id)
     _check_dispositions(request.samples)
     if request.outcome not in (run_pb2.UPDATE_OUTCOME_APPLIED, run_pb2.UPDATE_OUTCOME_SKIPPED):
-        reject("outcome", "be APPLIED or SKIPPED", request.outcome)
+        raise field_error("outcome", "be APPLIED or SKIPPED", request.outcome)
     _check_groups(request)
 
 
 def _check_groups(request: run_pb2.CommitUpdateRequest) -> None:
     if len(request.groups) > GROUPS_MAX:
-        reject("groups", f"have at most {GROUPS_MAX} entries", len(request.groups))
+        raise field_error("groups", f"have at most {GROUPS_MAX} entries", len(request.groups))
     if request.groups and request.outcome == run_pb2.UPDATE_OUTCOME_SKIPPED:
-        reject("groups", "be empty for a skipped update", f"{len(request.groups)} entries")
+        raise field_error("groups", "be empty for a skipped update", f"{len(request.groups)} entries")
     _check_unique("groups", [group.group for group in request.groups])
     for index, group in enumerate(request.groups):
         check_id(f"groups[{index}].group", group.group)
-        if not (math.isfinite(group.mean_abs_advantage) and group.mean_abs_advantage >= 0):
-            reject(f"groups[{index}].mean_abs_advantage", "be finite and >= 0", group.mean_abs_advantage)
-        if not math.isfinite(group.policy_loss):
-            reject(f"groups[{index}].policy_loss", "be finite", group.policy_loss)
-        if not 1 <= group.num_tokens <= GROUP_TOKENS_MAX:
-            reject(f"groups[{index}].num_tokens", f"be in [1, {GROUP_TOKENS_MAX}]", group.num_tokens)
+        fields = {name: getattr(group, name) for name in TRAINED_MEASURES}
+        _check_measures(f"groups[{index}].measures", group.measures)
+        for name, value in fields.items():
+            if not group.measures:
+                _check_measure(f"groups[{index}].{name}", name, value)
+            elif value not in (0, group.measures.get(name)):
+                raise field_error(f"groups[{index}].{name}", "be absent or equal to its entry in `measures`", value)
+
+
+def _check_measures(field: str, measures: Mapping[str, float]) -> None:
+    if len(measures) > MEASURES_MAX:
+        raise field_error(field, f"have at most {MEASURES_MAX} entries", len(measures))
+    for name, value in sorted(measures.items()):
+        if not is_measure(name):
+            raise field_error(field, f"have names that {MEASURE_FORM}", name)
+        _check_measure(f"{field}[{name}]", name, value)
+
+
+def _check_measure(field: str, name: str, value: float) -> None:
+    if name == "num_tokens" and not 1 <= value <= GROUP_TOKENS_MAX:
+        raise field_error(field, f"be in [1, {GROUP_TOKENS_MAX}]", value)
+    if name == "num_tokens" and value != int(value):
+        raise field_error(field, "be a whole number", value)
+    if name == "mean_abs_advantage" and not (math.isfinite(value) and value >= 0):
+        raise field_error(field, "be finite and >= 0", value)
+    if not math.isfinite(value):
+        raise field_error(field, "be finite", value)
 
 
 def check_checkpoint(request: run_pb2.ReportCheckpointRequest) -> None:
     check_trainer(request)
     if request.update < 0:
-        reject("update", "be >= 0", request.update)
+        raise field_error("update", "be >= 0", request.update)
     check_text("digest", request.digest, DIGEST_CHARS_MAX)
 
 
@@ -147,41 +170,42 @@ def check_publish(request: run_pb2.PublishVersionRequest) -> None:
     check_name("version.policy", version.policy)
     for name in ("step", "incarnation"):
         if getattr(version, name) < 0:
-            reject(f"version.{name}", "be >= 0", getattr(version, name))
+            raise field_error(f"version.{name}", "be >= 0", getattr(version, name))
     _check_digest("version.weights_digest", version.weights_digest)
 
 
 def _check_digest(field: str, digest: str) -> None:
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        reject(field, "be the SHA-256 of the uploaded manifest in lower-case hex", digest)
+        raise field_error(field, "be the SHA-256 of the uploaded manifest in lower-case hex", digest)
 
 
 def check_change(request: run_pb2.ChangeRunRequest) -> None:
     if not 1 <= len(request.change_id) <= ID_CHARS_MAX:
-        reject(
+        raise field_error(
             "change_id",
             f"have 1 to {ID_CHARS_MAX} characters",
             request.change_id,
             "choose one, and repeat it with the request",
         )
     if len(request.changes) > CHANGES_MAX:
-        reject("changes", f"have at most {CHANGES_MAX} entries", len(request.changes))
+        raise field_error("changes", f"have at most {CHANGES_MAX} entries", len(request.changes))
 
 
 def check_name(field: str, value: str) -> None:
     """Check a name of a policy or learner. Empty means the default."""
     if len(value) > NAME_CHARS_MAX or not _NAME.fullmatch(value):
-        reject(field, f"have at most {NAME_CHARS_MAX} characters of A-Z a-z 0-9 _ . -", value)
+        raise field_error(field, f"have at most {NAME_CHARS_MAX} characters of A-Z a-z 0-9 _ . -", value)
 
 
 def check_text(field: str, value: str, chars_max: int = TEXT_CHARS_MAX) -> None:
     if len(value) > chars_max:
-        reject(field, f"have at most {chars_max} characters", len(value))
+        raise field_error(field, f"have at most {chars_max} characters", len(value))
 
 
 def check_renew(request: coordinator_pb2.RenewLeasesRequest) -> None:
+    check_id("node_id", request.node_id)
     if len(request.lease_ids) > RENEWED_MAX:
-        reject("lease_ids", f"have at most {RENEWED_MAX} entries", len(request.lease_ids))
+        raise field_error("lease_ids", f"have at most {RENEWED_MAX} entries", len(request.lease_ids))
 
 
 def check_hello(hello: coordinator_pb2.NodeHello) -> None:
@@ -189,40 +213,40 @@ def check_hello(hello: coordinator_pb2.NodeHello) -> None:
     check_id("hello.node_id", hello.node_id)
     check_text("hello.address", hello.address, ID_CHARS_MAX)
     if not 0 <= hello.capacity <= CAPACITY_MAX:
-        reject("hello.capacity", f"be in [0, {CAPACITY_MAX}]", hello.capacity)
+        raise field_error("hello.capacity", f"be in [0, {CAPACITY_MAX}]", hello.capacity)
     if not 0 <= hello.wall_s < WALL_S_MAX:
-        reject("hello.wall_s", f"be in [0, {WALL_S_MAX:g})", hello.wall_s)
+        raise field_error("hello.wall_s", f"be in [0, {WALL_S_MAX:g})", hello.wall_s)
     if len(hello.runs) > RUNS_MAX:
-        reject("hello.runs", f"have at most {RUNS_MAX} entries", len(hello.runs))
+        raise field_error("hello.runs", f"have at most {RUNS_MAX} entries", len(hello.runs))
     _check_node_version("hello.active", hello.active)
     _check_held("hello.held", hello.held)
     can = hello.capabilities
     check_text("hello.capabilities.engine", can.engine, ID_CHARS_MAX)
     for field, names in (("outputs", can.outputs), ("score_outputs", can.score_outputs)):
         if len(names) > OUTPUTS_MAX:
-            reject(f"hello.capabilities.{field}", f"have at most {OUTPUTS_MAX} entries", len(names))
+            raise field_error(f"hello.capabilities.{field}", f"have at most {OUTPUTS_MAX} entries", len(names))
         for index, name in enumerate(names):
             check_text(f"hello.capabilities.{field}[{index}]", name, ID_CHARS_MAX)
     if not 0 <= can.versions_max <= VERSIONS_MAX:
-        reject("hello.capabilities.versions_max", f"be in [0, {VERSIONS_MAX}]", can.versions_max)
+        raise field_error("hello.capabilities.versions_max", f"be in [0, {VERSIONS_MAX}]", can.versions_max)
 
 
 def check_node_report(report: coordinator_pb2.NodeReport) -> None:
     for name in ("num_running", "num_waiting"):
         if getattr(report, name) < 0:
-            reject(f"report.{name}", "be >= 0", getattr(report, name))
+            raise field_error(f"report.{name}", "be >= 0", getattr(report, name))
     _check_held("report.held", report.held)
     for index, weights in enumerate(report.weights):
         field = f"report.weights[{index}]"
         _check_node_version(f"{field}.version", weights.version)
         _check_digest(f"{field}.version.weights_digest", weights.version.weights_digest)
         if weights.phase not in coordinator_pb2.WeightReport.Phase.values()[1:]:
-            reject(f"{field}.phase", "be PREPARED, ACTIVE, FAILED or PROBE_MISMATCH", weights.phase)
+            raise field_error(f"{field}.phase", "be PREPARED, ACTIVE, FAILED or PROBE_MISMATCH", weights.phase)
 
 
 def _check_held(field: str, held: Sequence[types_pb2.PolicyVersion]) -> None:
     if len(held) > VERSIONS_MAX:
-        reject(field, f"have at most {VERSIONS_MAX} entries", len(held))
+        raise field_error(field, f"have at most {VERSIONS_MAX} entries", len(held))
     for index, version in enumerate(held):
         _check_node_version(f"{field}[{index}]", version)
 
@@ -231,7 +255,7 @@ def _check_node_version(field: str, version: types_pb2.PolicyVersion) -> None:
     check_name(f"{field}.policy", version.policy)
     for name in ("step", "incarnation"):
         if getattr(version, name) < 0:
-            reject(f"{field}.{name}", "be >= 0", getattr(version, name))
+            raise field_error(f"{field}.{name}", "be >= 0", getattr(version, name))
 
 
 # Finished episodes ----------------------------------------------------------------------------------------------------
@@ -243,7 +267,7 @@ def why_invalid_report(report: coordinator_pb2.EpisodeReport) -> str:
         if report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED:
             _check_completed(report)
         elif report.outcome not in coordinator_pb2.EpisodeOutcome.values()[1:]:
-            reject("outcome", "be COMPLETED, INFRA_FAILURE or CANCELLED", report.outcome)
+            raise field_error("outcome", "be COMPLETED, INFRA_FAILURE or CANCELLED", report.outcome)
     except InvalidInput as error:
         return error.message
     return ""
@@ -251,16 +275,16 @@ def why_invalid_report(report: coordinator_pb2.EpisodeReport) -> str:
 
 def _check_completed(report: coordinator_pb2.EpisodeReport) -> None:
     if len(report.samples) > SAMPLES_PER_EPISODE_MAX:
-        reject("samples", f"have at most {SAMPLES_PER_EPISODE_MAX} entries", len(report.samples))
+        raise field_error("samples", f"have at most {SAMPLES_PER_EPISODE_MAX} entries", len(report.samples))
     if report.samples and not 1 <= report.payload.sequence < 1 << 63:
-        reject("payload.sequence", "be the sequence of the stored payload, >= 1", report.payload.sequence)
+        raise field_error("payload.sequence", "be the sequence of the stored payload, >= 1", report.payload.sequence)
     if report.payload.size_bytes < 0:
-        reject("payload.size_bytes", "be >= 0", report.payload.size_bytes)
+        raise field_error("payload.size_bytes", "be >= 0", report.payload.size_bytes)
     if not 0 <= report.num_tool_calls <= TOOL_CALLS_MAX:
-        reject("num_tool_calls", f"be in [0, {TOOL_CALLS_MAX}]", report.num_tool_calls)
+        raise field_error("num_tool_calls", f"be in [0, {TOOL_CALLS_MAX}]", report.num_tool_calls)
     if not 0 <= report.num_tool_calls_failed <= report.num_tool_calls:
         must = f"be in [0, num_tool_calls = {report.num_tool_calls}]"
-        reject("num_tool_calls_failed", must, report.num_tool_calls_failed)
+        raise field_error("num_tool_calls_failed", must, report.num_tool_calls_failed)
     _check_unique("samples.sample_id", [sample.sample_id for sample in report.samples])
     for index, sample in enumerate(report.samples):
         _check_sample(sample, f"samples[{index}]", report.key.episode)
@@ -269,15 +293,20 @@ def _check_completed(report: coordinator_pb2.EpisodeReport) -> None:
 def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> None:
     suffix = sample.sample_id.removeprefix(episode)
     if len(sample.sample_id) > ID_CHARS_MAX or suffix == sample.sample_id or not _SAMPLE_SUFFIX.fullmatch(suffix):
-        must = f"be the episode's id {episode!r}, one of - . / and letters, digits, - _ . /, at most {ID_CHARS_MAX} characters"
-        reject(f"{field}.sample_id", must, sample.sample_id)
+        must = (
+            f"be the episode's id {episode!r}, one of - . / and letters, digits, - _ . /, at most {ID_CHARS_MAX} "
+            "characters"
+        )
+        raise field_error(f"{field}.sample_id", must, sample.sample_id)
     check_name(f"{field}.policy", sample.policy)
     if sample.leaf < 0:
-        reject(f"{field}.leaf", "be >= 0", sample.leaf)
+        raise field_error(f"{field}.leaf", "be >= 0", sample.leaf)
     if not 0 <= sample.num_tokens <= SAMPLE_TOKENS_MAX:
-        reject(f"{field}.num_tokens", f"be in [0, {SAMPLE_TOKENS_MAX}]", sample.num_tokens)
+        raise field_error(f"{field}.num_tokens", f"be in [0, {SAMPLE_TOKENS_MAX}]", sample.num_tokens)
     if not 0 <= sample.num_sampled_tokens <= sample.num_tokens:
-        reject(f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens)
+        raise field_error(
+            f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens
+        )
     _check_trained(sample, field)
     _check_summary(sample, f"{field}.summary")
     _check_rewards(sample.rewards, f"{field}.rewards")
@@ -286,22 +315,22 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
 def _check_trained(sample: types_pb2.SampleMeta, at: str) -> None:
     field = f"{at}.steps"
     if len(sample.steps) > SPANS_MAX:
-        reject(field, f"have at most {SPANS_MAX} entries", len(sample.steps))
+        raise field_error(field, f"have at most {SPANS_MAX} entries", len(sample.steps))
     for index, span in enumerate(sample.steps):
         for name, least in (("step", 0), ("incarnation", 0), ("num_tokens", 1)):
             if getattr(span, name) < least:
-                reject(f"{field}[{index}].{name}", f"be >= {least}", getattr(span, name))
+                raise field_error(f"{field}[{index}].{name}", f"be >= {least}", getattr(span, name))
     _check_unique(field, [f"step {span.step}, incarnation {span.incarnation}" for span in sample.steps])
     known = types_pb2.SegmentSource.values()[2:]
     for index, external in enumerate(sample.external):
         if external.source not in known:
-            reject(f"{at}.external[{index}].source", "be a source other than POLICY", external.source)
+            raise field_error(f"{at}.external[{index}].source", "be a source other than POLICY", external.source)
         if external.num_tokens < 1:
-            reject(f"{at}.external[{index}].num_tokens", "be >= 1", external.num_tokens)
+            raise field_error(f"{at}.external[{index}].num_tokens", "be >= 1", external.num_tokens)
     _check_unique(f"{at}.external", [types_pb2.SegmentSource.Name(external.source) for external in sample.external])
     trained = sum(span.num_tokens for span in sample.steps) + sum(span.num_tokens for span in sample.external)
     if trained > sample.num_tokens:
-        reject(field, f"have with `external` at most num_tokens = {sample.num_tokens} tokens", trained)
+        raise field_error(field, f"have with `external` at most num_tokens = {sample.num_tokens} tokens", trained)
 
 
 def _check_summary(sample: types_pb2.SampleMeta, field: str) -> None:
@@ -309,31 +338,31 @@ def _check_summary(sample: types_pb2.SampleMeta, field: str) -> None:
     check_text(f"{field}.role", summary.role, ID_CHARS_MAX)
     if found := summaries.why_invalid_summary(summary):
         name, must, got = found
-        reject(f"{field}.{name}", must, got)
+        raise field_error(f"{field}.{name}", must, got)
     if summary.turns and summary.turns[-1].segment > sample.leaf:
-        reject(
+        raise field_error(
             f"{field}.turns[{len(summary.turns) - 1}].segment", f"be <= leaf = {sample.leaf}", summary.turns[-1].segment
         )
     if (num_tokens := sum(turn.num_tokens for turn in summary.turns)) > sample.num_tokens:
-        reject(f"{field}.turns", f"have at most num_tokens = {sample.num_tokens} tokens", num_tokens)
+        raise field_error(f"{field}.turns", f"have at most num_tokens = {sample.num_tokens} tokens", num_tokens)
 
 
 def _check_rewards(rewards: Sequence[types_pb2.Reward], field: str) -> None:
     if len(rewards) > REWARDS_MAX:
-        reject(field, f"have at most {REWARDS_MAX} entries", len(rewards))
+        raise field_error(field, f"have at most {REWARDS_MAX} entries", len(rewards))
     for index, reward in enumerate(rewards):
         _check_reward(reward, f"{field}[{index}]")
 
 
 def _check_reward(reward: types_pb2.Reward, field: str) -> None:
     if not 1 <= len(reward.name) <= NAME_CHARS_MAX:
-        reject(f"{field}.name", f"have 1 to {NAME_CHARS_MAX} characters", reward.name)
+        raise field_error(f"{field}.name", f"have 1 to {NAME_CHARS_MAX} characters", reward.name)
     check_text(f"{field}.scorer", reward.scorer, ID_CHARS_MAX)
     check_text(f"{field}.answer", reward.answer, ID_CHARS_MAX)
     if reward.segment < -1:
-        reject(f"{field}.segment", "be >= -1", reward.segment)
+        raise field_error(f"{field}.segment", "be >= -1", reward.segment)
     if reward.outcome not in types_pb2.RewardOutcome.values()[1:]:
-        reject(f"{field}.outcome", "be OK, INFRA_FAILURE or NOT_APPLICABLE", reward.outcome)
+        raise field_error(f"{field}.outcome", "be OK, INFRA_FAILURE or NOT_APPLICABLE", reward.outcome)
 
 
 # Decisions on groups --------------------------------------------------------------------------------------------------
@@ -342,25 +371,26 @@ def _check_reward(reward: types_pb2.Reward, field: str) -> None:
 def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
     """Check the decision of a finalizer."""
     if answer.decision not in reward_pb2.GroupDecision.values()[1:]:
-        reject("decision", "be KEEP, FILTER or EXTEND", answer.decision)
+        raise field_error("decision", "be KEEP, FILTER or EXTEND", answer.decision)
     if not is_reason(answer.reason):
-        reject("reason", REASON_FORM, answer.reason)
+        raise field_error("reason", REASON_FORM, answer.reason)
     if answer.decision == reward_pb2.GROUP_DECISION_EXTEND and not 1 <= answer.num_extend <= EXTEND_MAX:
-        reject("num_extend", f"be in [1, {EXTEND_MAX}]", answer.num_extend)
+        raise field_error("num_extend", f"be in [1, {EXTEND_MAX}]", answer.num_extend)
     _check_unique("adjusted", [sample.sample_id for sample in answer.adjusted])
     for index, sample in enumerate(answer.adjusted):
         _check_rewards(sample.rewards, f"adjusted[{index}].rewards")
         for place, reward in enumerate(sample.rewards):
             if reward.outcome == types_pb2.REWARD_OUTCOME_OK and not in_reward_range(reward.value):
-                reject(f"adjusted[{index}].rewards[{place}].value", RANGE_FORM, reward.value)
+                raise field_error(f"adjusted[{index}].rewards[{place}].value", RANGE_FORM, reward.value)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_learner(request: Any) -> None:
+def _check_learner(request: TrainerRequest | run_pb2.AttachTrainerRequest) -> None:
     check_run(request.run)
-    check_name("policy", getattr(request, "policy", ""))
+    if not isinstance(request, run_pb2.PublishVersionRequest):  # its version names the policy
+        check_name("policy", request.policy)
     check_name("learner", request.learner)
 
 
@@ -370,19 +400,14 @@ def _check_dispositions(samples: Sequence[run_pb2.DisposedSample]) -> None:
     for index, sample in enumerate(samples):
         check_id(f"samples[{index}].sample_id", sample.sample_id)
         if sample.disposition not in known:
-            reject(f"samples[{index}].disposition", "be USED or DROPPED", sample.disposition)
+            raise field_error(f"samples[{index}].disposition", "be USED or DROPPED", sample.disposition)
         if not is_reason(sample.reason):
-            reject(f"samples[{index}].reason", REASON_FORM, sample.reason)
+            raise field_error(f"samples[{index}].reason", REASON_FORM, sample.reason)
 
 
 def _check_unique(field: str, values: Iterable[str]) -> None:
     seen: set[str] = set()
     for value in values:
         if value in seen:
-            reject(field, "name each once", value, "it is named twice")
+            raise field_error(field, "name each once", value, "it is named twice")
         seen.add(value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}... ({len(text)} characters)"

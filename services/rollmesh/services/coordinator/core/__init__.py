@@ -11,11 +11,12 @@ decides, and it serves live operation, recovery, audit and simulator.
 
 | file                | contents                                                                       |
 | ------------------- | ------------------------------------------------------------------------------ |
-| records.py          | the spec of a run, the bound, and the base of the generated records            |
+| records.py          | the spec of a run, the bound, the bases of requests and of generated records   |
 | facts.py            | the facts of the ledger and the values in them, generated from events.proto    |
 | state.py            | durable state: groups, episodes, samples, policy clocks, batches, counters     |
 | apply.py            | fact -> state; group_changes.py has the changes that several facts share       |
-| inputs.py           | requests with the caller's ticket, and their replies                           |
+| messages.py         | requests and replies of the contract as they are, generated from the protos    |
+| inputs.py           | all other inputs and replies                                                   |
 | decision_context.py | what one decision reads and writes: state, ephemeral state, effects            |
 | bound.py            | the staleness bound and admission: the arithmetic of docs/staleness.md         |
 | demand.py           | admission on demand: how many groups the learner needs ahead; ephemeral        |

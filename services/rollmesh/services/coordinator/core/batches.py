@@ -36,27 +36,26 @@ def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:
         refuse_expired(held.lease_id)
     if held is not None:
         grant = _describe_batch(ctx, held, ctx.ephemeral.batch_deadlines[held.lease_id])
-        if refusal := _too_large(ctx, request, grant):
+        if refusal := _too_large(ctx, request, grant, f"batch lease {held.lease_id} remains held; release it, then "):
             raise refusal
-        ctx.reply(request.ticket, grant)
+        ctx.reply(request, grant)
         return
     _check_update(ctx, request.update)
-    ctx.ephemeral.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, ctx.now + request.wait_s))
+    ctx.ephemeral.trainers.append(BatchWait(request, ctx.now + request.wait_s))
 
 
 def _check_update(ctx: DecisionContext, update: int) -> None:
     clock, state = ctx.clock, ctx.state
     if state.ended or state.stopping:
-        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {state.ended or state.stopping}")
+        raise RunEnded(f"run {ctx.spec.run} has ended: {state.ended or state.stopping}")
     if update != clock.applied + 1:
-        refuse(
-            "WRONG_UPDATE",
-            f"update {update} was requested, the next one is {clock.applied + 1}; load the newest checkpoint and attach again",
+        raise WrongUpdate(
+            f"update {update} was requested, the next one is {clock.applied + 1}; load the newest checkpoint and "
+            "attach again",
             next_update=clock.applied + 1,
         )
     if clock.published is None:
-        refuse(
-            "NOT_PUBLISHED",
+        raise NotPublished(
             f"publish the weights of step {clock.applied}, incarnation {clock.incarnation}, before leasing a batch",
         )
 
@@ -69,12 +68,12 @@ def grant_batches(ctx: DecisionContext) -> bool:
         chosen = [] if ctx.state.stopping else _choose(ctx, request)
         if chosen:
             ctx.ephemeral.trainers.remove(waiter)
-            ctx.reply(waiter.ticket, _lease(ctx, request, chosen))
+            ctx.reply(waiter.request, _lease(ctx, request, chosen))
             continue
         unserved = True
         if ctx.now >= waiter.deadline or ctx.state.ended or ctx.state.stopping:
             ctx.ephemeral.trainers.remove(waiter)
-            ctx.reply(waiter.ticket, i.BatchGrant(waiting_for=why_no_batch(ctx, request)))
+            ctx.reply(waiter.request, m.LeaseBatchResponse(waiting_for=why_no_batch(ctx, request)))
     return unserved
 
 
@@ -111,13 +110,13 @@ def _is_all(ctx: DecisionContext) -> bool:
     return not on_their_way and bound.num_admissible(ctx.state) == 0
 
 
-def ready_ahead(ctx: DecisionContext, request: i.WatchReady, known: set[str]) -> tuple[i.LeasedSample, ...]:
+def ready_ahead(ctx: DecisionContext, request: i.WatchReady, known: set[str]) -> tuple[m.LeasedSample, ...]:
     """Return the READY samples of the next batch outside the groups in `known`, which becomes the groups of that batch
     and other READY ones of before. This decides nothing: the lease does."""
     check_trains(ctx)
     check_epoch(ctx, request)
     if ctx.state.ended or ctx.state.stopping:
-        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}")
+        raise RunEnded(f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}")
     unit, amount = _wanted(ctx, request)
     ready = ctx.state.training_groups(GroupPhase.READY)
     fresh: list[GroupState] = []
@@ -153,13 +152,11 @@ def _check_geometry(ctx: DecisionContext, request: i.LeaseBatch) -> None:
     update = ctx.clock.applied + 1
     most = _most(ctx, update, unit)
     if amount > most:
-        refuse(
-            "INVALID_INPUT",
+        message = (
             f"`geometry.amount` must be in [1, {most}] {unit.name.lower()} for update {update}, got {amount}: with "
-            f"max_staleness {ctx.spec.max_staleness} and batch_groups {ctx.spec.batch_groups} no more can be admitted",
-            field="geometry.amount",
-            amount_max=most,
+            f"max_staleness {ctx.spec.max_staleness} and batch_groups {ctx.spec.batch_groups} no more can be admitted"
         )
+        raise InvalidInput(message, violations=[FieldViolation("geometry.amount", message)], amount_max=most)
 
 
 def _most(ctx: DecisionContext, update: int, unit: i.GeometryUnit) -> int:
@@ -200,7 +197,9 @@ def _why_no_group(ctx: DecisionContext) -> str:
     return rollouts.why_no_work(ctx)
 
 
-def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]) -> i.BatchGrant | Refusal:
+def _lease(
+    ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]
+) -> m.LeaseBatchResponse | PayloadTooLarge:
     """Lease the groups, unless the reply would exceed a message: the trainer could never receive that lease."""
     batch = BatchState(
         lease_id=f"b{request.trainer_epoch}.{request.update}.{ctx.clock.incarnation}.{ctx.state.num_batches}",
@@ -212,7 +211,7 @@ def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]
     )
     deadline = ctx.now + ctx.spec.batch_lease_s
     grant = _describe_batch(ctx, batch, deadline)
-    if refusal := _too_large(ctx, request, grant):
+    if refusal := _too_large(ctx, request, grant, "no batch was leased; "):
         return refusal
     ctx.emit(
         f.BatchLeased(
@@ -229,26 +228,29 @@ def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]
     return grant
 
 
-def _too_large(ctx: DecisionContext, request: i.LeaseBatch, grant: i.BatchGrant) -> Refusal | None:
-    """Return the refusal of a grant whose reply exceeds a message; None if it fits."""
+def _too_large(
+    ctx: DecisionContext, request: i.LeaseBatch, grant: m.LeaseBatchResponse, outcome: str
+) -> PayloadTooLarge | None:
+    """Return the refusal of a grant whose reply exceeds a message; None if it fits. `outcome` says whether the batch is
+    leased."""
     if (size := request.size_of(grant)) <= request.bytes_max:
         return None
     spec = ctx.spec
-    return Refusal(
-        "PAYLOAD_TOO_LARGE",
-        f"the metadata of the batch of update {request.update} has {size} bytes ({count_of(len(grant.samples), 'sample')} in "
-        f"{count_of(len(grant.groups), 'group')}), expected at most {request.bytes_max}: no batch was leased; lower `run.batch_groups` "
-        f"(now {spec.batch_groups}), `run.group_size` (now {spec.group_size}) or `geometry.amount`, let scorers return fewer rewards or "
-        "shorter answers, or raise `coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
+    return PayloadTooLarge(
+        f"the metadata of the batch of update {request.update} has {size} bytes "
+        f"({count_of(len(grant.samples), 'sample')} in {count_of(len(grant.groups), 'group')}), expected at most "
+        f"{request.bytes_max}: {outcome}lower `run.batch_groups` (now {spec.batch_groups}), `run.group_size` (now "
+        f"{spec.group_size}) or `geometry.amount`, let scorers return fewer rewards or shorter answers, or raise "
+        "`coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
         bytes=size,
         bytes_max=request.bytes_max,
         lease_id=grant.lease_id,
     )
 
 
-def _describe_batch(ctx: DecisionContext, batch: BatchState, deadline: float) -> i.BatchGrant:
+def _describe_batch(ctx: DecisionContext, batch: BatchState, deadline: float) -> m.LeaseBatchResponse:
     groups = [ctx.state.groups[name] for name in batch.groups]
-    return i.BatchGrant(
+    return m.LeaseBatchResponse(
         lease_id=batch.lease_id,
         samples=tuple(_leased_sample(ctx, g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(group_members(g) for g in groups),
@@ -256,27 +258,27 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState, deadline: float) ->
     )
 
 
-def _leased_sample(ctx: DecisionContext, group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
+def _leased_sample(ctx: DecisionContext, group: GroupState, sample: SampleState, batch: BatchState) -> m.LeasedSample:
     spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=batch.bound)
-    return replace(
+    return msgspec.structs.replace(
         _ready_sample(ctx, group, sample),
         staleness=bound.sample_staleness(spans, update=batch.update),
         mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=batch.bound),
     )
 
 
-def _ready_sample(ctx: DecisionContext, group: GroupState, sample: SampleState) -> i.LeasedSample:
+def _ready_sample(ctx: DecisionContext, group: GroupState, sample: SampleState) -> m.LeasedSample:
     meta, episode = sample.meta, group.episodes[sample.episode]
     if meta.summary.text:  # the members of the groups have it
         meta = msgspec.structs.replace(meta, summary=msgspec.structs.replace(meta.summary, text=""))
-    return i.LeasedSample(
+    return m.LeasedSample(
         meta=meta,
         group=group.group,
         task=group.task.task_id,
         payload=episode.payload,
         staleness=0,
         mask_below_step=0,
-        key=i.LeasedKey(
+        key=m.EpisodeKey(
             run=ctx.spec.run,
             task=group.task.task_id,
             group=group.group,
@@ -287,10 +289,10 @@ def _ready_sample(ctx: DecisionContext, group: GroupState, sample: SampleState) 
     )
 
 
-def group_members(group: GroupState) -> i.GroupMembers:
+def group_members(group: GroupState) -> m.GroupContext:
     """Return what estimators and trainers see of a group."""
     members = tuple(
-        i.Member(
+        m.MemberOutcome(
             sample_id=s.sample_id,
             rewards=s.meta.rewards,
             end=s.end_text,
@@ -299,31 +301,31 @@ def group_members(group: GroupState) -> i.GroupMembers:
         )
         for s in group.samples.values()
     )
-    return i.GroupMembers(group=group.group, task=group.task.task_id, members=members, labels=group.task.labels)
+    return m.GroupContext(group=group.group, task=group.task.task_id, members=members, labels=group.task.labels)
 
 
-def get_batch(ctx: DecisionContext, request: i.GetBatch) -> None:
+def get_batch(ctx: DecisionContext, request: m.GetBatch) -> None:
     """Reply with the samples of a lease, for the gateway. The request has no policy."""
     if request.trainer_epoch != ctx.clock.trainer_epoch:
-        refuse("FENCED", f"trainer epoch {request.trainer_epoch} is fenced by {ctx.clock.trainer_epoch}")
+        raise Fenced(f"trainer epoch {request.trainer_epoch} is fenced by {ctx.clock.trainer_epoch}")
     batch, wanted = held_batch(ctx, request.lease_id), set(request.sample_ids)
     samples = ((g, s) for g in (ctx.state.groups[name] for name in batch.groups) for s in g.live_samples())
     found = tuple(_leased_sample(ctx, g, s, batch) for g, s in samples if not wanted or s.sample_id in wanted)
-    ctx.reply(request.ticket, i.BatchGrant(lease_id=batch.lease_id, samples=found))
+    ctx.reply(request, m.GetBatchResponse(samples=found))
 
 
-def renew_batch(ctx: DecisionContext, request: i.RenewBatch) -> None:
+def renew_batch(ctx: DecisionContext, request: m.RenewBatch) -> None:
     check_epoch(ctx, request)
     batch = held_batch(ctx, request.lease_id)
     ctx.ephemeral.batch_deadlines[batch.lease_id] = ctx.now + ctx.spec.batch_lease_s
-    ctx.reply(request.ticket, i.Renewed(gone=(), lease_s=ctx.spec.batch_lease_s))
+    ctx.reply(request, m.RenewBatchResponse(lease_s=ctx.spec.batch_lease_s))
 
 
-def release_batch(ctx: DecisionContext, request: i.ReleaseBatch) -> None:
+def release_batch(ctx: DecisionContext, request: m.ReleaseBatch) -> None:
     """Make the samples of a lease READY again. Idempotent within the trainer epoch."""
     check_epoch(ctx, request)
     if request.lease_id not in ctx.state.released:
         batch = held_batch(ctx, request.lease_id)
         ctx.ephemeral.batch_deadlines.pop(batch.lease_id, None)
         ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RELEASED))
-    ctx.reply(request.ticket, i.Done())
+    ctx.reply(request, m.ReleaseBatchResponse())

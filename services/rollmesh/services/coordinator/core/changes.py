@@ -19,17 +19,17 @@ from rollmesh.shared.config.settings import may_change
 from rollmesh.shared.errors import ChangeRefused
 
 
-def change(ctx: DecisionContext, request: i.ChangeRun) -> None:
+def change(ctx: DecisionContext, request: m.ChangeRun) -> None:
     """Record a change, and reopen a run that had ended at a limit. Idempotent by `change_id`."""
     state = ctx.state
     if request.change_id == state.last_change:
-        ctx.reply(request.ticket, i.Changed(recorded=False, reopened=False))
+        ctx.reply(request, m.ChangeRunResponse(recorded=False, reopened=False))
         return
     for name in fixed_fields(ctx.spec, request.spec):
         was, wanted = getattr(ctx.spec, name), getattr(request.spec, name)
-        refuse(
-            "CHANGE_REFUSED",
-            f"run.{name}: {was!r} -> {wanted!r}: it cannot change after the run began; change it back, or create a new run",
+        raise ChangeRefused(
+            f"run.{name}: {was!r} -> {wanted!r}: it cannot change after the run began; change it back, or create a new "
+            "run",
             key=f"run.{name}",
         )
     reopened = bool(state.ended) and not state.ended.startswith("STOPPED")
@@ -38,7 +38,7 @@ def change(ctx: DecisionContext, request: i.ChangeRun) -> None:
     if reopened:
         ctx.ephemeral.counted_at = ctx.ephemeral.progressed_at = ctx.now
     ctx.ephemeral.exhausted = False  # the source may have more tasks now
-    ctx.reply(request.ticket, i.Changed(recorded=True, reopened=reopened))
+    ctx.reply(request, m.ChangeRunResponse(recorded=True, reopened=reopened))
 
 
 def fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:

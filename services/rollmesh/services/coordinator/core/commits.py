@@ -37,40 +37,38 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
     check_trains(ctx)
     check_epoch(ctx, request)
     if request.update <= ctx.clock.applied:
-        ctx.reply(request.ticket, _committed_before(ctx, request))
+        ctx.reply(request, _committed_before(ctx, request))
         return
     if request.update != ctx.clock.applied + 1:
-        refuse(
-            "WRONG_UPDATE",
-            f"update {request.update} cannot be committed, the next one is {ctx.clock.applied + 1}; load the newest checkpoint and "
-            "attach again",
+        raise WrongUpdate(
+            f"update {request.update} cannot be committed, the next one is {ctx.clock.applied + 1}; load the newest "
+            "checkpoint and attach again",
         )
     batches = [held_batch(ctx, lease_id) for lease_id in request.lease_ids]
     for batch in batches:
         if batch.update != request.update:
-            refuse(
-                "WRONG_UPDATE",
-                f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}; load the newest checkpoint and attach "
-                "again",
+            raise WrongUpdate(
+                f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}; load the newest "
+                "checkpoint and attach again",
             )
     check_none_out(ctx, request.lease_ids)
     if not request.lease_ids and (ctx.state.ended or ctx.state.stopping):
-        refuse(
-            "RUN_ENDED",
+        raise RunEnded(
             f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}; it starts no further update",
         )
     leased = [s for b in batches for s in b.sample_ids]
     if unleased := sorted(set(request.named) - set(leased)):
-        refuse(
+        raise _not_leased(
+            "samples",
             "UNKNOWN_SAMPLE",
             f"`samples` names {unleased[0]!r}, which is not in the leases of update {request.update}",
-            field="samples",
         )
     if unleased := sorted({g.group for g in request.groups} - {name for b in batches for name in b.groups}):
-        refuse(
+        raise _not_leased(
+            "groups",
             "UNKNOWN_GROUP",
-            f"`groups` names {unleased[0]!r}, which is not in the leases of update {request.update}; name only groups of the lease",
-            field="groups",
+            f"`groups` names {unleased[0]!r}, which is not in the leases of update {request.update}; name only groups "
+            "of the lease",
         )
     used, dropped = dispositions(request, leased)
     _check_bound(ctx, batches, used, request.update)
@@ -94,7 +92,14 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
         ctx.ephemeral.batch_deadlines.pop(lease_id, None)
     if ctx.clock.keeps_no_checkpoints:
         note_checkpoint(ctx, request.update)
-    ctx.reply(request.ticket, i.Committed(digest=digest))
+    ctx.reply(request, i.Committed(digest=digest))
+
+
+def _not_leased(field: str, reason: str, message: str) -> InvalidInput:
+    """Return the error of a commit whose `field` names what it did not lease."""
+    error = InvalidInput(message, violations=[FieldViolation(field, message)])
+    error.reason = reason
+    return error
 
 
 def _committed_before(ctx: DecisionContext, request: i.CommitUpdate) -> i.Committed:
@@ -102,10 +107,9 @@ def _committed_before(ctx: DecisionContext, request: i.CommitUpdate) -> i.Commit
     dropped = names_digest(d.sample_id for d in request.dropped) if request.applied else ""
     asked = (request.lease_ids, request.applied, dropped)
     if record is None or asked != (record.lease_ids, record.applied, record.dropped):
-        refuse(
-            "COMMIT_CONFLICT",
-            f"update {request.update} was committed with other leases, another outcome or other dropped samples; load the newest "
-            "checkpoint and attach again",
+        raise CommitConflict(
+            f"update {request.update} was committed with other leases, another outcome or other dropped samples; load "
+            "the newest checkpoint and attach again",
         )
     return i.Committed(digest=record.digest)
 
@@ -131,30 +135,29 @@ def _check_bound(ctx: DecisionContext, batches: list[BatchState], used: tuple[st
                     found[sample.sample_id] = reason
     if found:
         named = list(found)[:NAMED_MAX]
-        refuse(
-            "BEYOND_BOUND",
-            f"{count_of(len(found), 'sample')} may not be trained at update {update}, first {named[0]}: {found[named[0]]}; restore the weights "
-            "from before this update (or attach again from the newest checkpoint), drop the samples in `sample_ids`, and train again",
+        raise BeyondBound(
+            f"{count_of(len(found), 'sample')} may not be trained at update {update}, first {named[0]}: "
+            f"{found[named[0]]}; restore the weights from before this update (or attach again from the newest "
+            "checkpoint), drop the samples in `sample_ids`, and train again",
             sample_ids=",".join(named),
             num=len(found),
         )
 
 
-def report_checkpoint(ctx: DecisionContext, request: i.ReportCheckpoint) -> None:
+def report_checkpoint(ctx: DecisionContext, request: m.ReportCheckpoint) -> None:
     check_epoch(ctx, request)
     record = ctx.clock.updates.get(request.update)
     if request.update > ctx.clock.applied or (request.update > 0 and record is None):
-        refuse("UNKNOWN_UPDATE", f"update {request.update} was never committed; the last is {ctx.clock.applied}")
+        raise UnknownUpdate(f"update {request.update} was never committed; the last is {ctx.clock.applied}")
     known = record.digest if record is not None else INITIAL_DIGEST
     if known != request.digest:
-        refuse(
-            "DIGEST_MISMATCH",
+        raise DigestMismatch(
             f"the digest after update {request.update} is {known!r}, the checkpoint has {request.digest!r}: it "
             "belongs to another history; attach with this run's checkpoint or create a new run",
         )
     if request.update > ctx.clock.checkpoint:
         note_checkpoint(ctx, request.update)
-    ctx.reply(request.ticket, i.Done())
+    ctx.reply(request, m.ReportCheckpointResponse())
 
 
 def note_checkpoint(ctx: DecisionContext, update: int) -> None:
@@ -169,22 +172,21 @@ def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
     known = next((v for v in clock.versions if str(v) == str(version)), None)
     if known is not None and version.incarnation == clock.incarnation:
         if known.weights_digest != version.weights_digest:
-            refuse(
-                "VERSION_CONFLICT",
-                f"{describe(version)} was published with digest {known.weights_digest!r}, not {version.weights_digest!r}; "
+            raise VersionConflict(
+                f"{describe(version)} was published with digest {known.weights_digest!r}, not "
+                f"{version.weights_digest!r}; "
                 "publish the same manifest bytes, or attach with an older checkpoint for a new incarnation",
             )
-        ctx.reply(request.ticket, i.Done())
+        ctx.reply(request, m.PublishVersionResponse())
         return
     if version.policy != clock.policy or version.incarnation != clock.incarnation or version.step != clock.applied:
-        refuse(
-            "WRONG_VERSION",
+        raise WrongVersion(
             f"{describe(version)} is not the current version {clock.policy}@{clock.applied}.{clock.incarnation}",
             applied=clock.applied,
             incarnation=clock.incarnation,
         )
     ctx.emit(f.VersionPublished(version=version))
-    ctx.reply(request.ticket, i.Done())
+    ctx.reply(request, m.PublishVersionResponse())
 
 
 def version_refused(ctx: DecisionContext, refused: i.VersionRejected) -> None:

@@ -47,28 +47,28 @@ class Decision:
     effects: tuple[Effect, ...]
 
 
-def _create(ctx: DecisionContext, request: i.CreateRun) -> None:
+def _create(ctx: DecisionContext, request: m.CreateRun) -> None:
     if ctx.state.spec is None:
         ctx.emit(f.RunCreated(spec=request.spec))
-        ctx.reply(request.ticket, True)
+        ctx.reply(request, m.CreateRunResponse(created=True))
     elif ctx.state.spec == request.spec:
-        ctx.reply(request.ticket, False)
+        ctx.reply(request, m.CreateRunResponse(created=False))
     else:
         old, new = msgspec.structs.asdict(ctx.state.spec), msgspec.structs.asdict(request.spec)
         different = ", ".join(
             f"{name} is {old[name]}, got {value}" for name, value in new.items() if old[name] != value
         )
-        refuse(
-            "RUN_EXISTS",
-            f"run {request.spec.run} exists with another spec: {different}; change it by ChangeRun, or choose another name",
+        raise RunExists(
+            f"run {request.spec.run} exists with another spec: {different}; change it by ChangeRun, or choose another "
+            "name",
         )
 
 
 _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
-    i.CreateRun: _create,
-    i.ChangeRun: changes.change,
+    m.CreateRun: _create,
+    m.ChangeRun: changes.change,
     i.AcquireRollouts: rollouts.acquire,
-    i.RenewLeases: rollouts.renew,
+    m.RenewLeases: rollouts.renew,
     i.ReportEpisodes: reports.report,
     i.TasksDrawn: rollouts.tasks_drawn,
     i.DrawFailed: rollouts.draw_failed,
@@ -77,14 +77,14 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     i.NodeDead: rollouts.node_dead,
     i.AttachTrainer: epochs.attach,
     i.LeaseBatch: batches.lease_batch,
-    i.GetBatch: batches.get_batch,
-    i.RenewBatch: batches.renew_batch,
+    m.GetBatch: batches.get_batch,
+    m.RenewBatch: batches.renew_batch,
     i.CommitUpdate: commits.commit,
-    i.ReleaseBatch: batches.release_batch,
-    i.ReportCheckpoint: commits.report_checkpoint,
+    m.ReleaseBatch: batches.release_batch,
+    m.ReportCheckpoint: commits.report_checkpoint,
     i.PublishVersion: commits.publish,
     i.VersionRejected: commits.version_refused,
-    i.StopRun: ending.stop,
+    m.StopRun: ending.stop,
     i.Stalled: stall.stalled,
     i.ReplayDead: stall.replay,
     i.Tick: lambda ctx, _: None,
@@ -94,10 +94,10 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
 _AFTER_FAILURE_REFUSED = (
     i.AttachTrainer,
     i.LeaseBatch,
-    i.GetBatch,
-    i.RenewBatch,
+    m.GetBatch,
+    m.RenewBatch,
     i.CommitUpdate,
-    i.ReleaseBatch,
+    m.ReleaseBatch,
     i.PublishVersion,
     i.ReplayDead,
     i.ReportEpisodes,
@@ -113,12 +113,12 @@ class Core:
         self.ephemeral = EphemeralState()
 
     def handle(self, request: i.Input, now: float) -> Decision:
-        """Decide on one input. Raises Refusal if the input is rejected; the state is then unchanged."""
+        """Decide on one input. Raises MeshError if the input is rejected; the state is then unchanged."""
         ctx = DecisionContext(self.state, self.ephemeral, now)
-        if self.state.spec is None and not isinstance(request, i.CreateRun):
-            refuse("UNKNOWN_RUN", "no such run; CreateRun first")
+        if self.state.spec is None and not isinstance(request, m.CreateRun):
+            raise UnknownRun("no such run; CreateRun first")
         if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(ctx):
-            refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {self.state.ended}")
+            raise RunEnded(f"run {ctx.spec.run} has ended: {self.state.ended}")
         _HANDLERS[type(request)](ctx, request)
         self._pump(ctx)
         if any(isinstance(fact, PROGRESS) for fact in ctx.facts):
@@ -128,8 +128,8 @@ class Core:
 
     def forget(self, ticket: int) -> None:
         """Remove the waiting caller with `ticket`, which has disconnected."""
-        self.ephemeral.workers = [w for w in self.ephemeral.workers if w.ticket != ticket]
-        self.ephemeral.trainers = [t for t in self.ephemeral.trainers if t.ticket != ticket]
+        self.ephemeral.workers = [w for w in self.ephemeral.workers if w.request.ticket != ticket]
+        self.ephemeral.trainers = [t for t in self.ephemeral.trainers if t.request.ticket != ticket]
 
     def replay(self, facts: Iterable[f.Fact]) -> None:
         """Apply stored facts during recovery."""
@@ -189,7 +189,7 @@ class Core:
         if self.state.ended:
             return {}
         ctx = DecisionContext(self.state, self.ephemeral, 0.0)
-        found = {f"worker/{w.node_id}": rollouts.why_no_work(ctx) for w in self.ephemeral.workers}
+        found = {f"worker/{w.request.node_id}": rollouts.why_no_work(ctx) for w in self.ephemeral.workers}
         if self.ephemeral.trainers:
             found[f"learner/{ctx.clock.learner}"] = batches.why_no_batch(ctx)
         finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self.state.groups.values())
@@ -197,10 +197,10 @@ class Core:
             found["groups"] = f"{finalizing} wait for the reward service to finalize them"
         return found
 
-    def ready_ahead(self, request: i.WatchReady, known: set[str]) -> tuple[i.LeasedSample, ...]:
-        """Return READY samples for the next batch, see `batches.ready_ahead`. Raises Refusal."""
+    def ready_ahead(self, request: i.WatchReady, known: set[str]) -> tuple[m.LeasedSample, ...]:
+        """Return READY samples for the next batch, see `batches.ready_ahead`. Raises MeshError."""
         if self.state.spec is None:
-            refuse("UNKNOWN_RUN", "no such run; CreateRun first")
+            raise UnknownRun("no such run; CreateRun first")
         return batches.ready_ahead(DecisionContext(self.state, self.ephemeral, 0.0), request, known)
 
     def idle_s(self, now: float) -> float:
@@ -234,6 +234,3 @@ class Core:
         ending.finish(ctx)
         rollouts.request_tasks(ctx)
         rollouts.grant(ctx)
-
-
-__all__ = ["Core", "Decision", "Refusal"]

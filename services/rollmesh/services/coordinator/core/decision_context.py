@@ -21,27 +21,9 @@ from rollmesh.shared.errors import MeshError
 FAILING_MAX = 32
 
 
-class Refusal(Exception):
-    """The input is rejected and the state is unchanged. `reason` is an ErrorInfo reason of the protos.
-
-    `field` names the invalid field of the request if a repetition can never succeed.
-    """
-
-    def __init__(self, reason: str, message: str, field: str = "", **metadata: object) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.field = field
-        self.metadata = {key: str(value) for key, value in metadata.items()}
-
-
-def refuse(reason: str, message: str, field: str = "", **metadata: object) -> NoReturn:
-    raise Refusal(reason, message, field, **metadata)
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply to the caller with `ticket`. A Refusal rejects a request that waited."""
+    """Reply to the caller with `ticket`. A MeshError rejects a request that waited."""
 
     ticket: int
     value: object
@@ -97,9 +79,7 @@ Effect = Reply | DrawTasks | FinalizeGroup | CancelEpisodes | DeadLetter
 class WorkerWait:
     """A worker that waits for episodes."""
 
-    ticket: int
-    node_id: str
-    num_max: int
+    request: AcquireRollouts
     deadline: float
 
 
@@ -107,9 +87,7 @@ class WorkerWait:
 class BatchWait:
     """A trainer that waits for a batch."""
 
-    ticket: int
     request: LeaseBatch
-    trainer_epoch: int
     deadline: float
 
 
@@ -233,8 +211,8 @@ class DecisionContext:
     def effect(self, effect: Effect) -> None:
         self.effects.append(effect)
 
-    def reply(self, ticket: int, value: object) -> None:
-        self.effects.append(Reply(ticket, value))
+    def reply(self, request: Request[R], value: R | MeshError) -> None:
+        self.effects.append(Reply(request.ticket, value))
 
     @property
     def spec(self) -> RunSpec:

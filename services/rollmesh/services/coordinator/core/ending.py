@@ -19,9 +19,9 @@ LEDGER_FULL = "LEDGER_FULL"
 """Prefix of the reason of a run whose ledger has no room for further records."""
 
 
-def stop(ctx: DecisionContext, request: i.StopRun) -> None:
+def stop(ctx: DecisionContext, request: m.StopRun) -> None:
     end_run(ctx, f"STOPPED: {request.reason}" if request.reason else "STOPPED")
-    ctx.reply(request.ticket, i.Done())
+    ctx.reply(request, m.StopRunResponse())
 
 
 def fail(ctx: DecisionContext, cause: str) -> None:

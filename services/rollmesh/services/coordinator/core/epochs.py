@@ -24,7 +24,7 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
     check_names(ctx, request.policy, request.learner)
     resolution = _resolution(ctx, request)
     for waiter in ctx.ephemeral.trainers:
-        ctx.reply(waiter.ticket, i.BatchGrant(waiting_for="fenced: a newer trainer has attached"))
+        ctx.reply(waiter.request, m.LeaseBatchResponse(waiting_for="fenced: a newer trainer has attached"))
     ctx.ephemeral.trainers.clear()
     for batch in _open_batches(ctx):
         _doubt(ctx, batch, "FENCED")
@@ -40,10 +40,10 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
             keeps_no_checkpoints=request.keeps_no_checkpoints,
         )
     )
-    if resolution is i.Resolution.ROLLED_FORWARD:
+    if resolution is m.AttachResolution.ROLLED_FORWARD:
         _roll_forward(ctx, request)
     _settle_doubt(ctx, forgetful=was_forgetful or request.keeps_no_checkpoints)
-    if resolution is i.Resolution.ROLLED_BACK:
+    if resolution is m.AttachResolution.ROLLED_BACK:
         rollouts.roll_back(ctx, request.last_update)
         ctx.emit(
             f.RolledBack(
@@ -56,7 +56,7 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
     if request.last_update > ctx.clock.checkpoint:
         note_checkpoint(ctx, request.last_update)
     ctx.reply(
-        request.ticket,
+        request,
         i.Attached(
             trainer_epoch=epoch,
             next_update=ctx.clock.applied + 1,
@@ -66,34 +66,30 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
     )
 
 
-def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> i.Resolution:
+def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> m.AttachResolution:
     """Return how the checkpoint (last_update, digest) relates to the ledger. Rejects a checkpoint of another
     history."""
     clock, last = ctx.clock, request.last_update
     if last == clock.applied + 1 and _doubted(ctx, request) is not None:
-        return i.Resolution.ROLLED_FORWARD
+        return m.AttachResolution.ROLLED_FORWARD
     if not 0 <= last <= clock.applied:
-        refuse(
-            "UNKNOWN_UPDATE",
-            f"the checkpoint contains update {last} with digest {request.digest!r}, the ledger ends at {clock.applied} and a batch "
-            "in doubt does not give that digest: the checkpoint belongs to another run, or samples of its last update were dropped "
-            "or the update was skipped and `samples` and `outcome` do not say so; attach with this run's checkpoint or create a "
-            "new run",
+        raise UnknownUpdate(
+            f"the checkpoint contains update {last} with digest {request.digest!r}, the ledger ends at {clock.applied} "
+            "and a batch in doubt does not give that digest: the checkpoint belongs to another run, or samples of its "
+            "last update were dropped or the update was skipped and `samples` and `outcome` do not say so; attach with "
+            "this run's checkpoint or create a new run",
             last_update=last,
             applied=clock.applied,
         )
     if last > 0 and last not in clock.updates:
-        refuse(
-            "UNKNOWN_UPDATE", f"update {last} is older than the digests kept; use a newer checkpoint", last_update=last
-        )
+        raise UnknownUpdate(f"update {last} is older than the digests kept; use a newer checkpoint", last_update=last)
     known = clock.updates[last].digest if last else ""
     if known != request.digest:
-        refuse(
-            "DIGEST_MISMATCH",
+        raise DigestMismatch(
             f"the checkpoint's digest after update {last} is {request.digest!r}, the ledger's {known!r}: it belongs to "
             "another history; attach with this run's checkpoint or create a new run",
         )
-    return i.Resolution.CONTINUED if last == clock.applied else i.Resolution.ROLLED_BACK
+    return m.AttachResolution.CONTINUED if last == clock.applied else m.AttachResolution.ROLLED_BACK
 
 
 def _doubted(ctx: DecisionContext, request: i.AttachTrainer) -> BatchState | None:

@@ -21,20 +21,19 @@ from rollmesh.shared.errors import (
 def check_names(ctx: DecisionContext, policy: str, learner: str) -> None:
     clock = ctx.clock
     if policy != clock.policy or learner != clock.learner:
-        refuse(
-            "UNKNOWN_LEARNER",
-            f"run {ctx.spec.run} trains policy {clock.policy!r} with learner {clock.learner!r}, not {policy!r} with {learner!r}",
+        raise UnknownLearner(
+            f"run {ctx.spec.run} trains policy {clock.policy!r} with learner {clock.learner!r}, not {policy!r} with "
+            f"{learner!r}",
         )
 
 
-def check_epoch(ctx: DecisionContext, request: i.TrainerRequest) -> None:
+def check_epoch(ctx: DecisionContext, request: TrainerRequest[Any]) -> None:
     check_names(ctx, request.policy, request.learner)
     current = ctx.clock.trainer_epoch
     if request.trainer_epoch != current:
-        refuse(
-            "FENCED",
-            f"trainer epoch {request.trainer_epoch} is fenced by {current}: a newer trainer has attached; stop, or attach again "
-            "from the newest checkpoint",
+        raise Fenced(
+            f"trainer epoch {request.trainer_epoch} is fenced by {current}: a newer trainer has attached; stop, or "
+            "attach again from the newest checkpoint",
             trainer_epoch=request.trainer_epoch,
             current_epoch=current,
         )
@@ -43,16 +42,15 @@ def check_epoch(ctx: DecisionContext, request: i.TrainerRequest) -> None:
 def check_trains(ctx: DecisionContext) -> None:
     """Reject a request to lease or commit in an export."""
     if ctx.spec.exports:
-        refuse(
-            "NO_LEARNER",
+        raise NoLearner(
             f"run {ctx.spec.run} exports its samples (export_groups = {ctx.spec.export_groups}): call StreamSamples",
         )
 
 
 def refuse_expired(lease_id: str) -> NoReturn:
-    refuse(
-        "LEASE_EXPIRED",
-        f"batch lease {lease_id} has expired and its samples are in doubt: return to the newest checkpoint and attach again",
+    raise LeaseExpired(
+        f"batch lease {lease_id} has expired and its samples are in doubt: return to the newest checkpoint and attach "
+        "again",
         lease_id=lease_id,
     )
 
@@ -65,10 +63,9 @@ def check_none_out(ctx: DecisionContext, lease_ids: Sequence[str]) -> None:
             continue
         if batch.in_doubt:
             refuse_expired(batch.lease_id)
-        refuse(
-            "LEASE_OUT",
-            f"batch lease {batch.lease_id} of update {batch.update} is held and the commit does not name it; name it in "
-            "`lease_ids`, or release it first",
+        raise LeaseOut(
+            f"batch lease {batch.lease_id} of update {batch.update} is held and the commit does not name it; name it "
+            "in `lease_ids`, or release it first",
             lease_id=batch.lease_id,
         )
 
@@ -78,10 +75,9 @@ def held_batch(ctx: DecisionContext, lease_id: str) -> BatchState:
     if batch is None:
         if lease_id in ctx.state.expired:
             refuse_expired(lease_id)
-        refuse(
-            "UNKNOWN_LEASE",
-            f"batch lease {lease_id!r} is not held: it was never granted, or was committed or released; load the newest checkpoint and "
-            "attach again",
+        raise UnknownLease(
+            f"batch lease {lease_id!r} is not held: it was never granted, or was committed or released; load the "
+            "newest checkpoint and attach again",
             lease_id=lease_id,
         )
     if batch.in_doubt:

@@ -1,5 +1,9 @@
-"""Inputs of the core, and its replies. A request carries the ticket of its caller. Its reply follows it in this
-file."""
+"""Inputs of the core, and its replies. A request carries the ticket of its caller, and its type names the type of its
+reply.
+
+`messages.py` has the requests and replies that are messages of the contract as they are. Here are those that are not:
+they are checked or taken apart before the core, or come from the coordinator itself.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,12 @@ from enum import IntEnum
 from typing import Any
 
 from rollmesh.services.coordinator.core.facts import (
-    ConfigChange,
     DroppedSample,
     GroupDecision,
     PayloadRef,
     Purpose,
-    Reward,
     SampleMeta,
     SampleRewards,
-    SampleSummary,
     Task,
     TrainedGroup,
 )
@@ -34,34 +35,6 @@ from rollmesh.services.coordinator.core.records import Request, TrainerRequest
 from rollmesh.shared.domain.versions import PolicyVersion
 
 NO_PAYLOAD = PayloadRef()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreateRun:
-    ticket: int
-    spec: RunSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeRun:
-    ticket: int
-    spec: RunSpec
-    changes: tuple[ConfigChange, ...]
-    change_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
-    recorded: bool
-    reopened: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcquireRollouts:
-    ticket: int
-    node_id: str
-    num_max: int
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,23 +63,10 @@ class Acquired:
     waiting_for: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenewLeases:
-    ticket: int
+class AcquireRollouts(Request[Acquired], frozen=True, kw_only=True):
     node_id: str
-    lease_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renewed:
-    gone: tuple[str, ...]
-    lease_s: float
-
-
-class EpisodeOutcome(IntEnum):
-    COMPLETED = 1
-    INFRA_FAILURE = 2
-    CANCELLED = 3
+    num_max: int
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +90,9 @@ class EpisodeReport:
     episode."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportEpisodes:
-    ticket: int
+class ReportEpisodes(Request[ReportEpisodesResponse], frozen=True, kw_only=True):
     node_id: str
     reports: tuple[EpisodeReport, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
-    """Results per report: empty, or why it was not recorded."""
-
-    results: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +145,14 @@ class NodeDead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttachTrainer:
-    ticket: int
+class Attached:
+    trainer_epoch: int
+    next_update: int
+    incarnation: int
+    resolution: AttachResolution
+
+
+class AttachTrainer(Request[Attached], frozen=True, kw_only=True):
     policy: str
     learner: str
     last_update: int
@@ -208,51 +165,25 @@ class AttachTrainer:
     applied: bool = True
 
 
-class Resolution(IntEnum):
-    CONTINUED = 1
-    ROLLED_FORWARD = 2
-    ROLLED_BACK = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attached:
-    trainer_epoch: int
-    next_update: int
-    incarnation: int
-    resolution: Resolution
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerRequest:
-    """Fields of every trainer request."""
-
-    ticket: int
-    policy: str
-    learner: str
-    trainer_epoch: int
-
-
 class GeometryUnit(IntEnum):
     GROUPS = 1
     SAMPLES = 2
     TOKENS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseBatch(TrainerRequest):
+class LeaseBatch(TrainerRequest[LeaseBatchResponse], frozen=True, kw_only=True):
     update: int
     unit: GeometryUnit = GeometryUnit.GROUPS
     amount: int = 0
     """Size of the batch in `unit`; 0 means the run's batch_groups."""
     wait_s: float = 0.0
-    size_of: Callable[[BatchGrant], int] = lambda grant: 0
+    size_of: Callable[[LeaseBatchResponse], int] = lambda grant: 0
     """Size of the reply with a grant, bytes."""
     bytes_max: int = 0
     """Maximum size of the reply, bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchReady(TrainerRequest):
+class WatchReady(TrainerRequest[tuple[LeasedSample, ...]], frozen=True, kw_only=True):
     """A request to read, not to decide: `Core.ready_ahead` answers it."""
 
     unit: GeometryUnit = GeometryUnit.GROUPS
@@ -260,68 +191,11 @@ class WatchReady(TrainerRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeasedKey:
-    run: str
-    task: str
-    group: str
-    episode: str
-    attempt: int
+class Committed:
+    digest: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeasedSample:
-    meta: SampleMeta
-    group: str
-    task: str
-    payload: PayloadRef
-    staleness: int
-    mask_below_step: int
-    key: LeasedKey
-    rewards_as_reported: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    sample_id: str
-    rewards: tuple[Reward, ...]
-    end: str
-    episode: str
-    summary: SampleSummary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMembers:
-    group: str
-    task: str
-    members: tuple[Member, ...]
-    labels: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchGrant:
-    """A lease, or the cause of the wait for it."""
-
-    lease_id: str = ""
-    waiting_for: str = ""
-    samples: tuple[LeasedSample, ...] = ()
-    groups: tuple[GroupMembers, ...] = ()
-    lease_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetBatch(TrainerRequest):
-    lease_id: str
-    sample_ids: tuple[str, ...] = ()
-    """Samples of the lease that are requested; empty means all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenewBatch(TrainerRequest):
-    lease_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitUpdate(TrainerRequest):
+class CommitUpdate(TrainerRequest[Committed], frozen=True, kw_only=True):
     update: int
     lease_ids: tuple[str, ...]
     dropped: tuple[DroppedSample, ...] = ()
@@ -331,24 +205,7 @@ class CommitUpdate(TrainerRequest):
     groups: tuple[TrainedGroup, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseBatch(TrainerRequest):
-    lease_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportCheckpoint(TrainerRequest):
-    update: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishVersion(TrainerRequest):
+class PublishVersion(TrainerRequest[PublishVersionResponse], frozen=True, kw_only=True):
     version: PolicyVersion
 
 
@@ -358,12 +215,6 @@ class VersionRejected:
 
     version: PolicyVersion
     cause: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRun:
-    ticket: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,19 +234,10 @@ class DeadTask:
     draw: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayDead:
+class ReplayDead(Request[ReplayDeadResponse], frozen=True, kw_only=True):
     """Replay dead letters."""
 
-    ticket: int
     tasks: tuple[DeadTask, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """Dead letters that this request replayed. The other requested ones had been replayed before."""
-
-    dead_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,33 +245,6 @@ class Tick:
     """Time has passed, so that deadlines may be over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """An empty reply."""
-
-
 Input = (
-    CreateRun
-    | ChangeRun
-    | AcquireRollouts
-    | RenewLeases
-    | ReportEpisodes
-    | TasksDrawn
-    | DrawFailed
-    | GroupDecided
-    | FinalizeFailed
-    | NodeDead
-    | AttachTrainer
-    | LeaseBatch
-    | GetBatch
-    | RenewBatch
-    | CommitUpdate
-    | ReleaseBatch
-    | ReportCheckpoint
-    | PublishVersion
-    | VersionRejected
-    | StopRun
-    | Stalled
-    | ReplayDead
-    | Tick
+    Request[Any] | TasksDrawn | DrawFailed | GroupDecided | FinalizeFailed | NodeDead | VersionRejected | Stalled | Tick
 )

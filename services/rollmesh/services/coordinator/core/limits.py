@@ -70,7 +70,7 @@ def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
 def _stop(ctx: DecisionContext, reason: str) -> None:
     ctx.emit(f.RunStopping(reason=reason))
     for waiter in ctx.ephemeral.trainers:
-        ctx.reply(waiter.ticket, i.BatchGrant(waiting_for=f"run ends: {reason}"))
+        ctx.reply(waiter.request, m.LeaseBatchResponse(waiting_for=f"run ends: {reason}"))
     ctx.ephemeral.trainers.clear()
 
 

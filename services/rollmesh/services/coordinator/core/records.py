@@ -1,4 +1,4 @@
-"""The spec of a run, with its ranges, and the base of the generated records in `facts.py`."""
+"""The spec of a run, with its ranges, and the bases of requests and of the records that are generated."""
 
 from __future__ import annotations
 
@@ -27,6 +27,24 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all values: frozen, keyword-only."""
 
 
+R = TypeVar("R")
+"""The reply to a request."""
+
+
+class Request(msgspec.Struct, Generic[R], frozen=True, kw_only=True):
+    """An input of a caller that waits for its reply R."""
+
+    ticket: int
+
+
+class TrainerRequest(Request[R], frozen=True, kw_only=True):
+    """Fields of every trainer request."""
+
+    policy: str
+    learner: str
+    trainer_epoch: int
+
+
 class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The staleness bound of a trained token. A batch keeps the bound under which it was leased."""
 
@@ -38,8 +56,6 @@ EPISODES_LIVE_MAX = 131_072
 """Maximum number of episodes that admission reserves at once, so that one decision, such as StopRun, fits into a ledger
 record."""
 SpecName = Annotated[str, Meta(max_length=64)]
-ExternalSource = Literal["prompt", "tool", "hint", "summary", "dataset", "replay", "rewritten", "peer", "human"]
-"""A source of tokens that no policy of the run sampled: a lower-case name of `SegmentSource`."""
 _Count = Annotated[int, Meta(ge=0, le=10**9)]
 _Lease = Annotated[float, Meta(ge=0.01, le=86_400)]
 _Duration = Annotated[float, Meta(ge=0.01, le=604_800)]

@@ -14,7 +14,7 @@ from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
 
 def report(ctx: DecisionContext, request: i.ReportEpisodes) -> None:
     results = tuple(_record(ctx, request.node_id, one) for one in request.reports)
-    ctx.reply(request.ticket, i.Reported(results=results))
+    ctx.reply(request, m.ReportEpisodesResponse(results=results))
 
 
 def _record(ctx: DecisionContext, node_id: str, report: i.EpisodeReport) -> str:
@@ -37,10 +37,10 @@ def _record(ctx: DecisionContext, node_id: str, report: i.EpisodeReport) -> str:
     ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
     invalid = report.invalid or _why_invalid(ctx, group, report)
     broken, broken_at = (f"rollout: invalid report: {invalid}", "") if invalid else _broken_reward(report)
-    if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
+    if report.outcome is m.EpisodeOutcome.COMPLETED and not broken:
         _complete(ctx, group, episode, report)
     elif episode.status is EpisodeStatus.LEASED:
-        failed = report.outcome is not i.EpisodeOutcome.CANCELLED
+        failed = report.outcome is not m.EpisodeOutcome.CANCELLED
         counts = bool(broken) or (report.counts and failed)
         cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
         rollouts.return_episode(ctx, group, episode, counts=counts, cause=cause, traceback=traceback, failed=failed)

@@ -37,7 +37,7 @@ DRAW_MAX = 64
 
 def acquire(ctx: DecisionContext, request: i.AcquireRollouts) -> None:
     """Queue a worker. `grant` replies to it in this decision or a later one."""
-    ctx.ephemeral.workers.append(WorkerWait(request.ticket, request.node_id, request.num_max, ctx.now + request.wait_s))
+    ctx.ephemeral.workers.append(WorkerWait(request, ctx.now + request.wait_s))
 
 
 def grant(ctx: DecisionContext) -> None:
@@ -45,10 +45,10 @@ def grant(ctx: DecisionContext) -> None:
     waiting = ctx.ephemeral.workers
     while waiting and (ctx.state.pending or ctx.state.pending_eval):
         worker = waiting.pop(0)
-        ctx.reply(worker.ticket, i.Acquired(leases=_leases(ctx, worker)))
+        ctx.reply(worker.request, i.Acquired(leases=_leases(ctx, worker)))
     for worker in [w for w in waiting if ctx.now >= w.deadline]:
         waiting.remove(worker)
-        ctx.reply(worker.ticket, i.Acquired(waiting_for=why_no_work(ctx)))
+        ctx.reply(worker.request, i.Acquired(waiting_for=why_no_work(ctx)))
 
 
 def _leases(ctx: DecisionContext, worker: WorkerWait) -> tuple[i.EpisodeLease, ...]:
@@ -56,11 +56,11 @@ def _leases(ctx: DecisionContext, worker: WorkerWait) -> tuple[i.EpisodeLease, .
     reply."""
     leases: list[i.EpisodeLease] = []
     num_bytes = 0
-    while len(leases) < worker.num_max and (pending := ctx.state.pending_eval or ctx.state.pending):
+    while len(leases) < worker.request.num_max and (pending := ctx.state.pending_eval or ctx.state.pending):
         num_bytes += len(msgspec.json.encode(ctx.state.groups[pending[0][0]].task))
         if leases and num_bytes > LEASES_BYTES_MAX:
             break
-        leases.append(_lease(ctx, worker.node_id))
+        leases.append(_lease(ctx, worker.request.node_id))
     return tuple(leases)
 
 
@@ -154,7 +154,7 @@ def request_tasks(ctx: DecisionContext) -> None:
 
 def _num_lacking(ctx: DecisionContext) -> int:
     """Return the number of episodes that workers wait for and that are not pending."""
-    return sum(w.num_max for w in ctx.ephemeral.workers) - len(ctx.state.pending)
+    return sum(w.request.num_max for w in ctx.ephemeral.workers) - len(ctx.state.pending)
 
 
 def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
@@ -233,14 +233,22 @@ def _reserve_eval(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
         )
 
 
-def renew(ctx: DecisionContext, request: i.RenewLeases) -> None:
+def renew(ctx: DecisionContext, request: m.RenewLeases) -> None:
+    """Renew the leases that the node holds. The others are gone for it, as a report of them is UNKNOWN_LEASE."""
     gone = []
     for lease_id in request.lease_ids:
-        if lease_id in ctx.ephemeral.episode_deadlines:
+        if lease_id in ctx.ephemeral.episode_deadlines and _holds(ctx, request.node_id, lease_id):
             ctx.ephemeral.episode_deadlines[lease_id] = ctx.now + ctx.spec.episode_lease_s
         else:
             gone.append(lease_id)
-    ctx.reply(request.ticket, i.Renewed(gone=tuple(gone), lease_s=ctx.spec.episode_lease_s))
+    ctx.reply(request, m.RenewLeasesResponse(gone=tuple(gone), lease_s=ctx.spec.episode_lease_s))
+
+
+def _holds(ctx: DecisionContext, node_id: str, lease_id: str) -> bool:
+    episode_id = lease_id.rpartition("#")[0]
+    group = ctx.state.groups.get(episode_id.rpartition(".")[0])
+    episode = group.episodes.get(episode_id) if group else None
+    return episode is not None and (episode.lease_id, episode.node_id) == (lease_id, node_id)
 
 
 def return_episode(
@@ -408,10 +416,13 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
 def _rewards_bytes(members: Iterable[SampleRewards]) -> int:
     """Return an upper bound of the size of the rewards in a record."""
     return sum(
-        _REWARD_BYTES + len(reward.name.encode()) + len(reward.scorer.encode()) + len(reward.answer.encode())
-        for member in members
-        for reward in member.rewards
+        reward_bytes(reward.name, reward.scorer, reward.answer) for member in members for reward in member.rewards
     )
+
+
+def reward_bytes(name: str, scorer: str, answer: str = "") -> int:
+    """Return an upper bound of the size of a reward in a record."""
+    return _REWARD_BYTES + len(name.encode()) + len(scorer.encode()) + len(answer.encode())
 
 
 def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:

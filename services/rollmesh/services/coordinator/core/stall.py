@@ -29,10 +29,10 @@ def replay(ctx: DecisionContext, request: i.ReplayDead) -> None:
     """Queue the tasks of dead letters for admission. Idempotent: a letter is replayed once; if it fails again, there is
     a new one."""
     if ctx.state.ended:
-        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended}; a run that has ended retries no task")
+        raise RunEnded(f"run {ctx.spec.run} has ended: {ctx.state.ended}; a run that has ended retries no task")
     taken = []
     for task in request.tasks:
         if task.dead_id not in ctx.state.replayed:
             ctx.emit(f.TaskReplayed(dead_id=task.dead_id, task=task.task, draw=task.draw))
             taken.append(task.dead_id)
-    ctx.reply(request.ticket, i.Replayed(dead_ids=tuple(taken)))
+    ctx.reply(request, m.ReplayDeadResponse(dead_ids=tuple(taken)))
