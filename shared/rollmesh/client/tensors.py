@@ -64,14 +64,14 @@ def write_safetensors(weights: Mapping[str, Array], path: Path) -> None:
         for name in names:
             data = weights[name].tobytes()
             if len(data) != (expected := _num_bytes(name, weights[name])):
-                invalid(f"weights[{name}]", f"{len(data)} bytes for a shape of {expected}")
+                raise field_error(f"weights[{name}]", f"have {expected} bytes for its shape", len(data))
             file.write(data)
 
 
 def _num_bytes(name: str, tensor: Array) -> int:
     dtype = str(tensor.dtype)
     if dtype not in DTYPES:
-        invalid(f"weights[{name}].dtype", f"{dtype}, expected one of {', '.join(DTYPES)}")
+        raise field_error(f"weights[{name}].dtype", f"be one of {', '.join(DTYPES)}", dtype)
     size = _BYTES[DTYPES[dtype]]
     for length in tensor.shape:
         size *= length

@@ -50,10 +50,14 @@ from rollmesh.shared.error_base import (
 
 # fmt: off
 __all__ = [
-    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
-    "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
-    "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "GroupCodeFailed", "HasLearner", "HashMismatch",
-    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut", "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
+    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle",
+    "Cancelled", "CatchingUp", "ChangeRefused", "Code",
+    "CommitConflict", "ConfigError", "ConnectionLost", "CorruptSnapshot", "DataLoss", "DeadlineExceeded",
+    "DigestMismatch",
+    "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation",
+    "GroupCodeFailed", "HasLearner", "HashMismatch",
+    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut",
+    "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
     "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
@@ -61,13 +65,33 @@ __all__ = [
     "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
-    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
-    "WrongVersion", "at_key", "error_for", "located_at",
+    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected",
+    "WrongUpdate",
+    "WrongVersion", "at_key", "error_for", "field_error", "located_at",
 ]
 # fmt: on
 
 
 # Invalid input --------------------------------------------------------------------------------------------------------
+
+
+def field_error(field: str, must: str, got: object, remedy: str = "") -> InvalidInput:
+    """Return the error of a field: "`FIELD` must MUST, got GOT; REMEDY".
+
+    `got` is shown as Python writes it, at most 100 characters. None is shown as "none", and an exception as its
+    message.
+    """
+    what = f"must {must}, got {_shown(got)}" + (f"; {remedy}" if remedy else "")
+    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])
+
+
+def _shown(got: object) -> str:
+    if got is None:
+        return "none"
+    if isinstance(got, BaseException):
+        return f"an error: {got}"
+    text = repr(got)
+    return text if len(text) <= 100 else f"{text[:100]}... ({len(text)} characters)"
 
 
 class ConfigError(InvalidInput):
@@ -486,6 +510,13 @@ class InfraFailure(Unavailable):
     """A machine, process or network failed. The work is retried and does not count as a failure of the model."""
 
     reason = "INFRA_FAILURE"
+
+
+class ConnectionLost(InfraFailure):
+    """The connection ended after the request was sent. The peer may have executed it, and may have exited because of
+    it."""
+
+    reason = "CONNECTION_LOST"
 
 
 class EngineFailed(InfraFailure):

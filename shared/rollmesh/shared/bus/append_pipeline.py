@@ -75,9 +75,8 @@ class AppendPipeline:
         self._queue: deque[_Entry] = deque()
         self._num_bytes = 0
         self._changed = asyncio.Condition()
-        self._admitting = (
-            asyncio.Lock()
-        )  # held while waiting for space; the collector, which frees space, never holds it
+        # Held while waiting for space; the collector, which frees space, never holds it.
+        self._admitting = asyncio.Lock()
         self._sending = asyncio.Lock()  # held while the order of sending is determined
         self._task: asyncio.Task[None] | None = None
         link.on_lost.add(self._connection_lost)
@@ -177,7 +176,7 @@ class AppendPipeline:
                 await self._finish(head, err)
             except (TimeoutError, OSError, nats.errors.Error) as err:
                 if is_transient(err):
-                    self._link.unanswered(err)
+                    self._link.timed_out(err)
                     await self._send_all_again(err)
                 else:
                     await self._finish(head, InvalidInput(f"{self._stream} refuses the record: {err}"))

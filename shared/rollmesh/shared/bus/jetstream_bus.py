@@ -351,36 +351,27 @@ class JetStreamLog:
         newest = await self.last()  # not the stream's last sequence: that record may have been removed
         if newest is None or from_seq > newest.seq:
             return
-        seq = from_seq - 1
-        async with aclosing(self._reader().follow(max(1, from_seq))) as records:
-            while seq < newest.seq and (record := await self._next_held(records, seq)) is not None:
+        seq, begin_s = from_seq - 1, time.monotonic()
+        async with aclosing(self._reader().watch(max(1, from_seq), _QUIET_S)) as records:
+            async for record in records:
+                if record is None:
+                    held = await self.last()
+                    if held is None or held.seq <= seq:
+                        return  # the rest was removed while it was read
+                    if time.monotonic() - begin_s >= self._config.deadline_s:
+                        raise BusUnavailable(
+                            f"{self._name} gave no record after {seq} for {self._config.deadline_s:g} s, though it "
+                            f"holds record {held.seq}; see the log of nats-server",
+                            stream=self._name,
+                            seq=seq + 1,
+                        )
+                    continue
                 seq = record.seq
                 if seq <= newest.seq:
                     yield record
-
-    async def _next_held(self, records: AsyncGenerator[StreamRecord, None], seq: int) -> StreamRecord | None:
-        """Return the next record; None once the stream holds no record after `seq`, because they were removed while it was read."""
-        coming = asyncio.ensure_future(anext(records))
-        held: StreamRecord | None = None
-        try:
-            async with asyncio.timeout(self._config.deadline_s):
-                while not (await asyncio.wait({coming}, timeout=_QUIET_S))[0]:
-                    held = await self.last()
-                    if held is None or held.seq <= seq:
-                        return None
-            return coming.result()
-        except TimeoutError:
-            raise BusUnavailable(
-                f"{self._name} gave no record after {seq} for {self._config.deadline_s:g} s"
-                + (f", though it holds record {held.seq}" if held else "")
-                + "; see the log of nats-server",
-                stream=self._name,
-                seq=seq + 1,
-            ) from None
-        finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+                if seq >= newest.seq:
+                    return
+                begin_s = time.monotonic()
 
     def follow(self, from_seq: int = 1) -> AsyncGenerator[StreamRecord, None]:
         return self._reader().follow(from_seq)

@@ -31,9 +31,9 @@ _PING_S = 1.0
 _PONG_S_MAX = 4.0
 """Longest wait for the answer to a ping, in seconds. Then the client leaves the server."""
 _NO_ANSWER_S_MAX = 8.0
-"""Time without an answer of JetStream, in seconds, after which the client leaves a server that answers pings. It exceeds the election of a
-leader."""
-_TELL_S = 3.0
+"""Time without an answer of JetStream, in seconds, after which the client leaves a server that answers pings. It
+exceeds the election of a leader."""
+_LOG_AFTER_S = 3.0
 """Time without an answer of JetStream that is logged, in seconds."""
 STORE_FAILED = 10077
 INSUFFICIENT_STORAGE = 10047
@@ -102,7 +102,7 @@ class Link:
         """host:port of the server that the client left last."""
         self._silent_since_s: float | None = None
         """Loop time of the first request without answer since the last answer of JetStream."""
-        self._told = False
+        self._logged = False
         self._denied: set[str] = set()
         """Subjects that this user may not publish to, in lower case."""
         self._num_denials, self._last_denied = 0, ""
@@ -178,17 +178,17 @@ class Link:
 
     def answered(self) -> None:
         """Note an answer of JetStream."""
-        if self._told and self._silent_since_s is not None:
+        if self._logged and self._silent_since_s is not None:
             _log.warning("NATS answers again")
-        self._silent_since_s, self._told = None, False
+        self._silent_since_s, self._logged = None, False
 
-    def unanswered(self, cause: BaseException) -> None:
+    def timed_out(self, cause: BaseException) -> None:
         """Note a request that JetStream did not answer. The first of many is logged."""
         now_s = asyncio.get_running_loop().time()
         if self._silent_since_s is None:
             self._silent_since_s = now_s
-        if now_s - self._silent_since_s > _TELL_S and not self._told:
-            self._told = True
+        if now_s - self._silent_since_s > _LOG_AFTER_S and not self._logged:
+            self._logged = True
             of_cluster = "; less than a majority of the servers stores nothing" if self.cluster else ""
             _log.warning(
                 "NATS has not answered for %.0f s (%s); calls wait%s", now_s - self._silent_since_s, cause, of_cluster
@@ -314,7 +314,7 @@ class Link:
                     raise
                 if self._num_denials > num_denials:
                     self.check_allowed(self._last_denied)
-                self.unanswered(err)
+                self.timed_out(err)
                 if asyncio.get_running_loop().time() + _RETRY_S >= until_s:
                     raise BusUnavailable(f"NATS did not {what} within {deadline_s} s ({err})") from err
             await asyncio.sleep(_RETRY_S)

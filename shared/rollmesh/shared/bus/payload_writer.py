@@ -42,7 +42,7 @@ class PayloadWriter:
                     "episodes"
                 )
         self._check_room(sum(len(payload) + HEADER.size for payload in payloads))
-        with disk_told(self._files.folder):
+        with disk_full_errors(self._files.folder):
             self._continue_file()
             records, positions, at = [], [], self._end
             for payload in payloads:

@@ -12,11 +12,11 @@ The other kinds of services do not use NATS. A stream has the subject `RM.RUN.KI
 streams of a kind. The subjects of the JetStream API end in the name of a stream, which NATS can permit for one stream
 or for all streams of the account. So a user that may read can read every stream of its mesh.
 
-NATS checks the subject of a message, not the subject that it names for the answer, to which the server publishes. A user in the account of
-the streams could thus name the subject of a ledger and have an answer stored there. So rollout workers, which run the code of agents, are in
-a separate account (`OUTSIDE`) without streams, in which answers stay. The data service and gateways need consumers, which can
-publish to any subject of the account, and are trusted with that.
-"""
+NATS checks the subject of a message, not the subject that it names for the answer, to which the server publishes. A
+user in the account of the streams could thus name the subject of a ledger and have an answer stored there. So rollout
+workers, which run the code of agents, are in a separate account (`OUTSIDE`) without streams, in which answers stay. The
+data service and gateways need consumers, which can publish to any subject of the account, and are trusted with that.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

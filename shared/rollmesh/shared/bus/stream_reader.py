@@ -23,6 +23,8 @@ from rollmesh.shared.bus.link import STREAM_NOT_FOUND, Link
 
 _EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
+_LOST_S = 3 * _HEARTBEAT_S
+"""Seconds without any message after which a consumer is lost."""
 _BATCH_BYTES_MAX = 64 * 1024 * 1024
 _INACTIVE_S = 60.0
 _PAUSE_S = 0.1
@@ -41,21 +43,34 @@ class StreamReader:
         self._deadline_s = deadline_s
 
     async def follow(self, from_seq: int) -> AsyncGenerator[StreamRecord, None]:
-        """Records from `from_seq` on, without end. Raises `UnknownStream`; `BusUnavailable` if an outage outlasts the deadline."""
+        """Records from `from_seq` on, without end. Raises `UnknownStream`; `BusUnavailable` if an outage outlasts the
+        deadline."""
+        async with aclosing(self.watch(from_seq, _LOST_S)) as records:
+            async for record in records:
+                if record is not None:
+                    yield record
+
+    async def watch(self, from_seq: int, quiet_s: float) -> AsyncGenerator[StreamRecord | None, None]:
+        """Yield as `follow`, and None after each `quiet_s` seconds without a record, and for a consumer that was lost
+        before it gave one."""
         next_seq = max(1, from_seq)
         while True:
             begin_seq = next_seq
-            async with aclosing(self._through_one_consumer(next_seq)) as records:
+            async with aclosing(self._through_one_consumer(next_seq, quiet_s)) as records:
                 async for record in records:
-                    if record.seq >= next_seq:
+                    if record is None:
+                        yield None
+                    elif record.seq >= next_seq:
                         next_seq = record.seq + 1
                         yield record
             if self._link.closed:
                 raise BusUnavailable(f"{self._stream}: the connection to NATS was closed")
             if next_seq == begin_seq:
+                yield None
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _through_one_consumer(self, from_seq: int) -> AsyncGenerator[StreamRecord, None]:
+    async def _through_one_consumer(self, from_seq: int, quiet_s: float) -> AsyncGenerator[StreamRecord | None, None]:
+        """Yield records, and None after each `quiet_s` seconds without a message, until the consumer is lost."""
         consumer = await self._new_consumer(from_seq)
         arrived: asyncio.Queue[Msg | None] = asyncio.Queue()  # bounded by the one request outstanding
 
@@ -71,34 +86,34 @@ class StreamReader:
         except nats.errors.Error:
             return  # the connection has broken since
         self._link.on_lost.add(lost)
+        remaining, silent_s = 0, 0.0
         try:
-            while await self._request(consumer, inbox):
-                async for record in self._answers(arrived):
-                    if record is None:
-                        return
-                    yield record
+            while remaining or await self._request(consumer, inbox):
+                remaining = remaining or self._batch
+                if arrived.empty():  # a timeout for each of many records that have arrived costs more than the record
+                    try:
+                        async with asyncio.timeout(quiet_s):
+                            message = await arrived.get()
+                    except TimeoutError:
+                        silent_s += quiet_s
+                        if silent_s >= _LOST_S:
+                            return
+                        yield None
+                        continue
+                else:
+                    message = arrived.get_nowait()
+                silent_s = 0.0
+                status = _status(message)
+                if message is None or status == "lost":
+                    return
+                if status == "end":
+                    remaining = 0
+                elif status == "":
+                    remaining -= 1
+                    yield record_of(message)
         finally:
             self._link.on_lost.discard(lost)
             await self._discard(consumer, subscription)
-
-    async def _answers(self, arrived: asyncio.Queue[Msg | None]) -> AsyncGenerator[StreamRecord | None, None]:
-        """The records of one request; None if the consumer is lost."""
-        remaining = self._batch
-        while remaining:
-            try:
-                async with asyncio.timeout(3 * _HEARTBEAT_S):
-                    message = await arrived.get()
-            except TimeoutError:
-                message = None
-            status = _status(message)
-            if message is None or status == "lost":
-                yield None
-                return
-            if status == "end":
-                return
-            if status == "":
-                remaining -= 1
-                yield record_of(message)
 
     async def _new_consumer(self, from_seq: int) -> str:
         config = api.ConsumerConfig(

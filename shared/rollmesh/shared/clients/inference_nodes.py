@@ -415,7 +415,7 @@ class NodePool:
         admissible = self._capable(request)
         if (key := _key(request)) not in self._waited:
             self._raise_if_unable(request)
-            self._raise_if_hopeless(request.target)
+            self._raise_if_fatal(request.target)
             self._waited.add(key)
         cause = (f"a node that serves {request.target}", self._describe(bool(admissible)))
         revision = self._fleet.revision
@@ -466,8 +466,9 @@ class NodePool:
             "ones, docs/engines.md lists them"
         )
 
-    def _raise_if_hopeless(self, target: Target) -> None:
-        """Raise if every node has passed the requested exact step and none holds it, because it will not be served again."""
+    def _raise_if_fatal(self, target: Target) -> None:
+        """Raise if every node has passed the requested exact step and none holds it, because it will not be served
+        again."""
         nodes = self._fleet.nodes(self._kind)
         active = [decode_version(node.active) for node in nodes if node.HasField("active")]
         own = [version for version in active if version.policy == target.policy]

@@ -1,8 +1,9 @@
 """Client of the reward service. It batches episodes that finish at about the same time.
 
-An episode waits at most `window_s` for others. An episode that the service rejects permanently (e.g. for an unknown answer key) must not
-fail the others, so a rejected batch is halved until the episode is alone; so is a batch that is larger than a message. Scoring is repeatable, so a failed request is retried on
-another node, up to a limit.
+An episode waits at most `window_s` for others. An episode that the service rejects permanently (e.g. for an unknown
+answer key) must not fail the others, so a rejected batch is halved until the episode is alone. So is a batch that is
+larger than a message, and one that loses its connection, perhaps because an episode ends the node. Scoring is
+repeatable, so a failed request is retried on another node, up to a limit.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ ITEMS_MAX = 256
 
 T = TypeVar("T")
 
+_Stub: TypeAlias = "reward_pb2_grpc.RewardServiceAsyncStub"
 Rewards = list[tuple[Reward, ...]]
 
 
@@ -57,7 +59,8 @@ class RewardClientConfig(Settings):
     rpc_s_max: PositiveFloat = 60.0
     """Deadline of one request, seconds."""
     tries_max: PositiveInt = 5
-    """Maximum number of attempts of one request that a node fails or rejects temporarily, over all nodes."""
+    """Maximum number of attempts of one request that a node fails or rejects temporarily, or during which the
+    connection to it is lost, over all nodes."""
     wait_s_max: PositiveFloat = 100.0
     """Maximum wait of one request while no node serves it, seconds. It should be lower than
     `rollout.stages.score_s_max`."""
@@ -123,8 +126,7 @@ class RewardClient:
         known = next((self._columns[address] for address in self._addresses() if address in self._columns), None)
         return await self._repeated(self._learn_columns) if known is None else known
 
-    async def _learn_columns(self) -> Collection[str]:
-        address, stub = self._next_node()
+    async def _learn_columns(self, address: str, stub: _Stub) -> Collection[str]:
         response = await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=self._config.rpc_s_max)
         self._columns[address] = frozenset(column for scorer in response.scorers for column in scorer.columns)
         return self._columns[address]
@@ -201,7 +203,7 @@ class RewardClient:
             return
         try:
             answers = _by_item(await self._ask(run, batch), batch)
-        except (InvalidInput, NotFound, PayloadTooLarge) as err:
+        except (ConnectionLost, InvalidInput, NotFound, PayloadTooLarge) as err:
             if len(batch) > 1:
                 half = len(batch) // 2
                 await self._score_batch(run, batch[:half])
@@ -217,16 +219,24 @@ class RewardClient:
 
     async def _ask(self, run: str, batch: list[_PendingItem]) -> reward_pb2.RewardServiceScoreResponse:
         request = reward_pb2.RewardServiceScoreRequest(run=run, items=[entry.item for entry in batch])
-        return await self._repeated(lambda: self._next_node()[1].Score(request, timeout=self._config.rpc_s_max))
+        return await self._repeated(
+            lambda _, stub: stub.Score(request, timeout=self._config.rpc_s_max), can_split=len(batch) > 1
+        )
 
-    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Call a node until it returns, for `wait_s_max` while none serves, and at most `tries_max` times otherwise."""
+    async def _repeated(self, call: Callable[[str, _Stub], Awaitable[T]], *, can_split: bool = False) -> T:
+        """Call a node until it returns, for `wait_s_max` while none serves, and at most `tries_max` times otherwise.
+
+        A lost connection counts as a try, because the request itself may have ended the process of the node. A request
+        that the caller can split is not repeated after one, so that the item that is the cause is found.
+        """
         end_s = self._clock.monotonic_s() + self._config.wait_s_max
         num_away = num_failed = 0
         while True:
             try:
-                with typed_errors():
-                    return await call()
+                address, channel = self._next_node()
+                stub: _Stub = reward_pb2_grpc.RewardServiceStub(channel)
+                with typed_errors(await connected_address(channel, address)):
+                    return await call(address, stub)
             except MeshError as err:
                 if is_away(err):
                     num_away += 1
@@ -235,7 +245,8 @@ class RewardClient:
                         raise NoNode(f"no reward node served for {self._config.wait_s_max:g} s: {err}") from err
                 else:
                     num_failed += 1
-                    if not err.retryable or num_failed == self._config.tries_max:
+                    is_split = can_split and isinstance(err, ConnectionLost)
+                    if is_split or not err.retryable or num_failed == self._config.tries_max:
                         raise
                     pause_s = pause_after(num_failed, self._config.backoff_s, self._config.rpc_s_max)
                 await self._wait(min(max(pause_s, err.retry_after_s or 0.0), self._config.rpc_s_max), err)
@@ -247,15 +258,14 @@ class RewardClient:
         finally:
             del self._errors[id(err)]
 
-    def _next_node(self) -> tuple[str, reward_pb2_grpc.RewardServiceAsyncStub]:
+    def _next_node(self) -> tuple[str, grpc.aio.Channel]:
         addresses = sorted(self._addresses())
         if not addresses:
             raise NoNode("no reward node has joined; start one, or wait until it joins")
         address = addresses[next(self._turns) % len(addresses)]
         if address not in self._channels:
             self._channels[address] = self._connect(address)
-        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(self._channels[address])
-        return address, stub
+        return address, self._channels[address]
 
 
 def _refuse(batch: Sequence[_PendingItem], err: MeshError) -> None:

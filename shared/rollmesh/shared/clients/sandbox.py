@@ -42,6 +42,8 @@ class SandboxClientConfig(Settings):
     """Maximum wait for the response to a command in addition to its time limit, seconds."""
     open_s_max: PositiveFloat = 45.0
     """Retry limit for opening a session, seconds; then the last rejection is raised."""
+    tries_max: PositiveInt = 5
+    """Maximum number of attempts of one request during which the connection to the node is lost, over all nodes."""
     backoff_s: PositiveFloat = 0.05
     """First back-off after every node has rejected a session, seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
@@ -345,9 +347,14 @@ class SandboxClient:
         return await self._on_some_node(open_on, only)
 
     async def _on_some_node(self, attempt: Callable[[WorkLink], Awaitable[_T]], only: str = "") -> _T:
-        """Try node after node, or the `only` one, while rejections are temporary, for `open_s_max`; then raise the last."""
+        """Try node after node, or the `only` one, while rejections are temporary, for `open_s_max`; then raise the
+        last.
+
+        At most `tries_max` attempts may lose their connection, because the request itself may have ended the process of
+        the node.
+        """
         end_s = self._clock.monotonic_s() + self._config.open_s_max
-        num_rounds = 0
+        num_rounds = num_lost = 0
         refusal: MeshError = NoNode("no sandbox node has joined; start one, or wait until it joins")
         refused: set[str] = set()
         while True:
@@ -367,7 +374,8 @@ class SandboxClient:
             try:
                 return await attempt(link)
             except MeshError as err:
-                if not err.retryable:
+                num_lost += isinstance(err, ConnectionLost)
+                if not err.retryable or num_lost == self._config.tries_max:
                     raise
                 refusal = err
                 refused.add(link.address)

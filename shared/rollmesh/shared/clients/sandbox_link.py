@@ -71,8 +71,8 @@ class WorkLink:
     ) -> sandbox_pb2.WorkResponse:
         """Send a command and return its response. Earlier output is passed to `on_output`, which must not wait.
 
-        This sets the request id. Raise a rejection as a `MeshError`, `SandboxFailed` if the stream breaks meanwhile, or
-        `DeadlineExceeded` after `limit_s` seconds.
+        This sets the request id. Raise a rejection as a `MeshError`, `SandboxFailed` if the node ends the stream
+        meanwhile, `ConnectionLost` if it breaks, or `DeadlineExceeded` after `limit_s` seconds.
         """
         try:
             async with asyncio.timeout(limit_s), self._places:
@@ -111,7 +111,7 @@ class WorkLink:
         if self._channel is None:
             self._channel = self._connect(self.address)
         stub: sandbox_pb2_grpc.SandboxServiceAsyncStub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
-        with typed_errors():
+        with typed_errors(await connected_address(self._channel, self.address)):
             return await stub.RunTests(request, timeout=limit_s)
 
     def post_close(self, session_id: str) -> None:
@@ -189,12 +189,13 @@ class WorkLink:
         cause: MeshError = SandboxFailed(
             f"sandbox {self.address} ended the stream; retry elsewhere", address=self.address
         )
-        outgoing = self._outgoing
+        outgoing, sent_to = self._outgoing, ""
         try:
+            sent_to = await connected_address(self._channel, self.address)
             async for answer in stub.Work(_requests(outgoing)):
                 self._take(answer)
         except grpc.aio.AioRpcError as err:
-            cause = from_rpc_error(err)
+            cause = from_rpc_error(err, sent_to)
         finally:
             # gRPC may leave the reader of a broken stream waiting; it must not read messages of the next one.
             outgoing.put_nowait(None)

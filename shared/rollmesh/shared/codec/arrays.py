@@ -66,7 +66,7 @@ def encode_array(values: NDArray[Any], field: str) -> types_pb2.TokenArray:
     """Encode an array of shape [n] or [n, k]. Raises `InvalidInput` for a type that is not one of `DTYPES`."""
     dtype = values.dtype.newbyteorder("<")
     if dtype not in _NAMES:
-        invalid(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}; got {values.dtype}")
+        raise field_error(f"{field}.dtype", f"be one of {', '.join(DTYPES)}", str(values.dtype))
     data = np.ascontiguousarray(values, dtype=dtype).tobytes()
     return types_pb2.TokenArray(dtype=_NAMES[dtype], shape=values.shape, inline=data)
 
@@ -74,16 +74,23 @@ def encode_array(values: NDArray[Any], field: str) -> types_pb2.TokenArray:
 def decode_array(message: types_pb2.TokenArray, field: str) -> NDArray[Any]:
     """Decode an inline array. Raises `InvalidInput` unless its bytes match its type and shape."""
     if message.HasField("blob_digest"):
-        invalid(f"{field}.blob_digest", "not supported by this version; send the values inline")
+        raise field_error(
+            f"{field}.blob_digest",
+            "be absent, because this version does not support it",
+            message.blob_digest,
+            "send the values inline",
+        )
     if message.dtype not in DTYPES:
-        invalid(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}; got {message.dtype[:32]!r}")
+        raise field_error(f"{field}.dtype", f"be one of {', '.join(DTYPES)}", message.dtype)
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
     if len(shape) not in (1, 2) or min(shape) < 0:
-        invalid(f"{field}.shape", f"must be [n] or [n, k], got {list(shape[:8])}")
-    if math.prod(shape) * dtype.itemsize != len(message.inline):
-        invalid(f"{field}.inline", f"{len(message.inline)} bytes do not match {message.dtype} of shape {list(shape)}")
+        raise field_error(f"{field}.shape", "be [n] or [n, k]", list(shape[:8]))
+    if (size := math.prod(shape) * dtype.itemsize) != len(message.inline):
+        must = f"have {size} bytes for {message.dtype} of shape {list(shape)}"
+        raise field_error(f"{field}.inline", must, len(message.inline))
     return np.frombuffer(message.inline, dtype=dtype).reshape(shape)
 
 
 def _refuse_size(data: bytes, dtype: str, field: str, name: str) -> NoReturn:
-    invalid(f"{field}.{name}" if name else field, f"must be a multiple of 4 bytes for {dtype}, got {len(data)}")
+    must = f"be a multiple of 4 bytes for {dtype}"
+    raise field_error(f"{field}.{name}" if name else field, must, len(data))

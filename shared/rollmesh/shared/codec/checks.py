@@ -48,7 +48,12 @@ EXTEND_MAX = 49_152
 """Most episodes that a finalizer may request at once: three times the largest `group_size`, because a group may grow to
 four times it."""
 REASON_FORM = "have at most 64 characters of A-Z a-z 0-9 _ . : / -"
-"""Form of the reason for which a sample ends. A run counts its samples by reason, so a reason names a case and holds no numbers of it."""
+"""Form of the reason for which a sample ends. A run counts its samples by reason, so a reason names a case and holds no
+numbers of it."""
+MEASURES_MAX = 16
+"""Most measures that a trainer reports of one group."""
+MEASURE_FORM = "have 1 to 64 characters of A-Z a-z 0-9 _ . : / -"
+"""Form of the name of a measure."""
 _REASON = re.compile(r"[A-Za-z0-9_.:/-]{0,64}")
 _ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -56,6 +61,11 @@ _ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 def is_reason(text: str) -> bool:
     """Return whether a text has `REASON_FORM`."""
     return _REASON.fullmatch(text) is not None
+
+
+def is_measure(name: str) -> bool:
+    """Return whether a name has `MEASURE_FORM`."""
+    return name != "" and is_reason(name)
 
 
 def check_episode(episode: Episode, field: str = "episode") -> None:
@@ -82,43 +92,44 @@ def check_segment(segment: Segment, field: str, *, index: int, num_params: int) 
     """`index` is the segment's index in the episode, and `num_params` the number of the episode's sampling
     parameters."""
     if not ROOT <= segment.parent < index:
-        invalid(f"{field}.parent", f"{segment.parent}, expected {ROOT} (root) or an earlier segment, below {index}")
+        must = f"be {ROOT} (root) or the index of an earlier segment, below {index}"
+        raise field_error(f"{field}.parent", must, segment.parent)
     if segment.token_ids.ndim != 1:
-        invalid(f"{field}.token_ids", f"expected one dimension, found {segment.token_ids.ndim}")
+        raise field_error(f"{field}.token_ids", "have one dimension", segment.token_ids.ndim)
     # The highest byte of a negative int32 is not ASCII. The minimum costs five times as much.
     if not segment.token_ids.astype(DTYPES["i32le"], copy=False).tobytes()[3::4].isascii():
-        invalid(f"{field}.token_ids", f"token {int(segment.token_ids.min())} is negative")
+        raise field_error(f"{field}.token_ids", "be >= 0", int(segment.token_ids.min()))
     _check_arrays(segment, field)
     _check_origin(segment, field, num_params)
 
 
 def check_sampling_params(params: SamplingParams, field: str) -> None:
     if not 0.0 <= params.temperature <= TEMPERATURE_MAX:  # a NaN fails every comparison
-        invalid(f"{field}.temperature", f"{params.temperature}, expected 0 to {TEMPERATURE_MAX:g}")
+        raise field_error(f"{field}.temperature", f"be in [0, {TEMPERATURE_MAX:g}]", params.temperature)
     if not 0.0 < params.top_p <= 1.0:
-        invalid(f"{field}.top_p", f"{params.top_p}, expected above 0, at most 1")
+        raise field_error(f"{field}.top_p", "be in (0, 1]", params.top_p)
     if params.top_k < 0:
-        invalid(f"{field}.top_k", f"{params.top_k}, expected 0 (off) or more")
+        raise field_error(f"{field}.top_k", "be >= 0 (0 for off)", params.top_k)
     if params.max_tokens < 1:
-        invalid(f"{field}.max_tokens", f"{params.max_tokens}, expected at least 1")
+        raise field_error(f"{field}.max_tokens", "be >= 1", params.max_tokens)
     if "" in params.stop:
-        invalid(f"{field}.stop", "an empty string would stop at once")
+        raise field_error(f"{field}.stop", "not contain an empty string, because it would stop at once", params.stop)
     if not 0 <= params.seed < 2**64:
-        invalid(f"{field}.seed", f"{params.seed}, expected an unsigned 64-bit number")
+        raise field_error(f"{field}.seed", "be in [0, 2**64)", params.seed)
 
 
 def check_version(version: PolicyVersion, field: str, name: str = "") -> None:
     """`field`, or its part `name`, holds the version."""
     for part, number in (("step", version.step), ("incarnation", version.incarnation)):
         if number < 0:
-            invalid(".".join(filter(None, (field, name, part))), f"{number} is negative")
+            raise field_error(".".join(filter(None, (field, name, part))), "be >= 0", number)
 
 
 def check_sample(sample: Sample, field: str, *, num_segments: int) -> None:
     if not sample.sample_id:
-        invalid(f"{field}.sample_id", "empty")
+        raise field_error(f"{field}.sample_id", "not be empty", "")
     if not 0 <= sample.leaf < num_segments:
-        invalid(f"{field}.leaf", f"{sample.leaf}, but there are {num_segments} segments")
+        raise field_error(f"{field}.leaf", f"be the index of one of {num_segments} segments", sample.leaf)
     _finite_at_least_0(sample.weight, f"{field}.weight")
     check_rewards(sample.rewards, f"{field}.rewards", num_segments=num_segments)
 
@@ -142,10 +153,10 @@ def check_reward_names(rewards: Sequence[Reward]) -> None:
 
 def check_group_context(group: GroupContext, field: str = "group") -> None:
     if not group.group:
-        invalid(f"{field}.group", "empty")
+        raise field_error(f"{field}.group", "not be empty", "")
     for index, member in enumerate(group.members):
         if not member.sample_id:
-            invalid(f"{field}.members[{index}].sample_id", "empty")
+            raise field_error(f"{field}.members[{index}].sample_id", "not be empty", "")
         check_rewards(member.rewards, f"{field}.members[{index}].rewards")
 
 
@@ -155,9 +166,9 @@ def check_group_context(group: GroupContext, field: str = "group") -> None:
 def _check_key(key: EpisodeKey, field: str) -> None:
     for name, value in (("run", key.run), ("task", key.task), ("group", key.group), ("episode", key.episode)):
         if not value:
-            invalid(f"{field}.{name}", "empty")
+            raise field_error(f"{field}.{name}", "not be empty", "")
     if key.attempt < 1:
-        invalid(f"{field}.attempt", f"{key.attempt}, the first try is 1")
+        raise field_error(f"{field}.attempt", "be >= 1", key.attempt)
 
 
 def _check_arrays(segment: Segment, field: str) -> None:
@@ -166,60 +177,67 @@ def _check_arrays(segment: Segment, field: str) -> None:
         if floats is None:
             continue
         if floats.shape != shape:
-            invalid(f"{field}.{name}", f"{floats.size} values for {segment.num_tokens} tokens")
+            raise field_error(
+                f"{field}.{name}", f"have {count_of(segment.num_tokens, 'value')}, one per token", floats.size
+            )
         # The square of the norm is finite only if every value is. It costs a third, and may overflow.
         if not math.isfinite(floats.dot(floats)) and not np.isfinite(floats).all():
             where = int(np.flatnonzero(~np.isfinite(floats))[0])
-            invalid(f"{field}.{name}", f"value {where} is {float(floats[where])}, expected finite numbers")
+            raise field_error(f"{field}.{name}[{where}]", "be finite", float(floats[where]))
     if mask is not None:
         if mask.shape != shape:
-            invalid(f"{field}.loss_mask", f"{mask.size} values for {segment.num_tokens} tokens")
+            raise field_error(
+                f"{field}.loss_mask", f"have {count_of(segment.num_tokens, 'value')}, one per token", mask.size
+            )
         if mask.tobytes().strip(b"\0\1"):  # bytes other than 0 and 1
-            invalid(f"{field}.loss_mask", f"holds {int(mask.max())}, expected 0 or 1")
+            raise field_error(f"{field}.loss_mask", "contain only 0 and 1", int(mask.max()))
     if segment.arrays:
         _check_columns(segment, field)
 
 
 def _check_columns(segment: Segment, field: str) -> None:
     if len(segment.arrays) > ARRAYS_MAX:
-        invalid(f"{field}.arrays", f"must have at most {ARRAYS_MAX} entries, got {len(segment.arrays)}")
+        raise field_error(f"{field}.arrays", f"have at most {ARRAYS_MAX} entries", len(segment.arrays))
     for name, values in segment.arrays.items():
         if not _ARRAY_NAME.fullmatch(name):
-            invalid(f"{field}.arrays", f"a name must match {_ARRAY_NAME.pattern}, got {name[:80]!r}")
+            raise field_error(f"{field}.arrays", f"have names that match {_ARRAY_NAME.pattern}", name)
         check_array(values, f"{field}.arrays[{name}]", segment.num_tokens)
 
 
 def check_array(values: NDArray[Any], field: str, num_tokens: int) -> None:
     """Check type, shape [n] or [n, k], size and finite values of a per-token array."""
     if values.dtype.newbyteorder("<") not in DTYPES.values():
-        invalid(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}; got {values.dtype}")
+        raise field_error(f"{field}.dtype", f"be one of {', '.join(DTYPES)}", str(values.dtype))
     if values.ndim not in (1, 2) or values.shape[0] != num_tokens or values.shape[1:] == (0,):
-        invalid(f"{field}.shape", f"must be [{num_tokens}] or [{num_tokens}, k] with k >= 1, got {list(values.shape)}")
+        must = f"be [{num_tokens}] or [{num_tokens}, k] with k >= 1"
+        raise field_error(f"{field}.shape", must, list(values.shape))
     if values.nbytes > ARRAY_BYTES_MAX:
-        invalid(field, f"must have at most {ARRAY_BYTES_MAX} bytes, got {values.nbytes}")
+        raise field_error(field, f"have at most {ARRAY_BYTES_MAX} bytes", values.nbytes)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         where = int(np.flatnonzero(~np.isfinite(values))[0])
-        invalid(field, f"value {where} is {float(values.flat[where])}, expected finite numbers")
+        raise field_error(f"{field}[{where}]", "be finite", float(values.flat[where]))
 
 
 def _check_origin(segment: Segment, field: str, num_params: int) -> None:
     sampled = segment.source in SAMPLED_SOURCES
     if sampled and segment.logprobs is None:
-        invalid(f"{field}.logprobs", f"missing, but {segment.source.name} tokens are sampled")
+        must = f"be set, because {segment.source.name} tokens are sampled"
+        raise field_error(f"{field}.logprobs", must, None)
     if not sampled and segment.logprobs is not None:
-        invalid(f"{field}.logprobs", f"present, but {segment.source.name} tokens are not sampled")
+        must = f"have no values, because {segment.source.name} tokens are not sampled"
+        raise field_error(f"{field}.logprobs", must, segment.logprobs.size)
     if segment.source is Source.POLICY and segment.version is None:
-        invalid(f"{field}.version", "missing, but POLICY tokens carry the weights that sampled them")
+        must = "be set, because POLICY tokens carry the weights that sampled them"
+        raise field_error(f"{field}.version", must, None)
     if segment.version is not None:
         check_version(segment.version, field, "version")
     if (segment.version is None) != (segment.kv_step_oldest is None):
-        invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")
+        raise field_error(f"{field}.kv_step_oldest", "be set exactly where `version` is", segment.kv_step_oldest)
     if segment.kv_step_oldest is not None and segment.kv_step_oldest < 0:
-        invalid(f"{field}.kv_step_oldest", f"{segment.kv_step_oldest} is negative")
+        raise field_error(f"{field}.kv_step_oldest", "be >= 0", segment.kv_step_oldest)
     if not -1 <= segment.sampling < num_params:
-        invalid(
-            f"{field}.sampling", f"{segment.sampling}, but there are {num_params} sampling_params (-1: not sampled)"
-        )
+        must = f"be -1 (not sampled) or the index of one of {num_params} sampling_params"
+        raise field_error(f"{field}.sampling", must, segment.sampling)
 
 
 def _check_samples(episode: Episode, field: str) -> None:
@@ -228,19 +246,20 @@ def _check_samples(episode: Episode, field: str) -> None:
         where = f"{field}.samples[{index}]"
         check_sample(sample, where, num_segments=len(episode.segments))
         if sample.sample_id in seen:
-            invalid(f"{where}.sample_id", f"{sample.sample_id!r} is given twice")
+            raise field_error(f"{where}.sample_id", "be unique in the episode", sample.sample_id)
         seen.add(sample.sample_id)
 
 
 def _check_reward(reward: Reward, field: str, num_segments: int | None) -> None:
     if not reward.name:
-        invalid(f"{field}.name", "empty")
+        raise field_error(f"{field}.name", "not be empty", "")
     if reward.outcome is Outcome.OK and not in_reward_range(reward.value):
-        invalid(f"{field}.value", f"{reward.value}, {REWARD_RANGE}")
+        raise field_error(f"{field}.value", RANGE_FORM, reward.value)
     if reward.segment < WHOLE_SAMPLE or (num_segments is not None and reward.segment >= num_segments):
-        invalid(f"{field}.segment", f"{reward.segment}, expected {WHOLE_SAMPLE} (whole sample) or a segment's index")
+        must = f"be {WHOLE_SAMPLE} (whole sample) or the index of a segment"
+        raise field_error(f"{field}.segment", must, reward.segment)
 
 
 def _finite_at_least_0(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0):
-        invalid(field, f"{value}, expected a finite number, 0 or more")
+        raise field_error(field, "be finite and >= 0", value)

@@ -1,4 +1,4 @@
-"""How a field is refused, the same everywhere."""
+"""Reject messages that have fields of a newer protocol."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from rollmesh.shared.errors import FieldViolation, InvalidInput
-
-
-def invalid(field: str, what: str) -> NoReturn:
-    """Raises `InvalidInput` that names the field: `episode.segments[3].logprobs: 12 values for 13 tokens`."""
-    raise InvalidInput(f"{field}: {what}", violations=[FieldViolation(field, what)])
+from rollmesh.shared.errors import field_error
 
 
 def refuse_unknown(message: Any, field: str) -> None:
@@ -20,4 +15,5 @@ def refuse_unknown(message: Any, field: str) -> None:
     unknown = UnknownFieldSet(message)
     numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
     if numbers:
-        invalid(field, f"holds field {numbers[0]}, which this version does not know; upgrade the mesh, or leave it out")
+        must = "have only fields that this version has"
+        raise field_error(field, must, f"field {numbers[0]}", "upgrade the mesh, or remove the field")

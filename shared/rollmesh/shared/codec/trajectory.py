@@ -1,4 +1,5 @@
-"""Episodes, samples and groups: domain (`rollmesh.shared.domain.trajectory`) to protobuf (`rollmesh/v1/types.proto`) and back.
+"""Episodes, samples and groups: domain (`rollmesh.shared.domain.trajectory`) to protobuf (`rollmesh/v1/types.proto`)
+and back. Measurements on groups are in `events.proto`.
 
 Both directions apply the rules of `codec.checks` and raise `InvalidInput` naming the field. Bytes are deterministic.
 The golden vectors of the tests hold for every release, so that one release reads the payloads of another.
@@ -30,6 +31,7 @@ from rollmesh.shared.codec.arrays import (
 from rollmesh.shared.codec.summaries import sample_summary, why_invalid_summary
 from rollmesh.shared.domain.trajectory import (
     SAMPLED_SOURCES,
+    TRAINED_MEASURES,
     ClientChains,
     EndpointUse,
     Episode,
@@ -47,6 +49,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
     Source,
+    TrainedGroup,
     TurnSummary,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
@@ -76,7 +79,7 @@ def episode_from_bytes(data: bytes) -> Episode:
     try:
         message.ParseFromString(data)
     except DecodeError as err:
-        invalid("episode", f"cannot decode a rollmesh.v1.Episode from {len(data)} bytes: {err}")
+        raise field_error("episode", f"be an encoded rollmesh.v1.Episode of {len(data)} bytes", err) from err
     return decode_episode(message)
 
 
@@ -141,7 +144,7 @@ def encode_key(key: EpisodeKey) -> types_pb2.EpisodeKey:
 def decode_key(message: types_pb2.EpisodeKey, field: str = "key") -> EpisodeKey:
     """Raises `InvalidInput` for an attempt below 1; names are checked with the episode."""
     if message.attempt < 1:
-        invalid(f"{field}.attempt", f"{message.attempt}, the first try is 1")
+        raise field_error(f"{field}.attempt", "be >= 1", message.attempt)
     return EpisodeKey(
         run=message.run, task=message.task, group=message.group, episode=message.episode, attempt=message.attempt
     )
@@ -179,13 +182,13 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
 def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segment:
     """Check shapes and enums only; `checks.check_segment` compares it with its episode. Raises `InvalidInput`."""
     if message.media:  # rejected, not dropped, because the sender relies on it
-        invalid(f"{field}.media", "not supported by this version; leave it empty")
+        raise field_error(f"{field}.media", "be empty, because this version does not support it", len(message.media))
     source = _known(Source, message.source, field, "source")
     token_ids, logprobs, logprobs_model = message.token_ids, message.logprobs, message.logprobs_model
     has_logprobs = bool(logprobs) or (source in SAMPLED_SOURCES and not token_ids)
     has_version, kv_step_oldest = message.HasField("version"), message.kv_step_oldest
     if kv_step_oldest and not has_version:
-        invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")
+        raise field_error(f"{field}.kv_step_oldest", "be set exactly where `version` is", kv_step_oldest)
     return Segment(
         parent=message.parent,
         role=_known(Role, message.role, field, "role"),
@@ -324,7 +327,7 @@ def decode_summary(message: types_pb2.SampleSummary, field: str = "summary") -> 
     """Raises `InvalidInput`."""
     if found := why_invalid_summary(message):
         name, must, got = found
-        invalid(f"{field}.{name}", f"must {must}, got {got!r}")
+        raise field_error(f"{field}.{name}", must, got)
     turns = tuple(
         TurnSummary(segment=t.segment, num_tokens=t.num_tokens, mean_logprob=t.mean_logprob, observation=t.observation)
         for t in message.turns
@@ -376,6 +379,23 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
     return group
 
 
+def encode_trained_group(trained: TrainedGroup) -> events_pb2.TrainedGroup:
+    """The fields beside the map are for readers of the release before it."""
+    return events_pb2.TrainedGroup(
+        group=trained.group,
+        mean_abs_advantage=trained.mean_abs_advantage,
+        policy_loss=trained.policy_loss,
+        num_tokens=trained.num_tokens,
+        measures=trained.measures,
+    )
+
+
+def decode_trained_group(message: events_pb2.TrainedGroup) -> TrainedGroup:
+    """A message without measures is of a trainer or a ledger before the map: its fields are taken."""
+    fields = {name: float(getattr(message, name)) for name in TRAINED_MEASURES}
+    return TrainedGroup(group=message.group, measures=dict(message.measures) or fields)
+
+
 # Enums ----------------------------------------------------------------------------------------------------------------
 
 
@@ -388,7 +408,7 @@ def _known(type_: type[E], number: int, field: str, name: str) -> E:
     """Return the member with this number. Raises `InvalidInput` for part `name` of `field`."""
     if (member := _MEMBERS[type_].get(number)) is None:
         names = ", ".join(f"{known.value} {known.name}" for known in type_)
-        invalid(f"{field}.{name}", f"{number}, expected one of: {names}")
+        raise field_error(f"{field}.{name}", f"be one of {names}", number)
     return cast(E, member)
 
 

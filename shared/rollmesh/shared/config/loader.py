@@ -4,9 +4,12 @@ A type with a static method `underlay(tree, base_dir) -> Path | None` has one mo
 given values: the YAML file that the method returns for these values, e.g. a recipe. Its section `about` is not part of
 the configuration.
 
-The loader is strict. An unknown key, a wrong type, a value out of range, a missing file or invalid YAML is an error that contains the path
-of the key (`rollout.turns_max`), the expected and the found value, and the line or override. One pass finds all errors: after each, the
-key is removed (or renamed to the probable one) and the rest is read. Several errors become one `ConfigError`.
+The loader is strict. An unknown key, a wrong type, a value out of range, a missing file or invalid YAML is an error
+that contains the path of the key (`rollout.turns_max`), the expected and the found value, and the line or override. One
+pass finds all errors: after each, the key is removed (or renamed to the probable one) and the rest is read. Several
+errors become one `ConfigError`. A class attribute `removed` of a type maps the settings that only the release before
+had to the reason why they have no effect. They are ignored with a warning, because the configuration in a run folder
+has every setting.
 
 YAML is read as YAML 1.1 with two changes: `1e-4` is a number, and a duplicate key is an error.
 """
@@ -28,6 +31,7 @@ from rollmesh.shared.config.settings import expectation, plain, shown
 from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 UNKNOWN_KEY = "unknown key"
 """Begin of the description of a key that a type does not have."""
 MISTAKES_MAX = 50
@@ -297,7 +301,10 @@ def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple
             return msgspec.convert(rest, type_), mistakes
         except msgspec.ValidationError as err:
             mistake = _mistake(type_, rest, str(err))
-            mistakes.append(mistake.error(places))
+            if mistake.removed:
+                _log.warning("%s", mistake.error(places))
+            else:
+                mistakes.append(mistake.error(places))
             if not _without(rest, mistake):
                 break
     return None, mistakes
@@ -334,6 +341,8 @@ class _Mistake:
     what: str
     meant: str = ""
     """The key that was probably meant by an unknown one."""
+    removed: bool = False
+    """Whether the key is a setting of the release before, which is ignored."""
 
     def error(self, places: _Places) -> ConfigError:
         key = self.path.lstrip(".") or "(top)"
@@ -352,6 +361,10 @@ def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
     what, path = match["what"], _with_keys(type_, tree, match["path"] or "", text)
     names = _field_names(type_, path, tree)
     if unknown := _UNKNOWN_FIELD.match(what):
+        for struct in (one for node in _nodes(type_, path) for one in _structs(node)):
+            if reason := getattr(struct.cls, "removed", {}).get(unknown["name"]):
+                what = f"no effect, because {reason}; delete the key"
+                return _Mistake(f"{path}.{unknown['name']}", what, removed=True)
         meant = _close_to(unknown["name"], names)
         return _Mistake(f"{path}.{unknown['name']}", f"{UNKNOWN_KEY}{_did_you_mean(meant, names)}", meant)
     if missing := _MISSING_FIELD.match(what):

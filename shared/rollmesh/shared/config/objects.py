@@ -46,8 +46,9 @@ def _import(name: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as err:
         if err.name is not None and (module == err.name or module.startswith(f"{err.name}.")):
-            raise ConfigError(f"`{name}`: there is no module `{err.name}`; is it installed?", name=name) from err
-        remedy = install_hint(err.name)
+            remedy = moved_hint(module) or "is it installed?"
+            raise ConfigError(f"`{name}`: there is no module `{err.name}`; {remedy}", name=name) from err
+        remedy = moved_hint(err.name) or install_hint(err.name)
         raise ConfigError(
             f"`{name}`: importing `{module}` failed: {err}{f'; {remedy}' if remedy else ''}", name=name
         ) from err

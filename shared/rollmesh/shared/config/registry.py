@@ -49,15 +49,15 @@ E = TypeVar("E", bound=Extension)
 
 
 class Registry:
-    """One kind of extension, for example scorers.
+    """One kind of extension, for example scorers. Its base class states the members, see
+    `rollmesh.shared.config.plugin`."""
 
-    The class of an extension MAY have a class attribute `Options`, a msgspec struct. Options are converted to it strictly.
-    """
-
-    def __init__(self, kind: str, built_in: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, built_in: Mapping[str, str], base: type[Plugin]) -> None:
         """`built_in` maps short names to `package.module:Name`."""
         self.kind = kind
+        self.base = base
         self._built_in = dict(built_in)
+        self._adoption = Adoption(kind, base)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,9 +69,16 @@ class Registry:
         exist."""
         if name in self._built_in:
             return load_object(self._built_in[name])
-        if ":" in name:
-            return load_object(name, base_dir)
-        raise unknown_name(self.kind, name, self.names)
+        if ":" not in name:
+            raise unknown_name(self.kind, name, self.names)
+        found = load_object(name, base_dir)
+        self._adoption.of_class(found, name)
+        return found
+
+    def find_class(self, name: str, base_dir: str | Path | None = None) -> Any:
+        """Return what `find` returns, or the base class for a function that makes an extension."""
+        found = self.find(name, base_dir)
+        return found if isinstance(found, type) else self.base
 
     def make(self, chosen: Extension | str, base_dir: str | Path | None = None, /, **context: Any) -> Any:
         """Return an instance of the chosen class: `cls(**context, options=...)`, or `cls(**context)` without `Options`.
@@ -82,18 +89,32 @@ class Registry:
         cls = self.find(chosen.name, base_dir)
         options = self.options(chosen, base_dir)
         try:
-            return cls(**context, options=options) if hasattr(cls, "Options") else cls(**context)
+            made = (
+                cls(**context) if self.options_type(chosen.name, base_dir) is None else cls(**context, options=options)
+            )
         except MeshError:
             raise
         except Exception as err:  # user code may raise anything; the name that led to it must be reported
             what = f"the constructor failed: {explain(err)}\n{user_traceback(err)}"
             raise ConfigError(f"{self.kind} `{chosen.name}`: {what}", name=chosen.name) from err
+        self.adopt(made, chosen.name)
+        return made
+
+    def adopt(self, made: Any, name: str = "") -> None:
+        """Check an extension that was made, here or in other user code. Raise ConfigError if it lacks a required
+        member."""
+        self._adoption.of_instance(made, name or type(made).__name__)
+
+    def options_type(self, name: str, base_dir: str | Path | None = None) -> type[msgspec.Struct] | None:
+        """Return the `Options` of a class, or of a function that makes an extension. None: it has no options."""
+        found: type[msgspec.Struct] | None = getattr(self.find(name, base_dir), "Options", None)
+        return found
 
     def options(self, chosen: Extension | str, base_dir: str | Path | None = None) -> msgspec.Struct:
         """Return the options as the `Options` of the class, with defaults. Raise ConfigError that names the wrong
         key."""
         chosen = _as_extension(chosen)
-        type_: type[msgspec.Struct] | None = getattr(self.find(chosen.name, base_dir), "Options", None)
+        type_ = self.options_type(chosen.name, base_dir)
         if type_ is None and chosen.options:
             raise ConfigError(
                 f"{self.kind} `{chosen.name}` has no options, got {', '.join(chosen.options)}; remove them"

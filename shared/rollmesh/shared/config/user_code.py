@@ -14,6 +14,7 @@ from rollmesh.shared.config.moved import moved_hint
 from rollmesh.shared.errors import MeshError
 
 TRACEBACK_CHARS_MAX = 4000
+MEMORY_REMEDY = "lower `learner.packing.row_tokens`, or use more ranks or a device with more memory"
 _CALLERS = ("rollmesh.", "importlib.", "_frozen_importlib")
 """Modules that call a user's code: services, trainer, mesh and command line all do. A user's file is never in the
 package."""
@@ -22,6 +23,8 @@ package."""
 def explain(error: BaseException) -> str:
     """Return the error in one line, with the probable mistake."""
     text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and (hint := moved_hint(error.name)):
+        return f"{text} ({hint})"
     owner = error.obj if isinstance(error, AttributeError) else None
     if inspect.isfunction(owner) or inspect.ismethod(owner):
         return f"{text} (`{owner.__name__}` is a method; call it: `{owner.__name__}()`)"
@@ -32,11 +35,29 @@ def explain(error: BaseException) -> str:
 
 @contextmanager
 def reported(what: str, failure: type[MeshError]) -> Iterator[None]:
-    """Raise `failure` with the error and the user's lines if the code inside raises. `what` begins the message."""
+    """Raise `failure` with the error and the user's lines if the code inside raises. `what` begins the message.
+
+    The error of a process without memory is raised unchanged, with a note. It can occur at any line, so the user's code
+    is not its cause.
+    """
     try:
         yield
     except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(f"{what} was running, and may not be the cause; {MEMORY_REMEDY}")
+            raise
         raise failure(f"{what} failed: {explain(error)}\n{user_traceback(error)}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether host or device had no memory left. The allocator of torch on the CPU raises a plain
+    RuntimeError."""
+    torch = sys.modules.get("torch")  # this package does not import it
+    return (
+        isinstance(error, MemoryError)
+        or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+        or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error))
+    )
 
 
 def takes_arguments(function: Callable[..., object], number: int) -> bool:

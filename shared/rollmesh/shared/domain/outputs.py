@@ -11,9 +11,9 @@ Row i of an array belongs to the forward from which token i was drawn, that is, 
     routed_experts  routed_experts [n, layers * experts per token] u8 or i32    chosen experts, layer by layer (mixture-of-experts models)
     mean_logprob    mean_logprob [n] f32          mean of the log-probs of the plain softmax over the vocabulary
 
-The sampling distribution is the one after temperature, top-k and top-p; for greedy requests and for `score` it is the plain softmax.
-An engine may have further outputs; each of them is an array of the same name.
-"""
+The sampling distribution is the one after temperature, top-k and top-p; for greedy requests and for `score` it is the
+plain softmax. An engine may have further outputs; each of them is an array of the same name.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The protocol version of this release, and the rule which processes of different releases work together.
 
-`PROTOCOL` covers everything that processes of one mesh exchange: the messages of `protos/`, the configuration that GetMesh returns, and the
-facts of the ledger that a node reads. The minor number rises when something is added, the major number when something changes or goes
-away. The coordinator decides: it accepts nodes of its major number whose minor number equals its own or is one lower. So the
-coordinator is upgraded first, and every node must work with peers one minor number older, in both directions. docs/upgrades.md describes the
-procedure.
+`PROTOCOL` covers everything that processes of one mesh exchange: the messages of `protos/`, the configuration that
+GetMesh returns, and the facts of the ledger that a node reads. The minor number rises when something is added, or when
+a call goes away that always returned UNIMPLEMENTED; the major number when something else changes or goes away. The
+coordinator decides: it accepts nodes of its major number whose minor number equals its own or is one lower. So the
+coordinator is upgraded first, and every node must work with peers one minor number older, in both directions.
+docs/upgrades.md describes the procedure.
 """
 
 from __future__ import annotations

@@ -391,23 +391,40 @@ class GroupContext(msgspec.Struct, frozen=True, kw_only=True):
     """Labels of the task."""
 
 
+TRAINED_MEASURES = ("mean_abs_advantage", "policy_loss", "num_tokens")
+"""Names of the numbers that each trainer of this release measures on a group, see `TrainedGroup`."""
+
+
 class TrainedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What an update measured on the used tokens of one group of its batch, as in `rollmesh/v1/events.proto`."""
+    """What an update measured on one group of its batch, as in `rollmesh/v1/events.proto`."""
 
     group: str
-    mean_abs_advantage: float
-    """Mean of the absolute advantage, >= 0."""
-    policy_loss: float
-    """Mean of -r A: A is the advantage, and r the ratio pi / mu before the first optimizer step on the token, without a clip."""
-    num_tokens: int
-    """Number of used tokens, >= 1. A token that several optimizer steps train counts once."""
+    measures: Mapping[str, float]
+    """Name -> finite number. Those of `TRAINED_MEASURES` are means and a count over the used tokens. Others come from
+    the estimator, see `Estimate.measures`."""
+
+    @property
+    def mean_abs_advantage(self) -> float:
+        """Mean of the absolute advantage, >= 0. 0 if it was not measured, as for the other two."""
+        return self.measures.get("mean_abs_advantage", 0.0)
+
+    @property
+    def policy_loss(self) -> float:
+        """Mean of -r A: A is the advantage, and r the ratio pi / mu before the first optimizer step on the token,
+        without a clip."""
+        return self.measures.get("policy_loss", 0.0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of used tokens, >= 1. A token that several optimizer steps train counts once."""
+        return int(self.measures.get("num_tokens", 0))
 
 
 class TrainingSample(msgspec.Struct, frozen=True, kw_only=True):
     """What a learner trains on: a sample, the path of segments it covers, and its group.
 
-    `segments` is the path in order; `token_trainable` masks (policy `mask` of the bound) are already folded into each
-    segment's `loss_mask`.
+    `segments` is the path in order; the mask of tokens beyond the bound (`LeasedSample.mask_below_step`) is already
+    part of each segment's `loss_mask`.
     """
 
     sample: Sample

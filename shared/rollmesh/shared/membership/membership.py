@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 DRAIN_CALL_S_MAX = 2.0
 """Deadline of the call by which a node reports that it drains on its own, in seconds."""
-_HOPELESS = (InvalidInput, Unauthenticated, PermissionDenied, Unimplemented)
+_FATAL = (InvalidInput, Unauthenticated, PermissionDenied, Unimplemented)
 """Errors that the same hello would get again."""
 
 
@@ -211,10 +211,6 @@ class Membership:
         self._weights.append(report)
         self._urgent.set()
 
-    def report_now(self) -> None:
-        """Send a report without waiting for the next heartbeat."""
-        self._urgent.set()
-
     # One stream after another -----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -223,7 +219,7 @@ class Membership:
         while not self._leaving:
             try:
                 await self._serve_stream()
-            except _HOPELESS as err:
+            except _FATAL as err:
                 self._lost(f"the coordinator refuses this node: {err}")
                 self._refusal = err
                 self._rejected.set()
@@ -289,7 +285,7 @@ class Membership:
         parts = [
             asyncio.create_task(self._report(call, heartbeat_s)),
             asyncio.create_task(self._listen(call, commands)),
-            asyncio.create_task(self._obey(commands)),
+            asyncio.create_task(self._execute(commands)),
         ]
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -344,7 +340,7 @@ class Membership:
                     ) from None
         raise Unavailable("the coordinator ended the stream")
 
-    async def _obey(self, commands: asyncio.Queue[coordinator_pb2.JoinResponse]) -> None:
+    async def _execute(self, commands: asyncio.Queue[coordinator_pb2.JoinResponse]) -> None:
         verbs: dict[str, Callable[[coordinator_pb2.JoinResponse], Awaitable[None]]] = {
             "weights": lambda message: self._handler.on_weights(message.weights),
             "cancel": lambda message: self._handler.on_cancel(message.cancel),

@@ -31,6 +31,11 @@ reply."""
 _UNREAD_S_MAX = 60.0
 """Limit of the time in which a client reads the last reply of its connection."""
 _STOP_S_MAX = 5.0
+_QUEUE_MAX = 1024
+"""Number of connections that wait in the kernel."""
+_ACCEPTED_MAX = 16
+"""Number of connections that are accepted in one turn of the loop. A burst of them must not stop the other work of the
+process."""
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
@@ -59,7 +64,7 @@ def bind_http(address: str, key: str) -> socket.socket:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, int(port)), family=family, backlog=1024)
+        return socket.create_server((host, int(port)), family=family, backlog=_QUEUE_MAX)
     except OSError as err:
         raise ConfigError(
             f"{key}: cannot listen on {address}: {err.strerror or err}; use a free port of this machine, or port 0",
@@ -193,6 +198,7 @@ class AsgiServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                backlog=_ACCEPTED_MAX,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
                 **secure,
@@ -204,6 +210,7 @@ class AsgiServer:
             await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
             if not ready.is_set():
                 raise Internal(f"the HTTP server on {listener.getsockname()} ended while it started; see the log")
+            listener.listen(_QUEUE_MAX)  # asyncio has set it to the number that it accepts in one turn
         except BaseException:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)

@@ -100,7 +100,7 @@ class HttpLink:
         data = await self._call("POST", path, body, params, limit_s or self._call_s)
         return decoded(data, type_, self._name("POST", path))
 
-    async def tell(
+    async def notify(
         self, path: str, body: object, *, params: Mapping[str, str] | None = None, limit_s: float | None = None
     ) -> None:
         """POST without a look at the response's body."""

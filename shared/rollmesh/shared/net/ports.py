@@ -63,9 +63,8 @@ def _reserve(port: int) -> bool:
 def is_taken(host: str, port: int) -> bool:
     """Return whether the port is in use. OSError for an address that does not belong to this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # old connections in TIME_WAIT do not prevent listening
+        # Old connections in TIME_WAIT do not prevent listening.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as err:

@@ -15,7 +15,7 @@ _WORDS = ("No space left on device", "os error 28", "file write failed")
 
 
 @contextmanager
-def disk_told(place: Path) -> Iterator[None]:
+def disk_full_errors(place: Path) -> Iterator[None]:
     """Convert an error that a full disk at `place` caused into `DiskFull`. Other errors pass unchanged."""
     try:
         yield

@@ -7,7 +7,7 @@ sequence of a stream never gets there, so both kinds fit the same field, and a p
 this run.
 
 Every read compares header, length and CRC, so a record that was cut off or damaged is never returned.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -249,9 +249,8 @@ def _around(
     attributes: Attributes | None,
     kind: trace.SpanKind = trace.SpanKind.INTERNAL,
 ) -> AbstractContextManager[Span | None]:
-    return tracing.tracer(service).start_as_current_span(
-        name, context, kind, attributes, record_exception=False
-    )  # the failure's text becomes the span's status; its traceback belongs in the log
+    # The failure's text becomes the span's status; its traceback belongs in the log.
+    return tracing.tracer(service).start_as_current_span(name, context, kind, attributes, record_exception=False)
 
 
 @contextmanager

@@ -216,7 +216,8 @@ class BlobStore:
                 return False
             self._publish(link, digest, owner)
             return True
-        finally:  # also if the caller is cancelled, and after a rename onto another link to the file, which keeps both names
+        finally:
+            # Also if the caller is cancelled, and after a rename onto another link to the file, which keeps both names.
             link.unlink(missing_ok=True)
 
     def release(self, owner: str) -> int:
@@ -395,13 +396,13 @@ class PartialBlob:
                 digest=self._digest,
             )
         if self._store.durable:
-            with disk_told(self._path.parent):
+            with disk_full_errors(self._path.parent):
                 await asyncio.to_thread(os.fsync, self._file.fileno())
         self._store._publish(self._path, self._digest, owner)
 
     def _write(self, piece: bytes) -> None:
         self._hash.update(piece)
-        with disk_told(self._path.parent):
+        with disk_full_errors(self._path.parent):
             self._file.write(piece)
             self._file.flush()  # for readers that follow
 

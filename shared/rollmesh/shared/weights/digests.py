@@ -28,5 +28,4 @@ def sha256_of_file(path: Path) -> str:
 def check_digest(digest: str, field: str = "digest") -> None:
     """Raises `InvalidInput`. Digests become file names, so nothing else may pass."""
     if not _DIGEST.fullmatch(digest):
-        what = f"{digest[:80]!r}, expected 64 lower-case hex digits"
-        raise InvalidInput(f"{field}: {what}", violations=[FieldViolation(field, what)])
+        raise field_error(field, "have 64 lower-case hex digits", digest)

@@ -90,7 +90,7 @@ def build_manifest(
     safetensors, OSError for one that cannot be read. The same files, probes and settings give the same digest.
     """
     if not 0 < chunk_bytes <= CHUNK_BYTES_MAX:
-        invalid("chunk_bytes", f"{chunk_bytes}, expected 1 to {CHUNK_BYTES_MAX}")
+        raise field_error("chunk_bytes", f"be in [1, {CHUNK_BYTES_MAX}]", chunk_bytes)
     chunks: dict[str, ChunkSource] = {}
     manifest = weights_pb2.WeightManifest(
         kind=weights_pb2.WeightManifest.KIND_LORA if adapter else weights_pb2.WeightManifest.KIND_FULL,
@@ -114,11 +114,8 @@ def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
     try:
         manifest.ParseFromString(data)
     except DecodeError as err:
-        invalid(
-            "manifest",
-            f"cannot decode a rollmesh.v1.WeightManifest from {len(data)} bytes ({err}); "
-            "`weights_digest` must be the SHA-256 of an encoded manifest",
-        )
+        must = f"be an encoded rollmesh.v1.WeightManifest of {len(data)} bytes"
+        raise field_error("manifest", must, err, "send the SHA-256 of its bytes as `weights_digest`") from err
     check_manifest(manifest)
     return manifest
 
@@ -127,20 +124,21 @@ def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
     """Raises `InvalidInput` naming the field."""
     refuse_unknown(manifest, "manifest")
     if manifest.kind not in (weights_pb2.WeightManifest.KIND_FULL, weights_pb2.WeightManifest.KIND_LORA):
-        invalid("manifest.kind", f"{manifest.kind}, expected 1 (full) or 2 (adapter)")
+        raise field_error("manifest.kind", "be 1 (full) or 2 (adapter)", int(manifest.kind))
     if not manifest.files:
-        invalid("manifest.files", "empty")
+        raise field_error("manifest.files", "have at least one entry", None)
     names = [file.name for file in manifest.files]
     for index, file in enumerate(manifest.files):
         _check_file(file, f"manifest.files[{index}]")
         if names.count(file.name) > 1:
-            invalid(f"manifest.files[{index}].name", f"{file.name!r} is given twice")
+            raise field_error(f"manifest.files[{index}].name", "be unique in the manifest", file.name)
     is_adapter = manifest.kind == weights_pb2.WeightManifest.KIND_LORA
     if is_adapter != ({ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(names)) or (is_adapter and len(names) < 3):
-        invalid("manifest.files", f"an adapter has {ADAPTER_CONFIG}, {ADAPTER_WEIGHTS} and the files of its base")
+        must = f"contain {ADAPTER_CONFIG}, {ADAPTER_WEIGHTS} and the files of the base exactly if it is an adapter"
+        raise field_error("manifest.files", must, names)
     check_precision(manifest)
     if not (math.isfinite(manifest.probe_tolerance) and manifest.probe_tolerance >= 0):
-        invalid("manifest.probe_tolerance", f"{manifest.probe_tolerance}, expected a finite number, 0 or more")
+        raise field_error("manifest.probe_tolerance", "be finite and >= 0", manifest.probe_tolerance)
     for index, probe in enumerate(manifest.probes):
         _check_probe(probe, f"manifest.probes[{index}]")
 
@@ -183,23 +181,25 @@ def _cut(path: Path, chunk_bytes: int) -> Iterator[tuple[int, bytes]]:
 def _check_file(file: weights_pb2.WeightFile, field_: str) -> None:
     # Names become paths on every node: a bare file name, or it could write elsewhere.
     if not file.name or Path(file.name).name != file.name or file.name in (".", ".."):
-        invalid(f"{field_}.name", f"{file.name!r} is not a bare file name")
+        raise field_error(f"{field_}.name", "be a file name without a directory", file.name)
     for index, chunk in enumerate(file.chunks):
         check_digest(chunk.digest, f"{field_}.chunks[{index}].digest")
         if not 0 < chunk.size_bytes <= CHUNK_BYTES_MAX:
-            invalid(f"{field_}.chunks[{index}].size_bytes", f"{chunk.size_bytes}, expected 1 to {CHUNK_BYTES_MAX}")
+            raise field_error(f"{field_}.chunks[{index}].size_bytes", f"be in [1, {CHUNK_BYTES_MAX}]", chunk.size_bytes)
     total = sum(chunk.size_bytes for chunk in file.chunks)
     if file.size_bytes != total:
-        invalid(f"{field_}.size_bytes", f"{file.size_bytes}, but its chunks have {total} bytes")
+        raise field_error(f"{field_}.size_bytes", f"be {total}, the size of its chunks", file.size_bytes)
 
 
 def _check_probe(probe: weights_pb2.WeightProbe, field_: str) -> None:
     num_tokens, logprobs = len(probe.token_ids) // 4, array("f")
     if len(probe.logprobs) != len(probe.token_ids) or len(probe.token_ids) % 4 or num_tokens < 2:
-        what = f"{len(probe.logprobs) // 4} values for {num_tokens} tokens (at least 2)"
-        invalid(f"{field_}.logprobs", what)
+        must = f"have one value for each of at least 2 tokens (`token_ids` has {num_tokens})"
+        raise field_error(f"{field_}.logprobs", must, len(probe.logprobs) // 4)
     logprobs.frombytes(probe.logprobs)
     if sys.byteorder == "big":
         logprobs.byteswap()
     if not all(map(math.isfinite, logprobs)):
-        invalid(f"{field_}.logprobs", "not finite")
+        raise field_error(
+            f"{field_}.logprobs", "be finite", next(value for value in logprobs if not math.isfinite(value))
+        )

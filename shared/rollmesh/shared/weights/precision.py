@@ -93,17 +93,18 @@ def state_precision(manifest: weights_pb2.WeightManifest, paths: Iterable[Path])
 def check_precision(manifest: weights_pb2.WeightManifest) -> None:
     """Raises `InvalidInput` for a type that does not exist, and for a tensor with two types."""
     known = set(DTYPES.values())
-    expected = f"expected one of {', '.join(sorted(known))}"
+    must = f"be one of {', '.join(sorted(known))}"
     if manifest.dtype and manifest.dtype not in known:
-        invalid("manifest.dtype", f"{manifest.dtype[:100]!r}, {expected}; name tensors of other types in `exceptions`")
+        raise field_error("manifest.dtype", must, manifest.dtype, "name tensors of other types in `exceptions`")
     if manifest.exceptions and not manifest.dtype:
-        invalid("manifest.exceptions", "given without `dtype`, the type of the other tensors")
+        raise field_error("manifest.dtype", "be set, because `exceptions` is", "")
     named: set[str] = set()
     for index, group in enumerate(manifest.exceptions):
         if group.dtype not in known - {manifest.dtype}:
-            invalid(f"manifest.exceptions[{index}].dtype", f"{group.dtype[:100]!r}, {expected}, other than `dtype`")
+            raise field_error(f"manifest.exceptions[{index}].dtype", f"{must}, other than `dtype`", group.dtype)
         if not group.tensors or named & set(group.tensors) or len(set(group.tensors)) < len(group.tensors):
-            invalid(f"manifest.exceptions[{index}].tensors", "must name at least one tensor, and each tensor once")
+            must = "name at least one tensor, and each tensor once"
+            raise field_error(f"manifest.exceptions[{index}].tensors", must, list(group.tensors))
         named |= set(group.tensors)
 
 

@@ -72,9 +72,9 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
         self, request: weights_pb2.FetchRequest, context: Context
     ) -> AsyncIterator[weights_pb2.FetchResponse]:
         if not 0 <= request.wait_s <= WAIT_S_MAX:
-            invalid("wait_s", f"{request.wait_s}, expected 0 to {WAIT_S_MAX:g}")
+            raise field_error("wait_s", f"be in [0, {WAIT_S_MAX:g}]", request.wait_s)
         if request.base and request.offset:
-            invalid("offset", f"{request.offset}, but a blob that may come as a delta is sent from its beginning")
+            raise field_error("offset", "be 0 with `base`, because a delta is sent from its beginning", request.offset)
         if request.wait_s:
             await self._store.arrival(request.digest, request.wait_s)
         delta = await self._deltas.get(request.base, request.digest) if request.base and self._deltas else None
@@ -93,7 +93,7 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
         if not self._writable:
             raise InvalidInput("this node stores nothing for others; send this to the depot")
         if not request.run:
-            raise InvalidInput("`run` must name a run", violations=[FieldViolation("run", "must name a run")])
+            raise field_error("run", "name a run", request.run)
         owners = [owner for owner in self._store.owners if is_version_of(owner, request.run)]
         return weights_pb2.ReleaseRunResponse(freed_bytes=sum(self._store.release(owner) for owner in owners))
 

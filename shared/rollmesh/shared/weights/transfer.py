@@ -114,7 +114,7 @@ class _Uploader:
     async def store_within(self, limit: asyncio.Semaphore, digest: str, source: ChunkSource) -> None:
         async with limit:
             if digest not in self._missing:
-                # Claimed all the same: without this owner, the blob would go with the version that brought it.
+                # Add this version as an owner. Otherwise the blob would be deleted with the version that uploaded it.
                 with contextlib.suppress(HashMismatch):
                     await self._put(digest, b"", source.size_bytes)
                     self.num_existed += 1
@@ -122,7 +122,7 @@ class _Uploader:
             await self.store(digest, source)
 
     async def store(self, digest: str, source: ChunkSource) -> None:
-        """By the directory where possible, else (or when that fails) by the network."""
+        """Store a chunk through the shared directory, or over the network if there is none or that fails."""
         if self._directory is not None:
             with contextlib.suppress(OSError, HashMismatch):
                 await asyncio.to_thread(_write_blob, self._directory, digest, source)

@@ -1,0 +1,1 @@
+"""What calls need beside gRPC: HTTP links, the ASGI server, ports, retries."""

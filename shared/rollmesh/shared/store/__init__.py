@@ -1,0 +1,1 @@
+"""Files: free room, lines of JSON, payloads, permissions."""
