@@ -68,7 +68,7 @@ class WeightCommands:
     async def _carry_out(self, command: WeightCommand, number: int) -> None:
         try:
             version = decode_version(command.version)
-            phase = await self._obey(command, version, number)
+            phase = await self._execute(command, version, number)
         except MeshError as err:
             bad = isinstance(self._state.gate.failure, ProbeMismatch)
             phase = WeightReport.PHASE_PROBE_MISMATCH if bad else WeightReport.PHASE_FAILED
@@ -77,7 +77,7 @@ class WeightCommands:
             if phase is not None:
                 self._send_report(WeightReport(version=command.version, phase=phase))
 
-    async def _obey(
+    async def _execute(
         self, command: WeightCommand, version: PolicyVersion, number: int
     ) -> WeightReport.Phase.ValueType | None:
         if command.verb == WeightCommand.VERB_PREPARE:

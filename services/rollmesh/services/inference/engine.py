@@ -35,17 +35,6 @@ from rollmesh.shared.domain.trajectory import (
 )
 from rollmesh.shared.domain.versions import PolicyVersion
 
-INFERENCE_ENGINES = Registry(
-    "inference engine",
-    {
-        "torch": "rollmesh.services.inference.engines.torch.engine:TorchEngine",
-        "vllm": "rollmesh.services.inference.engines.vllm.engine:VllmEngine",
-        "sglang": "rollmesh.services.inference.engines.attached.sglang:SglangEngine",
-        "vllm_server": "rollmesh.services.inference.engines.attached.vllm_server:VllmServerEngine",
-        "fake": "rollmesh.testing.fake_engine:FakeEngine",
-    },
-)
-
 NO_VERSION = PolicyVersion(policy="", step=0)
 """Version of a delta without tokens that is sent before any version was active."""
 
@@ -177,48 +166,52 @@ class WeightsMismatch(Exception):
 Emit = Callable[[GenerateDelta], None]
 
 
-class Engine(Protocol):
-    """Continuous batching over one model, with a second buffer for the next weights.
+class Engine(Plugin):
+    """Base of inference engines: continuous batching over one model, with a second buffer for the next weights.
 
-    Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`. An engine that runs the model of the run
-    declares it by the fields of its `Options`: `model` (the folder, which the mesh sets unless the configuration does),
-    `context_max` (as below) and, if it uses torch, `device`. An option `folder` is set to a folder for the engine's files, on the
-    file system of the weights. It MAY have a class method `check_model(options)`, which raises ConfigError for a model that it
-    cannot serve, and which `rollmesh check` calls. It MAY have a method `async failed()`, which raises EngineBroken when it
-    cannot run again in this process; the node then exits, and a supervisor restarts it. It MAY have a method
-    `async activate_scored(version, kv, probes, retain) -> list[ScoreResult]`, which does what `activate` does, and scores the token rows
-    `probes` under the new weights before these sample, where it can. Clients wait for these scores. Without it, the node calls `activate`
-    and then `score`.
+    Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`. An engine that runs the model of the
+    run declares it by the fields of its `Options`: `model` (the folder, which the mesh sets unless the configuration
+    does), `context_max` (as below) and, if it uses torch, `device`. An option `folder` is set to a folder for the
+    engine's files, on the file system of the weights.
     """
 
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        """What it can do, known once it is constructed. Construction has no other effects, and does not import a large library."""
-        ...
+    @classmethod
+    def check_model(cls, options: Any) -> None:
+        """Raise ConfigError for a model that the engine cannot serve. `rollmesh check` calls it."""
 
-    @property
+    @required_attribute
+    def capabilities(self) -> EngineCapabilities:
+        """What it can do, known once it is constructed. Construction has no other effects, and does not import a large
+        library."""
+        raise NotImplementedError
+
+    @required_attribute
     def active(self) -> PolicyVersion | None:
         """The version that samples now. None until the first `activate`."""
-        ...
+        raise NotImplementedError
 
-    @property
+    @required_attribute
     def held(self) -> tuple[PolicyVersion, ...]:
-        """The versions that can sample now: the active one, then older ones from the newest on. Empty until the first `activate`."""
-        ...
+        """The versions that can sample now: the active one, then older ones from the newest on. Empty until the first
+        `activate`."""
+        raise NotImplementedError
 
-    @property
+    @required_attribute
     def context_max(self) -> int:
         """Most tokens of a sequence, prefix and new tokens together."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def start(self) -> None:
         """Load everything except the weights. Raises ConfigError for a model that the engine cannot serve."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def close(self) -> None:
         """Stop within seconds. Running requests end with CANCELLED."""
-        ...
+        raise NotImplementedError
 
+    @required
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         """Queue a request. The engine calls `emit` with its deltas in order, at most once per step; `emit` must not
         block or raise. A request whose prefix and `max_tokens` exceed the context ends with LENGTH when the context is
@@ -227,12 +220,15 @@ class Engine(Protocol):
         Raises ValueError for a request that can never run (empty or too long prefix, unknown token or output, duplicate
         id, a version that is not held), and EngineBusy if the queue is full.
         """
-        ...
+        raise NotImplementedError
 
+    @required
     def cancel(self, request_id: str) -> None:
-        """End a request. Its last delta has CANCELLED and the tokens that were not emitted yet. Unknown ids are ignored."""
-        ...
+        """End a request. Its last delta has CANCELLED and the tokens that were not emitted yet. Unknown ids are
+        ignored."""
+        raise NotImplementedError
 
+    @required
     async def score(
         self,
         sequences: Sequence[IntArray],
@@ -247,16 +243,18 @@ class Engine(Protocol):
         Raises ValueError for an empty or too long sequence, for an unknown token or output, and if no version is active
         or `version` is not held.
         """
-        ...
+        raise NotImplementedError
 
+    @required
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
         """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsMismatch. The
         buffer is bounded, and an engine may drop the oldest prepared version for a newer one.
 
         `tensors` maps the name of a file to its verified local path. Together the files contain one whole state dict.
         """
-        ...
+        raise NotImplementedError
 
+    @required
     async def activate(self, version: PolicyVersion, kv: KvPolicy, retain: Collection[PolicyVersion] = ()) -> None:
         """Swap the prepared weights in between two steps. Returns at once if they are active already. The tokens that
         the old weights sampled are emitted before this returns. Raises KeyError if the version is not prepared.
@@ -264,15 +262,43 @@ class Engine(Protocol):
         The held versions of `retain`, at most `versions_max` - 1, stay held. All others are dropped, and their requests
         end with CANCELLED.
         """
-        ...
+        raise NotImplementedError
 
+    @required
     def discard(self, version: PolicyVersion) -> None:
         """Drop a prepared version, or a held one that is not active. Unknown versions are ignored."""
-        ...
+        raise NotImplementedError
 
+    @required
     def load(self) -> EngineLoad:
         """Return the current load."""
-        ...
+        raise NotImplementedError
+
+    async def failed(self) -> None:
+        """Raise EngineBroken when the engine cannot run again in this process; the node then exits, and a supervisor
+        restarts it."""
+        await asyncio.Event().wait()
+
+    async def activate_scored(
+        self, version: PolicyVersion, kv: KvPolicy, probes: Sequence[IntArray], retain: Collection[PolicyVersion] = ()
+    ) -> list[ScoreResult]:
+        """Do what `activate` does, and score the token rows `probes` under the new weights, before these sample where
+        the engine can. Clients wait for these scores."""
+        await self.activate(version, kv, retain)
+        return await self.score(probes) if probes else []
+
+
+INFERENCE_ENGINES = Registry(
+    "inference engine",
+    {
+        "torch": "rollmesh.services.inference.engines.torch.engine:TorchEngine",
+        "vllm": "rollmesh.services.inference.engines.vllm.engine:VllmEngine",
+        "sglang": "rollmesh.services.inference.engines.attached.sglang:SglangEngine",
+        "vllm_server": "rollmesh.services.inference.engines.attached.vllm_server:VllmServerEngine",
+        "fake": "rollmesh.testing.fake_engine:FakeEngine",
+    },
+    Engine,
+)
 
 
 def with_model(engine: Extension, base_dir: str | Path | None, folder: Callable[[], Path]) -> Extension:
@@ -286,7 +312,7 @@ def with_folder(engine: Extension, base_dir: str | Path | None, folder: Path) ->
 
 
 def _with_option(engine: Extension, base_dir: str | Path | None, option: str, value: Callable[[], Path]) -> Extension:
-    options = getattr(INFERENCE_ENGINES.find(engine.name, base_dir), "Options", None)
-    if option in engine.options or option not in getattr(options, "__struct_fields__", ()):
+    options = INFERENCE_ENGINES.options_type(engine.name, base_dir)
+    if option in engine.options or options is None or option not in options.__struct_fields__:
         return engine
     return msgspec.structs.replace(engine, options={option: str(value()), **engine.options})

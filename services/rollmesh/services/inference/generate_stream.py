@@ -224,9 +224,8 @@ class GenerateStream:
                 self._drop(live, _dropped(live.version))
             return
         if live.version is not None and live.version not in self._state.engine.held and live.ended_by is None:
-            live.ended_by = _dropped(
-                live.version
-            )  # if the engine cancels it, because it came after the swap was announced
+            # If the engine cancels it, because it came after the swap was announced.
+            live.ended_by = _dropped(live.version)
         if live.trace is not None:
             live.trace.add(delta)
             live.trace = live.trace if delta.finish is None else None

@@ -2,7 +2,7 @@
 
 async with InferenceNode(config, node_id="inf-0", coordinator="127.0.0.1:7000", access=access) as node:
     ...                                 # served at node.address; the node has no weights until it has activated a version
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -162,14 +162,10 @@ class InferenceNode(JoinedNode):
 
 async def _failed(engine: Engine) -> None:
     """Raise EngineFailed when the engine has failed, if it reports that."""
-    failed = getattr(engine, "failed", None)
-    if failed is None:
-        await asyncio.Event().wait()
-    else:
-        try:
-            await failed()
-        except EngineBroken as err:
-            raise EngineFailed(f"{err}; the node has to be restarted") from err
+    try:
+        await engine.failed()
+    except EngineBroken as err:
+        raise EngineFailed(f"{err}; the node has to be restarted") from err
 
 
 def make_engine(config: InferenceConfig, base_dir: Path | None = None) -> Engine:

@@ -23,7 +23,7 @@ class WeightServicer(ManifestServicer):
     async def Prepare(self, request: weights_pb2.PrepareRequest, context: Context) -> weights_pb2.PrepareResponse:
         for index, source in enumerate(request.sources):
             if not is_address(source):
-                invalid(f"sources[{index}]", f"must be host:port or unix:PATH, got {source[:100]!r}")
+                raise field_error(f"sources[{index}]", "be host:port or unix:PATH", source)
         fetched_bytes = await self._keeper.prepare(decode_version(request.version), list(request.sources))
         return weights_pb2.PrepareResponse(fetched_bytes=fetched_bytes)
 

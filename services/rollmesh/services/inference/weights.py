@@ -137,7 +137,7 @@ class WeightKeeper:
     async def _fetch(self, version: PolicyVersion, sources: Sequence[str]) -> int:
         fetcher = Fetcher(self._store, self._sources, self._config.transfer, self._deltas)
         try:
-            with disk_told(self._store.directory):
+            with disk_full_errors(self._store.directory):
                 async with asyncio.timeout(self._config.prepare_s):
                     owner, base = version_owner(version), self._active
                     manifest = await fetcher.version(version.weights_digest, sources, owner=owner, base=base)
@@ -258,15 +258,10 @@ class WeightKeeper:
         retain: Collection[PolicyVersion],
     ) -> float:
         """Activate a version. Return the largest |log-prob difference| over all probes, in nats; infinite if the engine scored under
-        another version."""
+        another version."""  # noqa: E501, W505
         engine, probes = self._state.engine, probes_of(manifest)
         rows = [probe.token_ids for probe in probes]
-        activate_scored = getattr(engine, "activate_scored", None)
-        if activate_scored is not None:
-            results: list[ScoreResult] = await activate_scored(version, kv, rows, retain)
-        else:
-            await engine.activate(version, kv, retain)
-            results = await engine.score(rows) if rows else []
+        results = await engine.activate_scored(version, kv, rows, retain)
         if any(result.version != version for result in results):
             return float("inf")
         pairs = zip(results, probes, strict=True)

@@ -1,4 +1,4 @@
-"""An engine whose model runs in a server that the user started. `attached_server` names what differs between servers.
+"""An engine whose model runs in a server that the user started. `server` names what differs between servers.
 
 The engine queues requests, keeps at most `slots_max` of them at the server, finds stop strings, and stamps versions. An
 update of the weights ends all parts at the server, loads the weights, and sends the rest of each request again with the
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from rollmesh.services.inference.engine import (
     NO_VERSION,
     Emit,
+    Engine,
     EngineBroken,
     EngineBusy,
     EngineLoad,
@@ -94,7 +95,7 @@ class _AttachedRequest:
     part: ServerPart | None = None
     """The part at the server; None while the request waits."""
     task: asyncio.Task[None] | None = None
-    heard: bool = False
+    received: bool = False
     """The server has sent tokens of this part, so it knows the part's id."""
     parked: bool = False
     """The part is being ended for an update."""
@@ -108,8 +109,9 @@ class _AttachedRequest:
         return np.concatenate((self.request.token_ids, np.array(self.new, np.int32))).astype(np.int32)
 
 
-class AttachedEngine:
-    """Implements `rollmesh.services.inference.engine.Engine` on an `AttachedServer`. A subclass constructs the server."""
+class AttachedEngine(Engine):
+    """Implements `rollmesh.services.inference.engine.Engine` on an `AttachedServer`. A subclass constructs the
+    server."""
 
     def __init__(self, options: AttachedConfig, server: AttachedServer, clock: Clock | None = None) -> None:
         self._config = options
@@ -241,7 +243,7 @@ class AttachedEngine:
         )
 
     def _queue(self, live: _AttachedRequest) -> None:
-        live.part, live.task, live.heard, live.parked = None, None, False, False
+        live.part, live.task, live.received, live.parked = None, None, False, False
         if len(self._waiting) > 2 * len(self._live):  # drop the entries of requests that have ended
             self._waiting = [entry for entry in self._waiting if self._is_live(entry[1])]
             heapq.heapify(self._waiting)
@@ -286,7 +288,7 @@ class AttachedEngine:
         try:
             async with aclosing(self._server.stream(part)) as chunks:
                 async for chunk in chunks:
-                    live.heard = True
+                    live.received = True
                     ended = self._receive(live, part, version, chunk)
                     if ended or chunk.finish or not self._is_live(live):
                         break
@@ -394,7 +396,7 @@ class AttachedEngine:
         task, part = live.task, live.part
         if task is None or part is None:
             return
-        if live.heard:
+        if live.received:
             await self._abort([part.part_id])
             await asyncio.wait([task], timeout=self._config.call_s)
         if not task.done():

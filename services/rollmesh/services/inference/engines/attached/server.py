@@ -1,4 +1,4 @@
-"""What `attached_engine` needs of a server, whatever API the server has, and the messages in between.
+"""What `engine` needs of a server, whatever API the server has, and the messages in between.
 
 A request is sent to the server in one or more parts. A part is one HTTP request under one set of weights: the engine
 ends all parts before an update of the weights and begins new ones after it, so that each token has exactly one version.

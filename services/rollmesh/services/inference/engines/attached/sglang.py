@@ -38,8 +38,8 @@ from rollmesh.services.inference.engines.attached.tables import (
     check_served_model,
     computed_in,
     floats,
-    heard,
     joined,
+    received,
     routed_rows,
     top_table,
 )
@@ -66,7 +66,7 @@ class SglangConfig(AttachedConfig):
     is offered."""
 
 
-# Messages of the server: names of io_struct.py and http_server.py -------------------------------------------------------
+# Messages of the server: names of io_struct.py and http_server.py -----------------------------------------------------
 
 
 class FinishInfo(msgspec.Struct):
@@ -181,7 +181,7 @@ class SglangServer:
             )
         self._mask_max, self._vocab_size = server.sampling_mask_max_tokens, vocab_size
         self.capabilities = dataclasses.replace(self.capabilities, dtype=computed_in(server.dtype, model))
-        await self._http.tell("/continue_generation", {})  # a node that crashed during an update leaves it paused
+        await self._http.notify("/continue_generation", {})  # a node that crashed during an update leaves it paused
         await check_served_model(
             self._accepts_token,
             url=config.url,
@@ -222,7 +222,7 @@ class SglangServer:
                     continue
                 held.append(chunk)
                 if not chunk.finish:
-                    yield heard()
+                    yield received()
                     continue
                 whole = joined(held)
                 if len(whole.tokens):
@@ -231,11 +231,11 @@ class SglangServer:
                 yield whole
 
     async def abort(self, part_ids: Sequence[str]) -> None:
-        await asyncio.gather(*(self._http.tell("/abort_request", {"rid": part_id}) for part_id in part_ids))
+        await asyncio.gather(*(self._http.notify("/abort_request", {"rid": part_id}) for part_id in part_ids))
 
     async def update(self, folder: str, label: str) -> None:
         body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
-        await self._http.tell("/pause_generation", {"mode": "retract"})
+        await self._http.notify("/pause_generation", {"mode": "retract"})
         try:
             result = await self._http.post(
                 "/update_weights_from_disk", body, WeightUpdateReply, limit_s=self._config.update_s
@@ -243,7 +243,7 @@ class SglangServer:
         except InvalidInput as err:  # the server reports a failed update as HTTP 400
             raise Internal(f"{err} (the server must be able to read `weights_dir`)") from err
         finally:
-            await self._http.tell("/continue_generation", {})
+            await self._http.notify("/continue_generation", {})
         if not result.success:
             raise Internal(f"the server did not load {folder}: {result.message}")
 

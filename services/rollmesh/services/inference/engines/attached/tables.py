@@ -66,7 +66,7 @@ def routed_rows(values: IntArray, num: int) -> Columns:
     return {"routed_experts": values.reshape(num, -1).astype(np.int32)}
 
 
-def heard() -> ServerChunk:
+def received() -> ServerChunk:
     """Return a chunk without tokens, which tells the engine that the server runs the part."""
     none = np.empty(0, np.float32)
     return ServerChunk(tokens=np.empty(0, np.int32), logprobs=none, logprobs_model=none)

@@ -40,8 +40,8 @@ from rollmesh.services.inference.engines.attached.tables import (
     check_served_model,
     computed_in,
     floats,
-    heard,
     joined,
+    received,
     routed_rows,
     top_table,
 )
@@ -70,7 +70,7 @@ class VllmServerConfig(AttachedConfig):
     is offered."""
 
 
-# Messages of the server: names of the modules above --------------------------------------------------------------------
+# Messages of the server: names of the modules above -------------------------------------------------------------------
 
 
 class TokenEntry(msgspec.Struct):
@@ -183,7 +183,7 @@ class VllmServer:
                 await self._http.get("/server_info", VllmServerInfo, params={"config_format": "json"})
             ).vllm_config
             served = (await self._http.get("/v1/models", ServedModels)).data[0]
-            await self._http.tell("/resume", None)  # a node that crashed during an update leaves it paused
+            await self._http.notify("/resume", None)  # a node that crashed during an update leaves it paused
             self._check_flags(server, served, model)
             self._vocab_size = vocab_size
             await check_served_model(
@@ -252,7 +252,7 @@ class VllmServer:
                     continue
                 held.append(chunk)
                 if not chunk.finish:
-                    yield heard()
+                    yield received()
                     continue
                 whole = joined(held)
                 if len(whole.tokens):
@@ -262,20 +262,20 @@ class VllmServer:
 
     async def abort(self, part_ids: Sequence[str]) -> None:
         ids = [_ID_PREFIX + part_id for part_id in part_ids]
-        await self._http.tell("/inference/v1/abort_requests", {"request_ids": ids})
+        await self._http.notify("/inference/v1/abort_requests", {"request_ids": ids})
 
     async def update(self, folder: str, label: str) -> None:
         limit_s = self._config.update_s
         reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": limit_s}
-        await self._http.tell("/pause", None, params={"mode": "keep"}, limit_s=limit_s)
+        await self._http.notify("/pause", None, params={"mode": "keep"}, limit_s=limit_s)
         try:
-            await self._http.tell("/collective_rpc", reload, limit_s=limit_s)
-            await self._http.tell("/update_weight_version", {"new_version": label})
+            await self._http.notify("/collective_rpc", reload, limit_s=limit_s)
+            await self._http.notify("/update_weight_version", {"new_version": label})
             reset = await self._http.post(
                 "/reset_prefix_cache", None, ResetResult, params={"reset_running_requests": "true"}
             )
         finally:
-            await self._http.tell("/resume", None)
+            await self._http.notify("/resume", None)
         if not reset.success:
             raise Internal("the server did not drop the keys and values of the old weights; it serves other clients")
 

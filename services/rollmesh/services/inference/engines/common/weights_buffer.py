@@ -1,8 +1,8 @@
 """The second buffer: weights that are loaded, checked and laid out beside the active ones.
 
-Invariants: a version is in the buffer only if its runner has accepted every tensor and all values are finite; loading happens on
-a separate thread and never touches the active weights; at most `prepared_max` versions are held.
-Collaborators: `torch_engine` loads and activates, a `runner` lays the weights out.
+Invariants: a version is in the buffer only if its runner has accepted every tensor and all values are finite; loading
+happens on a separate thread and never touches the active weights; at most `prepared_max` versions are held.
+Collaborators: `torch.engine` loads and activates, a `torch.runner` lays the weights out.
 """
 
 from __future__ import annotations

@@ -31,39 +31,16 @@ _LOGITS_MAX = 1 << 24
 """Most logits that `score` has in memory at once: 64 MiB in float32."""
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(function: Callable[..., Any], torchscript: bool) -> Callable[..., Any]:
-    if not torchscript:
-        return function
-    with warnings.catch_warnings():
-        # Its successors need a C++ compiler on the node (torch.compile) or fixed shapes (torch.export).
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)
-        return torch.jit.script(function)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
-
-
 class TorchRunner:
     """Implements `runner.Runner` with the built-in forward pass and a preallocated cache of `slots` sequences."""
 
     reuse = PrefixReuse.ANY
 
-    def __init__(
-        self, spec: ModelSpec, *, slots: int, context_max: int, device: str, dtype: torch.dtype, torchscript: bool
-    ) -> None:
+    def __init__(self, spec: ModelSpec, *, slots: int, context_max: int, device: str, dtype: torch.dtype) -> None:
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
         self.vocab_size = spec.vocab_size
-        self._shape = _shape(spec, dtype)
-        self._rotary = _rotary(spec, context_max, self.device)
-        self.keys = self._cache(slots, context_max)
-        self.values = self._cache(slots, context_max)
-        self._context_max = context_max
-        self._sample_step = _compiled(sample_step, torchscript)
-        self._score_step = _compiled(score_step, torchscript)
-
-    def _cache(self, slots: int, context: int) -> Tensor:
-        """[layers, slots, kv_heads, context, head_dim]; zeros, because masked garbage could be NaN, and 0 * NaN is NaN."""
-        spec = self.spec
-        size = (spec.num_layers, slots, spec.num_kv_heads, context, spec.head_dim)
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+        self._rotary = rotary_table(spec, context_max, self.device)
+        self.cache = empty_cache(spec, slots, context_max, dtype, self.device)
 
     def lay_out(self, state: dict[str, Tensor]) -> Weights:
         return lay_out(self.spec, state, self.dtype, self.device)
@@ -71,119 +48,112 @@ class TorchRunner:
     def copy_prefix(self, source: int, targets: list[int], num_tokens: int) -> None:
         """Copy the first `num_tokens` positions of `source` to other slots."""
         rows = torch.tensor(targets, device=self.device)
-        for cache in (self.keys, self.values):
-            cache[:, rows, :, :num_tokens] = cache[:, source : source + 1, :, :num_tokens]
+        self.cache[:, :, rows, :, :num_tokens] = self.cache[:, :, source : source + 1, :, :num_tokens]
 
     def decode(self, weights: Weights, tokens: Ints, positions: Ints, slots: Ints, rules: RowRules) -> Drawn:
         """Feed one token per row, `tokens` [B] at `positions`, to ascending `slots`, and draw the next ones."""
         first, count = int(slots[0]), int(slots[-1] - slots[0]) + 1
         in_place = count <= 2 * len(slots)  # copying rows out costs about as much as attending to them
-        queries = slots - first if in_place else np.arange(len(slots))
         rows = count if in_place else len(slots)
         batch = PackedStep(
             tokens=self._ints(tokens),
             positions=self._ints(positions),
-            slots=self._ints(slots),
-            queries=self._ints(queries),
-            rows=self._ints(slots),
-            first_slot=first if in_place else -1,
+            cache_rows=self._cache_rows(self.cache, slots, positions),
+            queries=None if rows == len(slots) else self._ints(slots - first),
+            rows=slice(first, first + count) if in_place else self._ints(slots),
             num_rows=rows,
             width=1,
-            kv_len=self._kv_len(int(positions.max()) + 1, self._context_max),
-            packed=rows == len(slots),
+            kv_len=self._kv_len(self.cache, int(positions.max()) + 1),
         )
-        return self._draw(weights, batch, np.arange(len(slots)), rules)
+        return self._draw(weights, batch, None, rules)
 
     def prefill(self, weights: Weights, spans: list[Span], drawing: Ints, rules: RowRules) -> Drawn:
-        """Compute keys and values of the spans, and draw the token after the spans numbered `drawing` (`rules` are theirs)."""
-        batch = self._span_batch(spans, [span.slot for span in spans], self._context_max)
+        """Compute keys and values of the spans, and draw the token after the spans numbered `drawing` (`rules` are
+        theirs)."""
+        batch = self._span_batch(self.cache, spans)
         ends = np.cumsum([len(span.tokens) for span in spans]) - 1
-        return self._draw(weights, batch, ends[drawing], rules)
+        return self._draw(weights, batch, self._ints(ends[drawing]), rules)
 
     def score(
         self, weights: Weights, sequences: list[NDArray[np.int32]], outputs: tuple[str, ...] = (), num_top: int = 0
     ) -> list[Columns]:
         """Return the columns of each sequence in one temporary cache, computed `_SCORE_SPAN` positions at a time."""
         longest = max(len(sequence) for sequence in sequences)
-        keys, values = self._cache(len(sequences), longest), self._cache(len(sequences), longest)
+        cache = empty_cache(self.spec, len(sequences), longest, self.dtype, self.device)
         parts: list[list[Columns]] = [[] for _ in sequences]
         for start in range(0, longest, _SCORE_SPAN):
             live = [row for row, sequence in enumerate(sequences) if len(sequence) > start]
             spans = [Span(slot=row, start=start, tokens=sequences[row][start : start + _SCORE_SPAN]) for row in live]
             following = np.concatenate([np.roll(sequences[row], -1)[start : start + _SCORE_SPAN] for row in live])
-            with torch.inference_mode():
-                columns = self._score_step(
-                    weights,
-                    self._shape,
-                    self._rotary,
-                    keys,
-                    values,
-                    self._span_batch(spans, live, longest),
-                    self._ints(following.astype(np.int64)),
-                    list(outputs),
-                    num_top,
-                    max(1, _LOGITS_MAX // self.vocab_size),
-                )
+            columns = self._measured(weights, cache, spans, self._ints(following), outputs, num_top)
             ends = np.cumsum([len(span.tokens) for span in spans]).tolist()
             host = {name: values.cpu().numpy() for name, values in columns.items()}
             for row, begin, end in zip(live, [0, *ends], ends, strict=False):
                 parts[row].append({name: rows[begin:end] for name, rows in host.items()})
         return [shifted({name: np.concatenate([part[name] for part in row]) for name in row[0]}) for row in parts]
 
-    def _span_batch(self, spans: list[Span], rows: list[int], context: int) -> PackedStep:
+    @torch.inference_mode()
+    def _measured(
+        self,
+        weights: Weights,
+        cache: Tensor,
+        spans: list[Span],
+        following: Tensor,
+        outputs: tuple[str, ...],
+        num_top: int,
+    ) -> dict[str, Tensor]:
+        """Return columns of the distribution after each of the N tokens of the spans, as `measure` does for the tokens
+        `following` [N].
+
+        Logits exist for a block of tokens at a time, because [N, vocab] can exceed the memory."""
+        normed = self._normed(weights, forward(weights, self.spec, self._rotary, cache, self._span_batch(cache, spans)))
+        block = max(1, _LOGITS_MAX // self.vocab_size)
+        parts = [
+            measure((normed[at : at + block] @ weights.head).float(), following[at : at + block], outputs, num_top)
+            for at in range(0, len(normed), block)
+        ]
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return columns | ({"hidden": half(normed)} if "hidden" in outputs else {})
+
+    @torch.inference_mode()
+    def _draw(self, weights: Weights, batch: PackedStep, picks: Tensor | None, rules: RowRules) -> Drawn:
+        """Run the forward pass, and draw the token after each of the packed tokens numbered `picks` [B], or after all
+        of them."""
+        hidden = forward(weights, self.spec, self._rotary, self.cache, batch)
+        normed = self._normed(weights, hidden if picks is None else hidden.index_select(0, picks))
+        tokens, columns = sample((normed @ weights.head).float(), sampling_rules(rules, self.device))
+        return drawn(tokens, columns | ({"hidden": half(normed)} if "hidden" in rules.outputs else {}))
+
+    def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[1:], weights.norm, self.spec.rms_eps)
+
+    def _span_batch(self, cache: Tensor, spans: list[Span]) -> PackedStep:
+        """Return a batch whose rows are the spans; `cache` has their slots."""
         lengths = [len(span.tokens) for span in spans]
         width = max(lengths)
+        slots = np.array([span.slot for span in spans], np.int64)
         queries = [row * width + np.arange(length) for row, length in enumerate(lengths)]
-        positions = [np.arange(span.start, span.start + length) for span, length in zip(spans, lengths, strict=True)]
+        positions = np.concatenate([np.arange(span.start, span.start + len(span.tokens)) for span in spans])
         return PackedStep(
-            tokens=self._ints(np.concatenate([span.tokens for span in spans]).astype(np.int64)),
-            positions=self._ints(np.concatenate(positions)),
-            slots=self._ints(np.repeat(np.asarray(rows, dtype=np.int64), lengths)),
-            queries=self._ints(np.concatenate(queries)),
-            rows=self._ints(np.asarray(rows, dtype=np.int64)),
-            first_slot=-1,
+            tokens=self._ints(np.concatenate([span.tokens for span in spans])),
+            positions=self._ints(positions),
+            cache_rows=self._cache_rows(cache, np.repeat(slots, lengths), positions),
+            queries=None if min(lengths) == width else self._ints(np.concatenate(queries)),
+            rows=self._ints(slots),
             num_rows=len(spans),
             width=width,
-            kv_len=self._kv_len(max(span.start + n for span, n in zip(spans, lengths, strict=True)), context),
-            packed=min(lengths) == width,
+            kv_len=self._kv_len(cache, int(positions.max()) + 1),
         )
 
-    def _draw(self, weights: Weights, batch: PackedStep, picks: Ints, rules: RowRules) -> Drawn:
-        tensors = sampling_rules(rules, self.device)
-        with torch.inference_mode():
-            tokens, columns = self._sample_step(
-                weights, self._shape, self._rotary, self.keys, self.values, batch, self._ints(picks), tensors
-            )
-        return drawn(tokens, columns)
+    def _cache_rows(self, cache: Tensor, slots: Ints, positions: Ints) -> Tensor:
+        """Return `PackedStep.cache_rows`: the rows of a layer [2, slots, kv_heads, context] as one axis, for each token
+        the rows of its keys and values."""
+        num_slots, kv_heads, context = cache.shape[2:5]
+        parts = np.arange(2)[:, None] * (num_slots * kv_heads * context) + np.arange(kv_heads) * context
+        return self._ints(((slots * (kv_heads * context) + positions)[:, None] + parts.ravel()).ravel())
 
-    def _ints(self, array: Ints) -> Tensor:
+    def _ints(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
 
-    def _kv_len(self, needed: int, context: int) -> int:
-        return min(context, -(-needed // _KV_ALIGN) * _KV_ALIGN)
-
-
-def _shape(spec: ModelSpec, dtype: torch.dtype) -> Shape:
-    return Shape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        rms_eps=spec.rms_eps,
-        layer_kinds=list(spec.layer_kinds),
-        windows=[kind.window for kind in spec.kinds],
-        gelu=spec.activation == "gelu_pytorch_tanh",
-        num_chosen=spec.experts.num_chosen if spec.experts else 0,
-        normalized=spec.experts is not None and spec.experts.normalized,
-        embed_scale=torch.tensor(spec.embed_scale, dtype=dtype).item(),  # as transformers rounds it
-        attn_scale=spec.attn_scale,
-        attn_softcap=spec.attn_softcap,
-        logit_divisor=spec.logit_divisor,
-        logit_softcap=spec.logit_softcap,
-    )
-
-
-def _rotary(spec: ModelSpec, context_max: int, device: torch.device) -> Rotary:
-    tables = [
-        rotary_table(list(kind.frequencies), kind.magnitude, spec.head_dim, context_max, device) for kind in spec.kinds
-    ]
-    return Rotary(cos=[cos for cos, _ in tables], sin=[sin for _, sin in tables])
+    def _kv_len(self, cache: Tensor, needed: int) -> int:
+        return min(cache.shape[4], -(-needed // _KV_ALIGN) * _KV_ALIGN)

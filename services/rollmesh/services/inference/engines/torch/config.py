@@ -59,6 +59,4 @@ class TorchEngineConfig(Settings):
     weights. A step runs one forward per version in use."""
     threads: PositiveInt = 1
     """Torch threads of the compute thread. More than one is very slow on shared cores, because OpenMP barriers spin."""
-    torchscript: bool = True
-    """Run each step as one TorchScript call. Eager torch acquires the interpreter lock after every operator; beside a busy thread, a
-    step took 390 ms instead of 14. False is for debugging."""
+    removed = {"torchscript": "the forward is eager code"}

@@ -1,8 +1,8 @@
 """The embedded engine: torch in a separate thread behind the engine port.
 
 The event loop and the compute thread share no mutable state. Commands enter through one queue, and deltas leave in one
-`call_soon_threadsafe` per step. The loop side tracks live requests and rejects bad requests at once; the thread side (`torch_core`)
-holds slots and tokens. An idle thread blocks on the queue.
+`call_soon_threadsafe` per step. The loop side tracks live requests and rejects bad requests at once; the thread side
+(`core`) holds slots and tokens. An idle thread blocks on the queue.
 
 If the thread fails, this is recorded once: every live request ends with ERROR and the cause, and pending and later
 calls raise EngineBroken. Results are exact to float rounding; `sampling` describes what the tokens of a request depend
@@ -27,6 +27,7 @@ from msgspec import structs
 from rollmesh.services.inference.engine import (
     NO_VERSION,
     Emit,
+    Engine,
     EngineBroken,
     EngineBusy,
     EngineLoad,
@@ -61,7 +62,7 @@ _T = TypeVar("_T")
 _Command = Callable[[TorchCore], None]
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """Implements `rollmesh.services.inference.engine.Engine`."""
 
     Options: ClassVar[type[Settings]] = TorchEngineConfig

@@ -1,6 +1,6 @@
 """Choose how the engine runs a model: the fastest forward whose log-probs equal the plain transformers forward.
 
-    built_in    the decoder of `torch_model`: continuous batching, prefixes shared between sequences
+    built_in    the decoder of `model`: continuous batching, prefixes shared between sequences
     cached      the transformers forward with the model's own cache, one sequence at a time
     recompute   the transformers forward of the whole sequence at every step
 
@@ -115,9 +115,7 @@ def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Exec
 def _problem(forward: str, check: SelfCheck, device: str) -> str:
     """Return why a small model of the same configuration cannot run with this forward; empty if it can."""
     model = check.model
-    config = TorchEngineConfig(
-        model="-", device=device, slots_max=SLOTS, context_max=check.context_max, torchscript=False
-    )
+    config = TorchEngineConfig(model="-", device=device, slots_max=SLOTS, context_max=check.context_max)
     try:
         runner = _runner(forward, type(model), model.config, config)
         difference = check.difference(runner, runner.lay_out(model.state_dict()))
@@ -128,8 +126,9 @@ def _problem(forward: str, check: SelfCheck, device: str) -> str:
     return "" if difference <= TOLERANCE else f"log-probs differ by {difference:.2g} nats"
 
 
-def _one_line(error: BaseException) -> str:
-    """Return an error of the model's code as one line."""
+def _one_line(error: Exception) -> str:
+    """Return an error of the model's code as one line. Raises it if memory ran out."""
+    raise_if_out_of_memory(error)
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
@@ -148,7 +147,6 @@ def _runner(forward: str, model_class: Any, model_config: Any, config: TorchEngi
             context_max=config.context_max,
             device=config.device,
             dtype=dtype,
-            torchscript=config.torchscript,
         )
     cached = forward == CACHED
     return PlainRunner(

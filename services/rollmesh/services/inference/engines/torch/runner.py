@@ -110,15 +110,14 @@ def sampling_rules(rules: RowRules, device: torch.device) -> Rules:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return Rules(
-        seeds=tensor(rules.seeds),
-        positions=tensor(rules.positions),
+        streams=tensor(stream_starts(rules.seeds, rules.positions)),
         temperature=tensor(rules.temperature),
         top_p=tensor(rules.top_p),
         top_k=tensor(rules.top_k),
         any_tempered=bool((rules.temperature != 1.0).any()),
         any_truncated=bool((rules.top_p < 1.0).any() or (rules.top_k > 0).any()),
         any_greedy=bool((rules.temperature <= 0.0).any()),
-        outputs=list(rules.outputs),
+        outputs=rules.outputs,
         num_top=rules.num_top,
     )
 

@@ -1,10 +1,11 @@
 """The host's view of the slots of the key-value cache: their tokens, how many of them are computed, and under which
 weights.
 
-A slot is free (no useful cache), busy (a request runs in it) or resident (its request ended, and its cache is kept for the next
-turn). Invariants: `kv_len[s] <= length[s]`; positions below `kv_len[s]` hold keys and values of `tokens[s]`; `kv_version[s]` is the
-one version that computed all of them, or None if several did. A sequence reuses only positions that its version computed.
-Residents are bounded, and the least recently used one is evicted first. `torch_runner` holds the tensors.
+A slot is free (no useful cache), busy (a request runs in it) or resident (its request ended, and its cache is kept for
+the next turn). Invariants: `kv_len[s] <= length[s]`; positions below `kv_len[s]` hold keys and values of `tokens[s]`;
+`kv_version[s]` is the one version that computed all of them, or None if several did. A sequence reuses only positions
+that its version computed. Residents are bounded, and the least recently used one is evicted first. `built_in_runner`
+holds the tensors.
 """
 
 from __future__ import annotations
@@ -49,10 +50,6 @@ class Slots:
         self._residents: dict[int, str] = {}
         """Slot to session, least recently used first."""
         self._session_slot: dict[str, int] = {}
-
-    @property
-    def num_busy(self) -> int:
-        return int(self.busy.sum())
 
     @property
     def kv_tokens_used(self) -> int:

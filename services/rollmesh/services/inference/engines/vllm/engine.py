@@ -1,16 +1,18 @@
 """The vLLM engine: `AsyncLLM` behind the engine port. Tokens in, tokens and log-probs out.
 
-vLLM runs the model, the key-value cache and the batch in its own processes. This class queues requests, so that vLLM has at most `slots_max` of
-them, and none before the first weights. A sampler of the project runs in vLLM's workers (`vllm_sampler`), so tokens depend on weights, prefix and
-seed only, as with the other engines.
+vLLM runs the model, the key-value cache and the batch in its own processes. This class queues requests, so that vLLM
+has at most `slots_max` of them, and none before the first weights. A sampler of the project runs in vLLM's workers
+(`sampler`), so tokens depend on weights, prefix and seed only, as with the other engines.
 
-    submit -> queue -> a task per running request: add to vLLM -> outputs -> `LiveRequest` -> deltas
-    prepare -> check the files -> keep them (`prepared_files`)
-    activate -> pause -> each worker loads the files (`vllm_weights`) -> drop or keep the cache -> emit the old tokens -> resume
+    submit -> queue -> a task per running request: add to vLLM -> outputs -> `LiveRequest` -> deltas prepare -> check
+    the files -> keep them (`prepared_files`) activate -> pause -> each worker loads the files (`weights`) -> drop or
+    keep the cache -> emit the old tokens -> resume
 
-Prefixes are salted with the serial number of the weights under which a request begins, so that its prompt is never read from keys and
-values of other weights. A request without a token at an update begins again under the new weights. An error in the middle of an update, or
-the end of a process of vLLM, breaks the engine: every live request ends with ERROR, and later calls raise EngineBroken.
+Prefixes are salted with the serial number of the weights under which a request begins, so that its prompt is never read
+from keys and values of other weights. A request without a token at an update begins again under the new weights, at
+most `RESTARTS_MAX` times. After that it continues as one with tokens does, and `kv_step_oldest` is the step under which
+it last began. An error in the middle of an update, or the end of a process of vLLM, breaks the engine: every live
+request ends with ERROR, and later calls raise EngineBroken.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import numpy as np
 
 from rollmesh.services.inference.engine import (
     Emit,
+    Engine,
     EngineBroken,
     EngineBusy,
     EngineLoad,
@@ -53,13 +56,17 @@ from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.model_folder import check_positions
 
+RESTARTS_MAX = 3
+"""Updates at which a request without a token begins again. Without a limit, a prompt that takes longer than the time
+between two updates would never end."""
 _WATCH_S = 1.0
 
 
-class VllmEngine:
-    """Implements `rollmesh.services.inference.engine.Engine`."""
+class VllmEngine(Engine):
+    """The engine of an embedded vLLM."""
 
     Options: ClassVar[type[Settings]] = VllmEngineConfig
+    capabilities: EngineCapabilities
 
     def __init__(self, options: VllmEngineConfig) -> None:
         self._config = options
@@ -237,20 +244,16 @@ class VllmEngine:
         """Run one request in vLLM until it ends."""
         request_id = request.request.request_id
         try:
-            collector: Any = None
-            serial = -1
-            while serial != self._serial:  # an update in between has made the salt of the prompt wrong
-                if collector is not None:
-                    await self._llm.abort(collector.request_id, internal=True)
-                serial = self._serial
-                collector = await self._llm.add_request(
-                    f"{request_id}#{next(self._numbers)}",
-                    self._prompt(request.request.token_ids),
-                    self._params(request),
-                )
-                if request.ended:  # cancelled before vLLM had it
-                    await self._llm.abort(collector.request_id, internal=True)
-                    return
+            collector = await self._llm.add_request(
+                f"{request_id}#{next(self._numbers)}",
+                self._prompt(request.request.token_ids),
+                self._params(request),
+            )
+            if (
+                self._running.get(request_id) is not asyncio.current_task()
+            ):  # it has ended or begun again before vLLM had it
+                await self._llm.abort(collector.request_id, internal=True)
+                return
             self._collectors[request_id] = collector
             finish = None
             while finish is None and not request.ended:
@@ -429,7 +432,7 @@ class VllmEngine:
             if finish is not None:
                 self._end(request, finish)
             elif request.request.request_id in self._running:
-                begins = not request.has_tokens
+                begins = not request.has_tokens and request.num_restarts < RESTARTS_MAX
                 request.meets(serial, version, KvPolicy.RECOMPUTE if begins else kv)
                 if begins:
                     self._begin_again(request)
@@ -437,13 +440,13 @@ class VllmEngine:
         await self._llm.resume_generation()
 
     def _begin_again(self, request: LiveRequest) -> None:
-        """Let a request without tokens begin under the weights that become active. One that vLLM does not have yet does so by itself."""
+        """Let a request without tokens begin under the weights that become active, in a new task. The old one aborts a
+        request that it is still adding to vLLM."""
         request_id = request.request.request_id
-        collector = self._collectors.pop(request_id, None)
-        if collector is None:
-            return
-        self._running[request_id].cancel()
-        self._abort(collector.request_id)
+        request.num_restarts += 1
+        if (collector := self._collectors.pop(request_id, None)) is not None:
+            self._running[request_id].cancel()
+            self._abort(collector.request_id)
         self._running[request_id] = self._spawn(self._run(request))
 
     def discard(self, version: PolicyVersion) -> None:

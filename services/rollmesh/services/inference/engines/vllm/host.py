@@ -1,8 +1,8 @@
 """Start and stop vLLM: its environment variables, its arguments, and a thread that owns its processes.
 
-vLLM is imported in that thread at the start, not with this module. The import and the start take many seconds, during which the event loop runs
-on. The kernel kills the engine core process when that thread ends (`vllm_plugin`), so the thread lives until `stop`, and a killed node
-leaves no process. vLLM's workers end with the engine core.
+vLLM is imported in that thread at the start, not with this module. The import and the start take many seconds, during
+which the event loop runs on. The kernel kills the engine core process when that thread ends (`plugin`), so the thread
+lives until `stop`, and a killed node leaves no process. vLLM's workers end with the engine core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollmesh.shared.domain.outputs import NUM_TOP_MAX
 from rollmesh.shared.errors import ConfigError
 
 BACKEND = "rollmesh_files"
-"""Name of the transfer engine that `vllm_worker` registers."""
+"""Name of the transfer engine that `worker` registers."""
 WORKER_EXTENSION = "rollmesh.services.inference.engines.vllm.worker.WorkerExtension"
 _CPU_KV_BYTES = 1 << 30
 

@@ -1,7 +1,8 @@
 """One live request of the vLLM engine: the tokens that vLLM has returned, the stop rules, and the deltas that leave.
 
-The worker stamps each token with the serial number of its weights, so that a delta never spans versions, whatever arrives first: the token
-or the end of the update. Collaborator: `vllm_engine`, which feeds outputs and calls `flush` and `finish`.
+The worker stamps each token with the serial number of its weights, so that a delta never spans versions, whatever
+arrives first: the token or the end of the update. Collaborator: `engine`, which feeds outputs and calls `flush` and
+`finish`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class LiveRequest:
         """Whether the last delta has left."""
         self.num_emitted = 0
         self.num_cached = 0
+        self.num_restarts = 0
+        """Updates at which the request has begun again."""
         self.must_abort = True
         self._emit = emit
         self._stop_rules = stop_rules

@@ -1,8 +1,9 @@
 """The sampler that the engine installs in each worker of vLLM, in place of vLLM's own.
 
-It draws by (seed, position) with the code of the torch engine, so that a request that is resumed on another node continues identically. The
-log-probs under the sampling distribution and under the plain softmax, and the outputs, come from the same logits in the same step. Each
-token has the serial number of the weights that drew it. `vllm_columns` gives the layout.
+It draws by (seed, position) with the code of the torch engine, so that a request that is resumed on another node
+continues identically. The log-probs under the sampling distribution and under the plain softmax, and the outputs, come
+from the same logits in the same step. Each token has the serial number of the weights that drew it. `columns` gives the
+layout.
 
 Imported in processes of vLLM only. Written for the V1 model runner of vLLM 0.32 without speculative decoding.
 """
@@ -41,8 +42,9 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         batch, num_rows = self._runner.input_batch, logits.shape[0]
         assert num_rows == batch.num_reqs, "one row of logits per request"
         num_pairs: int | None = sampling_metadata.max_num_logprobs
-        rules = self._rules_of(batch.req_ids[:num_rows], logits.device)._replace(
-            positions=self._runner.seq_lens[:num_rows].to(torch.int64),
+        rules = self._rules_of(batch.req_ids[:num_rows], logits.device)
+        rules = rules._replace(
+            streams=stream_starts(rules.streams, self._runner.seq_lens[:num_rows].to(torch.int64)),
             outputs=_outputs_of(num_pairs or 0),
             num_top=max(0, (num_pairs or 0) - columns.NUM_OUTPUTS),
         )
@@ -82,10 +84,8 @@ def rules_of(params: Any) -> RequestRules:
 
 def _rules(rows: list[RequestRules], device: torch.device) -> Rules:
     seeds, temperature, top_p, top_k = zip(*rows, strict=True)
-    seed_row = torch.tensor(seeds, dtype=torch.int64, device=device)
     return Rules(
-        seeds=seed_row,
-        positions=seed_row,  # set in each step
+        streams=torch.tensor(seeds, dtype=torch.int64, device=device),  # the seeds; each step makes streams of them
         temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
         top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
         top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
@@ -104,7 +104,7 @@ def _outputs_of(num_pairs: int) -> list[str]:
 
 
 def _pairs(tokens: Tensor, found: dict[str, Tensor], serial: int, num_pairs: int) -> Any:
-    """Return the pairs of drawn tokens [B] in the layout of `vllm_columns`."""
+    """Return the pairs of drawn tokens [B] in the layout of `columns`."""
     picked = tokens[:, None]
     ids, values = [picked], [found["logprobs"][:, None]]
     if num_pairs >= columns.WEIGHTS:

@@ -1,0 +1,1 @@
+"""Engines whose model runs in a server that the user started: SGLang and vLLM."""

@@ -1,0 +1,1 @@
+"""What the engines share: sampling, stop strings, checks of requests, adapters, and weights in host memory."""

@@ -1,0 +1,1 @@
+"""The engine that computes models with torch in the node's process."""

@@ -1,0 +1,1 @@
+"""The engine that runs vLLM in the node's process."""
