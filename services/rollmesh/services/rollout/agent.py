@@ -1,6 +1,6 @@
-"""The agent protocol. A user implements it to define how a model works on a task.
+"""The agent port. A user implements it to define how a model works on a task.
 
-    class Agent:
+    class MyAgent(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             while True:
                 turn = await env.generate()
@@ -35,6 +35,15 @@ from rollmesh.shared.errors import ConfigError
 
 __all__ = ["AGENTS", "Agent", "Environment", "LimitReached", "ScoredTokens", "Task", "ToolResult", "Turn", "load_agent"]
 
+
+class Agent(Plugin):
+    """Base of agents: work on tasks with an environment. Constructed as the module describes."""
+
+    @required
+    async def run(self, task: Task, env: Environment) -> None:
+        """Work on one task until it is finished."""
+
+
 AGENTS = Registry(
     "agent",
     {
@@ -43,25 +52,16 @@ AGENTS = Registry(
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
     },
+    Agent,
 )
-
-
-class Agent(Protocol):
-    """Work on tasks with an environment."""
-
-    async def run(self, task: Task, env: Environment) -> None:
-        """Work on one task until it is finished."""
-        ...
 
 
 def load_agent(chosen: Extension, base_dir: str | Path | None = None) -> Agent:
     """Construct the chosen agent. Raise ConfigError."""
     takes = inspect.signature(AGENTS.find(chosen.name, base_dir)).parameters
-    agent = AGENTS.make(chosen, base_dir, **({"base_dir": base_dir} if "base_dir" in takes else {}))
-    run = getattr(agent, "run", None)
-    if not inspect.iscoroutinefunction(run) or not takes_arguments(run, 2):
+    agent: Agent = AGENTS.make(chosen, base_dir, **({"base_dir": base_dir} if "base_dir" in takes else {}))
+    if not inspect.iscoroutinefunction(agent.run) or not takes_arguments(agent.run, 2):
         raise ConfigError(
             f"agent `{chosen.name}` must have a method `async def run(self, task, env)`", name=chosen.name
         )
-    made: Agent = agent
-    return made
+    return agent

@@ -28,12 +28,16 @@ _PROBES = (_TOOL, "text", _ANSWER), ("other_tool", "words", "other answer")
 marker."""
 _CALL_ID = "rollmesh0"
 """Some templates require an id of nine letters or digits."""
+_ID_PLACE = "{id}"
+"""Stands for the id of a call in `ChatFormat.tool_call_separator`."""
 _KEY = "rollout.format.turn_end"
 _CALL_SHAPES: Mapping[ToolCallBody, str] = {
     "json": '{"name": NAME, "arguments": {...}}',
     "pythonic": "[NAME(ARGUMENT=VALUE)]",
     "bare": "TEXT",
     "xml": "\n<function=NAME>\n<parameter=ARGUMENT>\nVALUE\n</parameter>\n</function>\n",
+    "named_json": "NAME{separator}{...}",
+    "arg_tags": "NAME\n<arg_key>ARGUMENT</arg_key>\n<arg_value>VALUE</arg_value>\n",
 }
 
 
@@ -49,8 +53,14 @@ class ChatFormat:
     tool_call_end: str
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody
-    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
-    `[name(argument=value, ...), ...]`, `xml` has a tag per function and argument."""
+    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or
+    text}, `pythonic` is `[name(argument=value, ...), ...]`, `xml` has a tag per function and argument, `named_json` is
+    the name, `tool_call_separator` and the arguments as a JSON object, `arg_tags` is the name and a pair of tags per
+    argument."""
+    tool_call_separator: str = ""
+    """Between the name and the arguments of a call of body `named_json`. `{id}` stands for the id of the call."""
+    tool_call_next: str = ""
+    """Between the arguments of such a call and the name of the next one in the same turn."""
     observation: str
     """Text appended after a turn to show a tool's result, up to the model's next turn. Special tokens are encoded only
     around `{text}`."""
@@ -92,13 +102,16 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
     as_text = _takes_text_only(render)
     tail = _tail(render)
     turn_end = _turn_end(config, tail, special, eos)
-    call = _written_call(render, turn_end, as_text) or ("<tool_call>", "</tool_call>", "json")
-    observation = config.observation or _observation(render, turn_end, as_text)
+    call = _written_call(render, turn_end, as_text) or _Call("<tool_call>", "</tool_call>", "json")
+    turn_ends = tuple(dict.fromkeys((turn_end, *eos)))
+    observation = config.observation or _observation(render, turn_ends, as_text)
     return ChatFormat(
-        turn_ends=tuple(dict.fromkeys((turn_end, *eos))),
-        tool_call_start=call[0] if config.tool_call_start is None else config.tool_call_start,
-        tool_call_end=call[1] if config.tool_call_end is None else config.tool_call_end,
-        tool_call_body=config.tool_call_body or call[2],
+        turn_ends=turn_ends,
+        tool_call_start=call.start if config.tool_call_start is None else config.tool_call_start,
+        tool_call_end=call.end if config.tool_call_end is None else config.tool_call_end,
+        tool_call_body=config.tool_call_body or call.body,
+        tool_call_separator=call.separator if config.tool_call_separator is None else config.tool_call_separator,
+        tool_call_next=_next_call(render, as_text) if call.body == "named_json" else "",
         observation=observation,
         tool_role=config.tool_role,
         assistant_role=config.assistant_role,
@@ -111,7 +124,7 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
 def tools_text(tools: Sequence[ToolSchema], words: ChatFormat) -> str:
     """Describe the tools as text, for templates that ignore them."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    body = _CALL_SHAPES[words.tool_call_body]
+    body = _CALL_SHAPES[words.tool_call_body].replace("{separator}", words.tool_call_separator)
     how = f"{words.tool_call_start}{body}{words.tool_call_end}"
     return f"You can call these tools, one per turn:\n{described}\nTo call one, end your turn with {how}"
 
@@ -164,8 +177,11 @@ def _first_of(tokens: Sequence[str], text: str) -> str:
 # Tools ----------------------------------------------------------------------------------------------------------------
 
 
-def _observation(render: Render, turn_end: str, as_text: bool) -> str:
-    """Return a tool's result as the template writes it, or as a user turn if the template ignores tools."""
+def _observation(render: Render, turn_ends: Sequence[str], as_text: bool) -> str:
+    """Return a tool's result as the template writes it, or as a user turn if the template ignores tools.
+
+    A template that writes nothing after a turn has the tag of the next role there, which is then an eos token.
+    """
     for said, result, tools in (
         (_called(as_text), _tool_result(), [_EXAMPLE]),
         (_said(_ANSWER), _tool_result(), None),
@@ -175,10 +191,12 @@ def _observation(render: Render, turn_end: str, as_text: bool) -> str:
             text = render([_user(), said, result], tools, True)
         except InvalidInput:
             continue
-        end = text.find(turn_end, max(0, text.find(_ANSWER)))
-        at = text.find(_RESULT, max(0, end))
-        if -1 not in (text.find(_ANSWER), end, at):
-            return f"{text[end + len(turn_end) : at]}{{text}}{text[at + len(_RESULT) :]}"
+        said_at = text.find(_ANSWER)
+        at = text.find(_RESULT, max(0, said_at))
+        between = text[said_at + len(_ANSWER) : at]
+        end = turn_ends[0] if turn_ends[0] in between else _first_of(turn_ends, between)
+        if -1 not in (said_at, at) and end:
+            return f"{between.partition(end)[2]}{{text}}{text[at + len(_RESULT) :]}"
     raise ConfigError(
         "`rollout.format.observation`: the chat template renders neither a tool's result nor a second user turn; set "
         "the key",
@@ -186,16 +204,25 @@ def _observation(render: Render, turn_end: str, as_text: bool) -> str:
     )
 
 
-def _written_call(render: Render, turn_end: str, as_text: bool) -> tuple[str, str, ToolCallBody] | None:
-    """Return start, end and body of a tool call as the template writes it, or None if it does not write tool calls, or others."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a template writes around and inside a tool call."""
+
+    start: str
+    end: str
+    body: ToolCallBody
+    separator: str = ""
+
+
+def _written_call(render: Render, turn_end: str, as_text: bool) -> _Call | None:
+    """Return the words of a tool call as the template writes it, or None if it does not write tool calls, or others."""
     found = {_markers(render, turn_end, as_text, *probe) for probe in _PROBES}
     return found.pop() if len(found) == 1 else None
 
 
-def _markers(
-    render: Render, turn_end: str, as_text: bool, name: str, key: str, value: str
-) -> tuple[str, str, ToolCallBody] | None:
-    """Return what the template writes around one call, with what belongs to the call itself if the format is not known."""
+def _markers(render: Render, turn_end: str, as_text: bool, name: str, key: str, value: str) -> _Call | None:
+    """Return what the template writes around one call, with what belongs to the call itself if the format is not
+    known."""
     tools = [_example(name, key)]
     try:
         plain = render([_user(), _said(value)], tools, False)
@@ -207,17 +234,35 @@ def _markers(
         return None
     end = turn.find(turn_end, turn.index(value))
     turn = turn[: end if end != -1 else None].strip()
+    before, named, after = turn.partition(name)
     if f"<function={name}>" in turn and f"<parameter={key}>" in turn:
-        return turn.partition("<function=")[0].strip(), turn.rpartition("</function>")[2].strip(), "xml"
+        return _Call(turn.partition("<function=")[0].strip(), turn.rpartition("</function>")[2].strip(), "xml")
     if f"[{name}(" in turn:
         start, _, rest = turn.partition("[")
-        return start.strip(), rest.rpartition("]")[2].strip(), "pythonic"
-    if name in turn and "{" in turn:
+        return _Call(start.strip(), rest.rpartition("]")[2].strip(), "pythonic")
+    if named and "{" in before:
         start, _, _ = turn.partition("{")
-        return start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json"
+        return _Call(start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json")
+    if before and f"<arg_key>{key}</arg_key>" in after:
+        return _Call(before.strip(), after.rpartition("</arg_value>")[2].strip(), "arg_tags")
+    if before and "{" in after:
+        separator = after.partition("{")[0].strip().replace(_CALL_ID, _ID_PLACE)
+        return _Call(before.strip(), after.rpartition("}")[2].strip(), "named_json", separator) if separator else None
     start, _, rest = turn.partition(value)
     # A bare call without a marker cannot be distinguished from an answer.
-    return (start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None
+    return _Call(start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None
+
+
+def _next_call(render: Render, as_text: bool) -> str:
+    """Return what the template writes between the arguments of a call and the name of the next; empty if a turn has one
+    call at most."""
+    (first, _, _), (second, _, _) = _PROBES
+    try:
+        text = render([_user(), _called(as_text, *_PROBES)], [_example(name, key) for name, key, _ in _PROBES], False)
+    except InvalidInput:
+        return ""
+    between = text.rpartition(first)[2].rpartition(second)[0]
+    return between.rpartition("}")[2].strip()
 
 
 def _renders_tools(render: Render) -> bool:
@@ -257,13 +302,19 @@ def _said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def _called(as_text: bool, name: str = _TOOL, key: str = "text", value: str = _ANSWER) -> dict[str, Any]:
-    arguments = {key: value}
-    function = {"name": name, "arguments": json.dumps(arguments) if as_text else arguments}
+def _called(as_text: bool, *calls: tuple[str, str, str]) -> dict[str, Any]:
+    """Return a turn with these calls, each a name, an argument and its value; without any, the first probe."""
     return {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": _CALL_ID, "type": "function", "function": function}],
+        "tool_calls": [
+            {
+                "id": _CALL_ID,
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps({key: value}) if as_text else {key: value}},
+            }
+            for name, key, value in calls or _PROBES[:1]
+        ],
     }
 
 

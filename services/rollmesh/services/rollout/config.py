@@ -25,7 +25,7 @@ from rollmesh.shared.config.settings import (
 from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
 from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 
-ToolCallBody = Literal["bare", "json", "pythonic", "xml"]
+ToolCallBody = Literal["bare", "json", "pythonic", "xml", "named_json", "arg_tags"]
 _JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 
@@ -39,8 +39,13 @@ class FormatConfig(Settings):
     tool_call_end: str | None = None
     """Closes a tool call; the end of the turn follows."""
     tool_call_body: ToolCallBody | None = None
-    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}, `pythonic` is
-    `[name(argument=value, ...), ...]`, `xml` is <function=NAME> with a tag <parameter=KEY> per argument."""
+    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or
+    text}, `pythonic` is `[name(argument=value, ...), ...]`, `xml` is <function=NAME> with a tag <parameter=KEY> per
+    argument, `named_json` is the name, then `tool_call_separator` and the arguments as a JSON object, `arg_tags` is the
+    name, then <arg_key> and <arg_value> per argument."""
+    tool_call_separator: str | None = None
+    """Between the name and the arguments of a call of body `named_json`, such as `[ARGS]`. `{id}` in it stands for the
+    id of the call."""
     observation: str | None = None
     """Text appended after a turn to show a tool's result, up to the start of the model's next turn. `{text}` itself is
     encoded without special tokens, so a tool's output cannot open a turn."""
@@ -49,9 +54,20 @@ class FormatConfig(Settings):
     assistant_role: str = "assistant"
     """Role of the policy in the text view of the episode."""
 
+    @property
+    def names_calls(self) -> bool:
+        """Whether a setting says how the model writes a call."""
+        words = (self.tool_call_start, self.tool_call_end, self.tool_call_body, self.tool_call_separator)
+        return any(word is not None for word in words)
+
     def check_fields(self) -> None:
         if self.observation is not None and self.observation.count("{text}") != 1:
             raise ValueError(f"`observation` must contain {{text}} exactly once, got {self.observation!r}")
+        if self.tool_call_body == "named_json" and self.tool_call_separator == "":
+            raise ValueError(
+                "`tool_call_separator` must not be empty for the body named_json, got ''; name what ends the tool's "
+                "name"
+            )
         if self.turn_end == "":
             raise ValueError("`turn_end` must not be empty, got ''; remove the key to take it from the chat template")
 

@@ -132,7 +132,12 @@ def turn_tokens(
     guard = _unused_character([*history, turn], tools)
     begun = _render(tokenizer, history, tools, guard)
     whole = _render(tokenizer, [*history, turn], tools, guard, prompt=False)
-    # Some templates write tools in another place once the turn follows. Then what stands between the last message and the turn is looked for.
+    if whole.startswith(begun) and not any(end in whole[len(begun) :] for end in tokenizer.format.turn_ends):
+        # The turn ends where the next role begins.
+        followed = _render(tokenizer, [*history, turn, *_next_messages(turn)], tools, guard, prompt=False)
+        whole += _first_end(tokenizer, followed[len(whole) :]) if followed.startswith(whole) else ""
+    # Some templates write tools in another place once the turn follows. Then what stands between the last message and
+    # the turn is looked for.
     last = begun if whole.startswith(begun) else begun[max(0, begun.rfind(history[-1].content)) :]
     text = whole[found + len(last) :] if (found := whole.rfind(last)) != -1 else ""
     at, end = max((text.rfind(end), end) for end in tokenizer.format.turn_ends)
@@ -142,6 +147,19 @@ def turn_tokens(
             "the turn; use another chat template"
         )
     return tokenizer.encode_rendered(text[: at + len(end)], guard)
+
+
+def _next_messages(turn: ChatMessage) -> list[ChatMessage]:
+    """Return messages that may follow a turn of the assistant."""
+    results = [ChatMessage(role="tool", content="result", call_id=call.id, name=call.name) for call in turn.calls]
+    return results or [ChatMessage(role="user", content="question")]
+
+
+def _first_end(tokenizer: Tokenizer, text: str) -> str:
+    """Return the end of a turn with which the text begins, with the white space before it; empty if it begins with
+    another text."""
+    space = text[: len(text) - len(text.lstrip())]
+    return next((space + end for end in tokenizer.format.turn_ends if text[len(space) :].startswith(end)), "")
 
 
 def raw_tokens(tokenizer: Tokenizer, text: str, *, tokens_max: int = NO_LIMIT) -> IntArray:
@@ -281,6 +299,13 @@ def _call_text(call: RequestedCall, words: ChatFormat) -> str:
     if isinstance(arguments, dict) and words.tool_call_body == "xml":
         given = "".join(f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
         return f"\n<function={call.name}>\n{given}</function>\n"
+    if words.tool_call_body == "named_json":
+        separator = words.tool_call_separator.replace("{id}", call.id)
+        return f"{call.name}{separator}{json.dumps(arguments, ensure_ascii=False)}"
+    if isinstance(arguments, dict) and words.tool_call_body == "arg_tags":
+        return f"{call.name}\n" + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n" for key, value in arguments.items()
+        )
     return str(next(iter(arguments.values()), "")) if isinstance(arguments, dict) else arguments
 
 

@@ -5,7 +5,7 @@ tool's output with `<|assistant|>` remains data. Prompts are rendered as by tran
 verifies. The messages of a task may therefore contain tags.
 
 The libraries are imported with the first tokenizer, not with this module.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RunningProgram(asyncio.SubprocessProtocol):
         self._transport.close()
 
 
-class ProgramAgent:
+class ProgramAgent(Agent):
     """Run the program on the task."""
 
     Options = ProgramOptions

@@ -6,7 +6,7 @@ from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.environment import Environment
 
 
-class SingleTurnAgent:
+class SingleTurnAgent(Agent):
     """Let the model answer once."""
 
     async def run(self, task: Task, env: Environment) -> None:

@@ -29,7 +29,7 @@ class ToolCall:
     error: str = ""
 
 
-class ToolCallingAgent:
+class ToolCallingAgent(Agent):
     """Generate, call and observe until the model answers."""
 
     async def run(self, task: Task, env: Environment) -> None:

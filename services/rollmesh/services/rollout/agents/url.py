@@ -42,7 +42,7 @@ class UrlOptions(Settings):
     """Time that the service has to reply after a limit of the episode, seconds. Then the connection is closed."""
 
 
-class UrlAgent:
+class UrlAgent(Agent):
     """Post the task to the service, and wait for its reply."""
 
     Options = UrlOptions

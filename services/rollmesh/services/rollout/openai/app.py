@@ -68,6 +68,7 @@ from rollmesh.shared.errors import (
     MeshError,
     NotFound,
     PayloadTooLarge,
+    field_error,
 )
 from rollmesh.shared.telemetry.metrics import count
 
@@ -161,9 +162,12 @@ class OpenAiApp:
         if asked.model != MODEL:
             return await self._ask(request, served, asked, reply)
         if asked.parse_calls and self._unread:
-            reject("tools", f"cannot be served: {self._unread}; name a parser in rollout.openai.tool_calls")
+            must = f"be absent, because they cannot be served: {self._unread}"
+            remedy = "name a parser in rollout.openai.tool_calls"
+            raise field_error("tools", must, len(asked.tools), remedy)
         if asked.begin_call and not self._opening:
-            reject("tool_choice", "must be auto or none, because the opening of a call is not known for this parser")
+            must = "be auto or none, because the opening of a call is not known for this parser"
+            raise field_error("tool_choice", must, "required")
         if not asked.sampling.stream:
             return _json(await self._attended(request, served, self._chat_reply(served, asked, reply)))
         return await self._streamed(request, served, lambda emit: self._chat_stream(served, asked, reply, emit))
@@ -172,7 +176,7 @@ class OpenAiApp:
         asked = completion_request(await self._body(request))
         _check_model(asked.model, ())
         if not isinstance(asked.prompt, str) and max(asked.prompt) >= self._tokenizer.num_ids:
-            reject("prompt", f"must have token ids in [0, {self._tokenizer.num_ids}), got {max(asked.prompt)}")
+            raise field_error("prompt", f"have token ids in [0, {self._tokenizer.num_ids})", max(asked.prompt))
         reply = self._reply(served, "cmpl", asked.model)
         if not asked.sampling.stream:
             return _json(await self._attended(request, served, self._completion_reply(served, asked, reply)))
@@ -465,16 +469,19 @@ def _check_model(model: str, endpoints: Sequence[str]) -> None:
 def _check_asked(asked: ChatRequest, kind: EndpointKind) -> None:
     """Reject what the endpoint cannot do."""
     sampling = asked.sampling
-    for field, value in (("n", sampling.n > 1), ("logprobs", sampling.logprobs), ("tool_choice", asked.begin_call)):
-        if value:
-            reject(field, f"is only for the model {MODEL}, because {asked.model} is an endpoint; remove it")
+    for field, value, neutral in (
+        ("n", sampling.n, 1),
+        ("logprobs", sampling.logprobs, False),
+        ("tool_choice", "required" if asked.begin_call else "auto", "auto"),
+    ):
+        if value != neutral:
+            must = f"be absent, because {asked.model} is an endpoint and not the model {MODEL}"
+            raise field_error(field, must, value, "remove it")
     called = any(message.calls or message.role == "tool" for message in asked.messages)
     for field, value in (("tools", bool(asked.tools)), ("messages", called)):
         if value and kind != "openai":
-            reject(
-                field,
-                f"must ask for text without tools, because {asked.model} is an endpoint of kind {kind}; the kind openai can call tools",
-            )
+            must = f"ask for text without tools, because {asked.model} is an endpoint of kind {kind}"
+            raise field_error(field, must, "tools", "use an endpoint of kind openai")
 
 
 def _asked_message(message: ChatMessage) -> AskedMessage:

@@ -19,11 +19,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 _AT = " - at `$"
 
 
-def reject(field: str, message: str) -> NoReturn:
-    """Raise `InvalidInput` for a field of the request."""
-    raise InvalidInput(f"`{field}` {message}", violations=[FieldViolation(field, message)])
-
-
 def read_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request. Raise `InvalidInput`."""
     try:
@@ -54,10 +49,12 @@ def read_fields(
     for name in given.keys() - known:
         allowed = neutral.get(name)
         if allowed is None:
-            reject(f"{prefix}{name}", f"is not supported; {remedies.get(name, 'remove it')}")
+            remedy = remedies.get(name, "remove it")
+            raise field_error(f"{prefix}{name}", "be absent, because it is not supported", given[name], remedy)
         if allowed and not any(given[name] == one and type(given[name]) is type(one) for one in allowed):
-            values = " or ".join(msgspec.json.encode(one).decode() for one in allowed)
-            reject(f"{prefix}{name}", f"must be {values}, because other values are not supported; remove it")
+            must = "be " + " or ".join(msgspec.json.encode(one).decode() for one in allowed)
+            remedy = "remove it, because other values are not supported"
+            raise field_error(f"{prefix}{name}", must, given[name], remedy)
     try:
         return msgspec.convert({name: given[name] for name in given.keys() & known}, type_, strict=True)
     except msgspec.ValidationError as err:
@@ -72,8 +69,8 @@ def _located(error: msgspec.ValidationError, prefix: str) -> InvalidInput:
     field = prefix + path.removesuffix("`").removeprefix(".")
     _, missing, name = what.partition("missing required field `")
     if missing:
-        field, what = f"{field}.{name.removesuffix('`')}".replace("..", ".").lstrip("."), "is required"
-    message = what if missing else f"is invalid: {what[0].lower()}{what[1:]}"
+        return field_error(f"{field}.{name.removesuffix('`')}".replace("..", ".").lstrip("."), "be set", None)
+    message = f"is invalid: {what[0].lower()}{what[1:]}"
     return InvalidInput(f"`{field}` {message}", violations=[FieldViolation(field, message)])
 
 

@@ -117,14 +117,12 @@ def chat_request(body: bytes) -> ChatRequest:
     num_parts = len(fields.messages) + sum(len(part) for part in parts if isinstance(part, list))
     for name, num, most in (("messages", num_parts, MESSAGES_MAX), ("tools", len(fields.tools), TOOLS_MAX)):
         if num > most:
-            reject(name, f"must have at most {most} elements, with their calls and parts of content, got {num}")
+            raise field_error(name, f"have at most {most} elements, with their calls and parts of content", num)
     if not fields.messages:
-        reject("messages", "must have at least one message, got none")
+        raise field_error("messages", "have at least one message", None)
     if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
-        reject(
-            "max_tokens",
-            f"must equal max_completion_tokens = {fields.max_completion_tokens}, got {fields.max_tokens}; remove it",
-        )
+        must = f"equal max_completion_tokens = {fields.max_completion_tokens}"
+        raise field_error("max_tokens", must, fields.max_tokens, "remove it")
     tools = tuple(read_tool(tool, f"tools[{number}]") for number, tool in enumerate(fields.tools))
     choice = _tool_choice(fields.tool_choice, tools)
     return ChatRequest(
@@ -144,7 +142,8 @@ def completion_request(body: bytes) -> CompletionRequest:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     if not prompt or not (isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)):
-        reject("prompt", "must be one non-empty text or list of token ids; send one request per prompt")
+        must = "be one non-empty text or list of token ids"
+        raise field_error("prompt", must, fields.prompt, "send one request per prompt")
     return CompletionRequest(
         model=fields.model,
         prompt=prompt if isinstance(prompt, str) else tuple(prompt),
@@ -224,7 +223,7 @@ class _TextPart(msgspec.Struct, kw_only=True):
 def _sampling(fields: _SharedFields, max_tokens: int | None, logprobs: bool) -> SamplingRequest:
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     if "" in stop:
-        reject("stop", "must not contain an empty string")
+        raise field_error("stop", "not contain an empty string", stop)
     return SamplingRequest(
         max_tokens=max_tokens,
         temperature=fields.temperature,
@@ -246,14 +245,14 @@ _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {"refusal": ("",), "annotations":
 def read_message(value: Mapping[str, Any], at: str) -> ChatMessage:
     fields = read_fields(_MessageFields, value, neutral=_MESSAGE_NEUTRAL, remedies=_REMEDIES, at=at)
     if fields.role not in _ROLES:
-        reject(f"{at}.role", f"must be one of {', '.join(_ROLES)}, got {fields.role!r}")
+        raise field_error(f"{at}.role", f"be one of {', '.join(_ROLES)}", fields.role)
     for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(fields, name) and fields.role != role:
-            reject(f"{at}.{name}", f"must be in a message of role {role}, got role {fields.role}")
+            raise field_error(f"{at}.{name}", f"be in a message of role {role}", fields.role)
     if fields.role == "tool" and not fields.tool_call_id:
-        reject(f"{at}.tool_call_id", "is required in a message of role tool; send the id of the call")
+        raise field_error(f"{at}.tool_call_id", "be set in a message of role tool", None, "send the id of the call")
     if fields.role != "assistant" and value.get("content") is None:
-        reject(f"{at}.content", f"is required in a message of role {fields.role}")
+        raise field_error(f"{at}.content", f"be set in a message of role {fields.role}", None)
     return ChatMessage(
         role="system" if fields.role == "developer" else fields.role,
         content=fields.content if isinstance(fields.content, str) else _joined(fields.content, f"{at}.content"),
@@ -269,9 +268,8 @@ def _joined(parts: Sequence[Mapping[str, Any]], at: str) -> str:
     texts = []
     for number, value in enumerate(parts):
         if value.get("type") != "text":
-            reject(
-                f"{at}[{number}].type", f"must be text, because the model reads only text, got {value.get('type')!r}"
-            )
+            must = "be text, because the model reads only text"
+            raise field_error(f"{at}[{number}].type", must, value.get("type"))
         texts.append(read_fields(_TextPart, value, neutral={}, remedies={}, at=f"{at}[{number}]").text)
     return "\n".join(texts)
 
@@ -290,7 +288,7 @@ def read_tool(value: Mapping[str, Any], at: str) -> ToolSchema:
     `strict` is a hint that is not passed on: the model may write other arguments, which the client validates.
     """
     if value.get("type") != "function":
-        reject(f"{at}.type", f"must be function, got {value.get('type')!r}; describe the tool as a function")
+        raise field_error(f"{at}.type", "be function", value.get("type"), "describe the tool as a function")
     function = read_fields(_ToolFields, value, neutral={}, remedies={}, at=at).function
     read_fields(_FunctionFields, function, neutral={"strict": _ALL}, remedies={}, at=f"{at}.function")
     kept = {name: part for name, part in function.items() if part is not None and name != "strict"}
@@ -304,11 +302,11 @@ def _tool_choice(choice: str | Mapping[str, Any], tools: Sequence[ToolSchema]) -
         if isinstance(named, Mapping) and names == [named.get("name")]:
             choice = "required"
     if choice not in ("auto", "none", "required"):
-        reject(
-            "tool_choice",
-            "must be auto, none, required or the function of the only tool, because a turn can begin with a call but its name cannot be "
-            "forced; send required, with the tools that may be called",
+        must = (
+            "be auto, none, required or the function of the only tool, because a turn can begin with a call but its "
+            "name cannot be forced"
         )
+        raise field_error("tool_choice", must, choice, "send required, with the tools that may be called")
     if choice == "required" and not tools:
-        reject("tool_choice", "must be auto or none without tools, got required; send the tools")
+        raise field_error("tool_choice", "be auto or none without tools", choice, "send the tools")
     return "none" if choice == "none" or not tools else "required" if choice == "required" else "auto"

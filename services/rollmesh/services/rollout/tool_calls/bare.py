@@ -18,7 +18,7 @@ from rollmesh.services.rollout.tool_calls.parsing import (
 from rollmesh.services.rollout.tool_calls.whole_turn import WholeTurnStream
 
 
-class BareParser:
+class BareParser(ToolCallParser):
     """A text between the markers of the chat format. Without a start marker, the whole turn is the call."""
 
     def __init__(self, *, format: ChatFormat) -> None:

@@ -21,8 +21,11 @@ TOOL_CALL_PARSERS = Registry(
         "llama3_json": "rollmesh.services.rollout.tool_calls.whole_turn:Llama3JsonParser",
         "llama_pythonic": "rollmesh.services.rollout.tool_calls.whole_turn:LlamaPythonicParser",
         "qwen3_coder": "rollmesh.services.rollout.tool_calls.xml_calls:Qwen3CoderParser",
+        "glm45": "rollmesh.services.rollout.tool_calls.xml_calls:Glm45Parser",
+        "named_json": "rollmesh.services.rollout.tool_calls.marked:NamedJsonParser",
         "bare": "rollmesh.services.rollout.tool_calls.bare:BareParser",
     },
+    ToolCallParser,
 )
 
 
@@ -71,10 +74,15 @@ _CALLS = (
 
 
 def _written_by(format: ChatFormat) -> str:
-    if format.tool_call_body == "bare":
-        return "bare"
-    if format.tool_call_body == "xml":
-        return "qwen3_coder"
-    if format.tool_call_body == "pythonic":
-        return "llama_pythonic"
-    return "hermes" if format.tool_call_start else "llama3_json"
+    if format.tool_call_body == "json":
+        return "hermes" if format.tool_call_start else "llama3_json"
+    return _PARSERS[format.tool_call_body]
+
+
+_PARSERS: Mapping[ToolCallBody, str] = {
+    "bare": "bare",
+    "xml": "qwen3_coder",
+    "pythonic": "llama_pythonic",
+    "arg_tags": "glm45",
+    "named_json": "named_json",
+}

@@ -33,8 +33,22 @@ class UnterminatedCall(MalformedCall):
 
 def read_json(text: str) -> Any:
     """Return the value of a JSON text. Raise `MalformedCall`."""
+    return _decoded(lambda: json.loads(text, parse_constant=_reject_constant))
+
+
+def read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """Return the JSON object that begins at a place of the text, or after white space there, and the place after it.
+    Raise `MalformedCall`."""
+    at = after_space(text, at)
+    value, end = _decoded(lambda: _DECODER.raw_decode(text, at))
+    if not isinstance(value, dict):
+        raise MalformedCall(f"the arguments of a tool call must be a JSON object, got {type(value).__name__}")
+    return value, end
+
+
+def _decoded(decode: Callable[[], Any]) -> Any:
     try:
-        return json.loads(text, parse_constant=_reject_constant)
+        return decode()
     except json.JSONDecodeError as err:
         kind = UnterminatedCall if err.msg.startswith("Unterminated string") else MalformedCall
         raise kind(f"{_EXPECTED}, got JSON with an error at character {err.pos}: {err.msg}") from err
@@ -88,3 +102,6 @@ def _written_arguments(text: str) -> dict[str, Any] | None:
 
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)

@@ -1,5 +1,6 @@
-"""Parse tool calls between markers: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen) and `[TOOL_CALLS][...]`
-(Mistral).
+"""Parse tool calls between markers: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen),
+`[TOOL_CALLS][...]` (Mistral), and calls whose name is outside of the JSON, such as `[TOOL_CALLS]NAME[ARGS]{...}`
+(Mistral since 2025, DeepSeek).
 
 The markers come from the model's chat format. A turn may have text around calls, and several calls. Pure.
 """
@@ -20,17 +21,22 @@ from rollmesh.services.rollout.tool_calls.json_calls import (
 from rollmesh.services.rollout.tool_calls.parsing import (
     MalformedCall,
     ParsedCall,
+    ToolCallParser,
     TurnContent,
     TurnStream,
+    after_space,
     held_suffix,
+    is_name,
 )
 
 _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 """The rest of a string of JSON, up to its end or to a backslash without the next character."""
 HERMES_MARKERS = ("<tool_call>", "</tool_call>")
+MISTRAL_WORDS = ("[TOOL_CALLS]", "", "[ARGS]", "[TOOL_CALLS]")
+"""Start and end of a call, what ends its name, and what stands between two calls."""
 
 
-class HermesParser:
+class HermesParser(ToolCallParser):
     """JSON calls between markers. If the chat format has none for JSON, they are those of Hermes."""
 
     def __init__(self, *, format: ChatFormat) -> None:
@@ -39,6 +45,44 @@ class HermesParser:
 
     def stream(self, tools: Sequence[ToolSchema]) -> TurnStream:
         return MarkedStream(*self._markers, lambda body: calls_of(read_json(body.strip()), tools))
+
+
+class NamedJsonParser(ToolCallParser):
+    """The name, a separator and the arguments as JSON, between markers. If the chat format has none, they are those of
+    Mistral."""
+
+    def __init__(self, *, format: ChatFormat) -> None:
+        own = format.tool_call_body == "named_json" and format.tool_call_start and format.tool_call_separator
+        words = (format.tool_call_start, format.tool_call_end, format.tool_call_separator, format.tool_call_next)
+        self._start, self._end, separator, self._next = words if own else MISTRAL_WORDS
+        self._name_end, _, self._id_end = (part.strip() for part in separator.partition("{id}"))
+
+    def stream(self, tools: Sequence[ToolSchema]) -> TurnStream:
+        return MarkedStream(self._start, self._end, self._read)
+
+    def _read(self, body: str) -> list[ParsedCall]:
+        """Return the calls of a text between the markers, in linear time. Raise `MalformedCall`."""
+        calls: list[ParsedCall] = []
+        at, more = 0, True
+        while more:
+            name_end = body.find(self._name_end, at)
+            name = body[at : max(at, name_end)].strip()
+            if not is_name(name):
+                raise MalformedCall(f"a tool call must have a name before {self._name_end}, got {body[at : at + 40]!r}")
+            at = name_end + len(self._name_end)
+            if self._id_end:
+                id_end = body.find(self._id_end, at)
+                if id_end == -1:
+                    raise MalformedCall(f"a tool call must have {self._id_end} after its id")
+                at = id_end + len(self._id_end)
+            arguments, at = read_object(body, at)
+            calls.append(made_call(name, arguments))
+            at = after_space(body, at)
+            more = bool(self._next) and body.startswith(self._next, at)
+            at += len(self._next) if more else 0
+        if not self._end.startswith(body[at:].rstrip()):
+            raise MalformedCall(f"a tool call must end after its arguments, got {body[at : at + 40]!r}")
+        return calls
 
 
 class MarkedStream:

@@ -55,12 +55,14 @@ class TurnStream(Protocol):
         ...
 
 
-class ToolCallParser(Protocol):
-    """One format of tool calls. A class gets the markers of the model's conversation as `format: ChatFormat`."""
+class ToolCallParser(Plugin):
+    """Base of parsers of one format of tool calls. A class gets the markers of the model's conversation as `format:
+    ChatFormat`."""
 
+    @required
     def stream(self, tools: Sequence[ToolSchema]) -> TurnStream:
         """Begin a turn. `tools` are those of the request, never empty."""
-        ...
+        raise NotImplementedError
 
 
 class MalformedCall(ValueError):
@@ -123,6 +125,22 @@ def text_argument(text: str, tool: ToolSchema | None) -> dict[str, Any]:
     given = [parameters.get(key) for key in ("required", "properties")]
     names = [name for names in given if isinstance(names, (list, tuple, dict)) for name in names]
     return {next((name for name in names if isinstance(name, str)), "text"): text}
+
+
+def after_space(text: str, at: int) -> int:
+    """Return the place of the next character that is not white space."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text outside of JSON can be the name of a tool. What has white space, brackets or quotes is
+    something else."""
+    return bool(text) and not _NOT_IN_NAMES.search(text)
+
+
+_NOT_IN_NAMES = re.compile(r"[\s{}<>\[\]\"]")
 
 
 def find_tool(name: str, tools: Sequence[ToolSchema]) -> ToolSchema | None:

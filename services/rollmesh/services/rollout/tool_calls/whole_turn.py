@@ -29,7 +29,7 @@ _PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
 """Llama 4 writes them around the list."""
 
 
-class Llama3JsonParser:
+class Llama3JsonParser(ToolCallParser):
     """`{"name": ..., "parameters": {...}}`, several of them separated by `;` or white space, or a list of them."""
 
     def __init__(self, *, format: ChatFormat) -> None:
@@ -40,7 +40,7 @@ class Llama3JsonParser:
         return WholeTurnStream(lambda text: read_objects(text, tools), tools, markers=self._markers, first="{[")
 
 
-class LlamaPythonicParser:
+class LlamaPythonicParser(ToolCallParser):
     """`[name(argument=value, ...), ...]`, whose values are Python literals."""
 
     def __init__(self, *, format: ChatFormat) -> None:
