@@ -9,7 +9,7 @@ packets with the service:
 
 `ended` is sent when the kernel, or the session's reaper, has reaped all processes of the session. If a reaper itself
 was killed, the zygote does its work.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

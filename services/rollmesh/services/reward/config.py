@@ -91,11 +91,11 @@ def build_engine(
     scorers = [build_scorer(scorer, base_dir) for scorer in config.scorers]
     _check_weights(config.weights, scorers)
     for configured in scorers:
-        if sandbox is not None and isinstance(configured.scorer, UsesSandbox):
+        if sandbox is not None:
             configured.scorer.use_sandbox(sandbox)
-        if policy is not None and isinstance(configured.scorer, UsesPolicy):
+        if policy is not None:
             configured.scorer.use_policy(policy)
-        if endpoints is not None and isinstance(configured.scorer, UsesEndpoints):
+        if endpoints is not None:
             configured.scorer.use_endpoints(endpoints)
     return RewardEngine(
         scorers=scorers,
@@ -121,23 +121,21 @@ def shown_name(name: str) -> str:
 
 def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
     """Construct one scorer. Raise ConfigError."""
-    scorer = SCORERS.make(config, base_dir)
-    columns = getattr(scorer, "columns", ())
+    scorer: Scorer = SCORERS.make(config, base_dir)
+    columns = scorer.columns
     if not isinstance(columns, (tuple, list)) or not all(isinstance(name, str) for name in columns):
         raise ConfigError(
             f'scorer `{config.name}`: `columns` must be a tuple of names such as ("entropy",), got {columns!r}',
             name=config.name,
         )
-    score = getattr(scorer, "score", None)
-    if not inspect.iscoroutinefunction(score) or not takes_arguments(score, 1):
+    if not inspect.iscoroutinefunction(scorer.score) or not takes_arguments(scorer.score, 1):
         raise ConfigError(f"scorer `{config.name}` must have a method `async def score(self, item)`", name=config.name)
-    if limits_itself := isinstance(scorer, LimitsItself):
-        scorer.use_timeout(config.timeout_s)
+    scorer.use_timeout(config.timeout_s)
     return ConfiguredScorer(
         name=config.reward_name,
-        label=f"{config.short_name}@{getattr(scorer, 'version', '1')}",
-        scorer=cast(Scorer, scorer),
-        timeout_s=None if limits_itself else config.timeout_s,
+        label=f"{config.short_name}@{scorer.version}",
+        scorer=scorer,
+        timeout_s=None if overrides(scorer, Scorer.use_timeout) else config.timeout_s,
     )
 
 

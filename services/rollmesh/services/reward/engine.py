@@ -59,12 +59,12 @@ class ConfiguredScorer:
     @property
     def reward_names(self) -> tuple[str, ...]:
         """Return the names of its rewards."""
-        return (self.name, *(name for name in getattr(self.scorer, "rewards", ()) if name != self.name))
+        return (self.name, *(name for name in self.scorer.rewards if name != self.name))
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the per-token arrays that it reads."""
-        return tuple(getattr(self.scorer, "columns", ()))
+        return tuple(self.scorer.columns)
 
     @property
     def description(self) -> str:
@@ -137,9 +137,7 @@ class RewardEngine:
     async def close(self) -> None:
         """Release resources of scorers, such as worker processes and connections."""
         for configured in self.scorers:
-            close = getattr(configured.scorer, "close", None)
-            if close is not None:
-                await close()
+            await configured.scorer.close()
 
     async def _score_one(self, item: ScoreItem, uses: Uses | None) -> tuple[Reward, ...]:
         async with self._slots:

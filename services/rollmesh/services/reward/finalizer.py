@@ -71,11 +71,13 @@ def checked_verdict(verdict: object) -> Verdict:
     return verdict
 
 
-class Finalizer(Protocol):
-    """Decides on groups. A class is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`."""
+class Finalizer(Plugin):
+    """Base of finalizers. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`."""
 
+    @required
     def decide(self, group: Group) -> Verdict:
         """Return the verdict on one group."""
+        raise NotImplementedError
 
 
 FINALIZERS = Registry(
@@ -84,4 +86,5 @@ FINALIZERS = Registry(
         "zero_variance": "rollmesh.services.reward.finalizers.zero_variance:ZeroVarianceFinalizer",
         "keep_all": "rollmesh.services.reward.finalizers.keep_all:KeepAllFinalizer",
     },
+    Finalizer,
 )

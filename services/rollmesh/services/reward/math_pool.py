@@ -1,8 +1,9 @@
 """A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after they
 have exited.
 
-The CPU time of a comparison is bounded, not its duration, so a loaded host changes no result. A comparison that exceeds the bound, or that
-crashes its worker, is compared again with a trivial text in place of the answer. If that exceeds the bound too, the key is the cause.
+The CPU time of a comparison is bounded, not its duration, so a loaded host changes no result. The key and the answer
+are measured apart: a worker reports when it has read the key, so that a request that exceeds the bound, or that crashes
+its worker, has a known cause.
 
 Invariant: a worker in `_idle` has answered all its requests. A caller that stops waiting for a worker kills it, because
 a late reply must never be read as the reply to the next request.
@@ -23,7 +24,6 @@ from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.process.process_launch import bound_to_parent
 
 _LINE_BYTES_MAX = 1 << 20
-_TRIVIAL = "0"
 _ENDED_BY_REQUEST = frozenset(
     -number for number in (signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE)
 )
@@ -58,13 +58,8 @@ class MathPool:
         """
         async with self._slots:
             reply = await self._ask(answers, text)
-            if reply is None:
-                if await self._ask(answers, _TRIVIAL) is None:
-                    raise ScorerFailed(
-                        f"an accepted answer of the key needs more than {self.compare_s_max:g} s of CPU to compare (`compare_s_max`); "
-                        "write its value in a simpler form in the key of the task"
-                    )
-                return Comparison(False, "")
+        if reply is None:
+            return Comparison(False, "")
         if "error" in reply:
             raise ScorerFailed(f"comparison failed: {reply['error']}; correct the key of the task")
         return Comparison(bool(reply["equal"]), str(reply["understood"]))
@@ -100,7 +95,7 @@ class MathPool:
         return worker
 
     async def _ask(self, answers: Sequence[str], text: str) -> dict[str, object] | None:
-        """Return the reply of a worker, or None if the request has ended the worker."""
+        """Return the reply of a worker, or None if the text has ended the worker. Raise ScorerFailed if the key has."""
         if self._closed:
             raise ScorerFailed("the math scorer is closed")
         worker = self._idle.pop() if self._idle else await self._start()
@@ -109,7 +104,8 @@ class MathPool:
             request = {"answers": list(answers), "text": text, "cpu_s": self.compare_s_max}
             worker.stdin.write(json.dumps(request).encode() + b"\n")
             await worker.stdin.drain()
-            reply = await _reply_of(worker)
+            key = await _reply_of(worker)
+            reply = await _reply_of(worker) if key is not None else None
             if reply is None and await worker.wait() not in _ENDED_BY_REQUEST:
                 raise ScorerFailed(f"a math worker exited with status {worker.returncode}")
         except OSError as error:
@@ -118,6 +114,11 @@ class MathPool:
         except BaseException:
             _kill(worker)
             raise
+        if key is None:
+            raise ScorerFailed(
+                f"an accepted answer of the key needs more than {self.compare_s_max:g} s of CPU to compare "
+                "(`compare_s_max`); write its value in a simpler form in the key of the task"
+            )
         if reply is not None:
             self._idle.append(worker)
         return reply

@@ -1,9 +1,11 @@
 """A process that compares mathematical answers. It reads one JSON object per line and writes one per line, until its
 input ends.
 
-Request `{"answers": [...], "text": "...", "cpu_s": 2.0}`, reply `{"equal": bool, "understood": "..."}` or `{"error": "..."}`. The kernel
-ends this process by SIGPROF when a request has taken `cpu_s` of CPU, also in C code; time in which other processes run does not count. An
-error is one of the key: what cannot be parsed or compared in the text is a wrong answer.
+Request `{"answers": [...], "text": "...", "cpu_s": 2.0}`, first reply `{"key": true}` once the key has been read, then
+`{"equal": bool, "understood": "..."}` or `{"error": "..."}`. The kernel ends this process by SIGPROF when the key, or
+then the text, has taken `cpu_s` of CPU, also in C code; time in which other processes run does not count. A comparison
+repeats work on the key, so the text may take the CPU time of the key in addition. An error is one of the key: what
+cannot be parsed or compared in the text is a wrong answer.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from rollmesh.services.reward import math_text
 
 UNDERSTOOD_CHARS_MAX = 1000
 """Maximum characters of `understood`, so that a reply fits into a line that the pool reads."""
+_KEYS_MAX = 256
+"""Keys that a worker remembers."""
 
 
 def main() -> None:
@@ -33,9 +37,24 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
-        reply = comparer.reply(request["answers"], request["text"])
+        key = comparer.key(tuple(request["answers"]))
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"] + key.cpu_s)
+        print(json.dumps({"key": True}), flush=True)
+        reply = comparer.reply(key, request["text"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The accepted answers of a task."""
+
+    values: tuple[tuple[str, Any], ...]
+    """Each answer with its sympy object, which is None if the answer is compared as text."""
+    error: str
+    """Why no answer can be compared with the key, or empty."""
+    cpu_s: float
+    """CPU time that reading the key and one comparison with it took."""
 
 
 class Comparer:
@@ -55,49 +74,61 @@ class Comparer:
         self._latex = [math_verify.LatexExtractionConfig(normalization_config=normalization)]
         self._boxed = extract_boxed_content
 
-    def reply(self, answers: list[str], text: str) -> dict[str, Any]:
-        keys = [self._answer_in(answer) for answer in answers]
-        for key in keys:
-            if error := self._error_of_key(key):
-                return {"error": error}
+        self._zero = sympy.Integer(0)
+        self.key = lru_cache(maxsize=_KEYS_MAX)(self._key)
+
+    def reply(self, key: Key, text: str) -> dict[str, Any]:
+        if key.error:
+            return {"error": key.error}
         try:
             said = self._answer_in(text)
-            equal = any(self._equal(key, said, text) for key in keys)
+            equal = any(self._equal(*accepted, said, text) for accepted in key.values)
             return {"equal": equal, "understood": (math_text.latex(said) or said)[:UNDERSTOOD_CHARS_MAX]}
         except Exception:  # noqa: BLE001 - sympy and its parser raise anything; the model chose the text
             return {"equal": False, "understood": ""}
 
+    def _key(self, answers: tuple[str, ...]) -> Key:
+        begun, values = time.process_time(), []
+        for answer in map(self._answer_in, answers):
+            value, error = self._read(answer)
+            if error:
+                return Key((), error, 0.0)
+            values.append((answer, value))
+        return Key(tuple(values), "", time.process_time() - begun)
+
     def _answer_in(self, text: str) -> str:
         return math_text.answer_in(str(self._boxed(text, mode="last")))
 
-    def _error_of_key(self, key: str) -> str:
-        """Return why no answer can be compared with the key, or ""."""
+    def _read(self, key: str) -> tuple[Any, str]:
+        """Return the sympy object of an accepted answer, and why no answer can be compared with it, or ""."""
         if math_text.choice_key(key) or math_text.words(key) or math_text.clock(key) or math_text.based(key):
-            return ""
+            return None, ""
         try:
             value = self._value(math_text.latex(key))
             if value is None:
-                return "an accepted answer of the key is not a mathematical expression"
+                return None, "an accepted answer of the key is not a mathematical expression"
             self._verify(value, 0)
         except Exception as error:  # noqa: BLE001 - as above
-            return f"an accepted answer of the key cannot be compared ({type(error).__name__})"
-        return ""
+            return None, f"an accepted answer of the key cannot be compared ({type(error).__name__})"
+        with suppress(Exception):  # only its time matters: sympy cannot compare some values with a number
+            self._verify(value, self._zero)
+        return value, ""
 
-    def _equal(self, key: str, said: str, message: str) -> bool:
+    def _equal(self, key: str, value: Any, said: str, message: str) -> bool:
         if letter := math_text.choice_key(key):
             return math_text.choice(said) == letter
         if named := math_text.words(key):
             return math_text.words(said) == named
-        if time := math_text.clock(key):
+        if clock := math_text.clock(key):
             given = math_text.clock(said)
-            return given is not None and given[0] == time[0] and (not given[1] or not time[1] or given[1] == time[1])
+            return given is not None and given[0] == clock[0] and (not given[1] or not clock[1] or given[1] == clock[1])
         if number := math_text.based(key):
             return (math_text.based(said) or (said.upper(), number[1])) == number
-        wanted = math_text.latex(key)
-        found = self._value(math_text.latex(said, letter_units=not math_text.has_letters(wanted)))
+        letter_units = not math_text.has_letters(math_text.latex(key))
+        found = self._value(math_text.latex(said, letter_units=letter_units))
         if found is None and math_text.is_prose(said) and not math_text.leaves_open(said):
             found = self._last_value(message)
-        return found is not None and self._verify(self._value(wanted), found)
+        return found is not None and self._verify(value, found)
 
     def _value(self, latex: str) -> Any:
         """Return the sympy object of the whole text, or None."""

@@ -86,7 +86,7 @@ class RewardNode(JoinedNode):
         stack.push_async_callback(self._sandbox.close)
         stack.push_async_callback(self._router.close)
         stack.push_async_callback(self._endpoints.close)
-        if any(isinstance(configured.scorer, UsesPolicy) for configured in self.engine.scorers):
+        if any(overrides(configured.scorer, Scorer.use_policy) for configured in self.engine.scorers):
             self._policy.encoder = await asyncio.to_thread(self._load_tokenizer)
         stack.push_async_callback(self.engine.close)
         self.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, self._servicer)

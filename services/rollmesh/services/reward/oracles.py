@@ -29,14 +29,14 @@ from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 NUM_LINES_MAX = 2_000_000
 
 
-class Oracle(Protocol):
-    """Resolves the references of one scheme.
+class Oracle(Plugin):
+    """Base of oracles: resolves the references of one scheme. Constructed as `cls(options=...)`, or as `cls()` if the
+    class has no `Options`."""
 
-    A class that implements it is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`.
-    """
-
+    @required
     def resolve(self, rest: str) -> AnswerKey:
         """Return the key of `rest`, the part after `scheme:`. Raise UnknownOracle if it does not exist."""
+        raise NotImplementedError
 
 
 ORACLES = Registry(
@@ -47,6 +47,7 @@ ORACLES = Registry(
         "code": "rollmesh.demo.families.code:CodeOracle",
         "sql": "rollmesh.demo.families.sql:SqlOracle",
     },
+    Oracle,
 )
 """Built-in oracles by scheme."""
 
@@ -102,7 +103,7 @@ class Oracles:
         return self._oracles[scheme].resolve(rest)
 
 
-class StoredTestsOracle:
+class StoredTestsOracle(Oracle):
     """Hidden tests in the oracle store of the sandbox nodes. An unknown reference is an error of the sandbox call."""
 
     def resolve(self, rest: str) -> AnswerKey:
@@ -111,7 +112,7 @@ class StoredTestsOracle:
         return AnswerKey(tests=rest)
 
 
-class JsonlOracle:
+class JsonlOracle(Oracle):
     """Answers from JSONL files by name. The files are read at the start of the service."""
 
     def __init__(self, files: Mapping[str, AnswerFileConfig], base_dir: str | Path | None = None) -> None:

@@ -23,19 +23,6 @@ ScorerResult = float | Reward | Sequence[Reward]
 """A number is one reward without evidence and segment."""
 
 
-class Scorer(Protocol):
-    """Scores samples. Calls are concurrent.
-
-    A class that implements it is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`. Optional
-    attributes: `version` (changes when the same input may score differently), `rewards` (names of its rewards besides the configured
-    one), `columns` (names of the per-token arrays that it reads from `JudgedSegment.arrays`: "logprobs", or arrays of `rollout.outputs`),
-    `use_sandbox` (see `UsesSandbox`), `use_policy` (see `UsesPolicy`), `use_endpoints` (see `UsesEndpoints`), `async close()`.
-    """
-
-    async def score(self, item: ScoreItem) -> ScorerResult:
-        """Return the rewards of one sample. An empty `Reward.name` means the name in the configuration."""
-
-
 class Sandbox(Protocol):
     """The part of `rollmesh.shared.clients.sandbox.SandboxClient` that scorers use to run hidden tests."""
 
@@ -50,22 +37,6 @@ class Sandbox(Protocol):
         budget_s: float = 0.0,
     ) -> TestReport:
         """Return the verdicts of hidden tests. Raise MeshError, but never because of the candidate."""
-
-
-@runtime_checkable
-class LimitsItself(Protocol):
-    """A scorer for which a slow answer is a wrong answer. It limits its own calls instead of the engine."""
-
-    def use_timeout(self, timeout_s: float) -> None:
-        """Store `timeout_s` of its entry. Called once, before the first call of `score`."""
-
-
-@runtime_checkable
-class UsesSandbox(Protocol):
-    """A scorer that calls sandbox nodes. It gets their client before the first call of `score`."""
-
-    def use_sandbox(self, sandbox: Sandbox) -> None:
-        """Store the client. Called once, if the service has one."""
 
 
 class Policy(Protocol):
@@ -99,23 +70,43 @@ class Policy(Protocol):
         """Return the tokens of a text without special tokens, [n] int32."""
 
 
-@runtime_checkable
-class UsesPolicy(Protocol):
-    """A scorer that asks the policy. It gets the client before the first call of `score`."""
+class Scorer(Plugin):
+    """Base of scorers. Calls are concurrent. Constructed as `cls(options=...)`, or as `cls()` if the class has no
+    `Options`."""
+
+    version: str = "1"
+    """Changes when the same input may score differently."""
+    rewards: tuple[str, ...] = ()
+    """Names of its rewards besides the configured one."""
+    columns: tuple[str, ...] = ()
+    """Names of the per-token arrays of `JudgedSegment.arrays` that it reads: "logprobs", or arrays of
+    `rollout.outputs`."""
+
+    @required
+    async def score(self, item: ScoreItem) -> ScorerResult:
+        """Return the rewards of one sample. An empty `Reward.name` means the name in the configuration."""
+        raise NotImplementedError
+
+    def use_timeout(self, timeout_s: float) -> None:
+        """Store `timeout_s` of its entry, before the first sample. A scorer with this method limits its own calls
+        instead of the engine, because a slow answer is a wrong answer for it."""
+
+    def use_sandbox(self, sandbox: Sandbox) -> None:
+        """Store the client of sandbox nodes. Called once before the first sample, if the service has one."""
 
     def use_policy(self, policy: Policy) -> None:
-        """Store the client. Called once, if the service has one."""
-
-
-@runtime_checkable
-class UsesEndpoints(Protocol):
-    """A scorer that asks endpoints, such as a judge. It gets their client before the first call of `score`.
-
-    What it asks during `score` is stored with the episode of the sample. A failure that it does not catch is an infra failure.
-    """
+        """Store the client of the policy. Called once before the first sample, if the service has one. The service
+        starts it if some scorer has this method."""
 
     def use_endpoints(self, endpoints: Asks) -> None:
-        """Store the client. Called once, if the service has one."""
+        """Store the client of endpoints, such as a judge. Called once before the first sample, if the service has one.
+
+        What the scorer asks during `score` is stored with the episode of the sample. A failure that it does not catch
+        is an infra failure.
+        """
+
+    async def close(self) -> None:
+        """Release resources, such as worker processes."""
 
 
 SCORERS = Registry(
@@ -128,4 +119,5 @@ SCORERS = Registry(
         "turn_success": "rollmesh.services.reward.scorers.turn_success:TurnSuccessScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
     },
+    Scorer,
 )

@@ -56,7 +56,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward_pb2.FinalizeGroupResponse:
         group = decode_group_context(request.group)
         if not group.members:
-            raise _invalid("group.members", "must contain a scored member; a group without one is not finalized")
+            raise field_error(
+                "group.members", "have a scored member, because a group without one is not finalized", None
+            )
         verdict = self._engine.finalize(
             Group(
                 group=group.group,
@@ -86,7 +88,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def _items(self, request: reward_pb2.RewardServiceScoreRequest) -> Iterator[ScoreItem]:
         if len(request.items) > ITEMS_MAX:
-            raise _invalid("items", f"has {len(request.items)} episodes, at most {ITEMS_MAX}; send them in parts")
+            raise field_error("items", f"have at most {ITEMS_MAX} entries", len(request.items), "send them in parts")
         for index, item in enumerate(request.items):
             yield from decode_items(item, self._engine.oracles, f"items[{index}]")
 
@@ -100,13 +102,12 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
     segments = [decode_segment(segment, f"{field}.segments[{i}]") for i, segment in enumerate(item.segments)]
     for index, segment in enumerate(segments):
         if not ROOT <= segment.parent < index:
-            raise _invalid(
-                f"{field}.segments[{index}].parent", f"is {segment.parent}, expected an earlier segment or -1"
-            )
+            must = f"be {ROOT} (root) or the index of an earlier segment, below {index}"
+            raise field_error(f"{field}.segments[{index}].parent", must, segment.parent)
         for name, values in segment.arrays.items():
             if len(values) != segment.num_tokens:
                 where = f"{field}.segments[{index}].arrays[{name}]"
-                raise _invalid(where, f"has {len(values)} rows for {segment.num_tokens} tokens")
+                raise field_error(where, f"have {count_of(segment.num_tokens, 'row')}, one per token", len(values))
     for sample in item.samples:
         path, messages = judged_path(segments, sample.leaf)
         yield ScoreItem(
@@ -125,16 +126,16 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
 
 def _check_item(item: reward_pb2.ScoreItem, field: str) -> None:
     if not item.samples:
-        raise _invalid(f"{field}.samples", "is empty; an episode without samples has nothing to score")
+        raise field_error(f"{field}.samples", "have at least one entry, which is scored", None)
     if not item.task.task_id:
-        raise _invalid(f"{field}.task", "is missing; send the task as the data service gave it")
+        raise field_error(f"{field}.task", "be set", None, "send the task as the data service returned it")
     known = {int(reason) for reason in FinishReason}
     for index, sample in enumerate(item.samples):
         if sample.finish not in known:
-            raise _invalid(f"{field}.samples[{index}].finish", f"is the unknown finish reason {sample.finish}")
+            raise field_error(f"{field}.samples[{index}].finish", "be a known FinishReason", sample.finish)
         if not 0 <= sample.leaf < len(item.segments):
-            what = f"is {sample.leaf}, expected the index of one of {len(item.segments)} segments"
-            raise _invalid(f"{field}.samples[{index}].leaf", what)
+            must = f"be the index of one of {len(item.segments)} segments"
+            raise field_error(f"{field}.samples[{index}].leaf", must, sample.leaf)
 
 
 def _messages(messages: Iterable[types_pb2.Message]) -> tuple[Message, ...]:
@@ -158,7 +159,3 @@ def _encode_verdict(verdict: Verdict) -> reward_pb2.FinalizeGroupResponse:
     for sample_id, rewards in verdict.adjusted.items():
         response.adjusted.add(sample_id=sample_id, rewards=encode_rewards(rewards))
     return response
-
-
-def _invalid(field: str, what: str) -> InvalidInput:
-    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])

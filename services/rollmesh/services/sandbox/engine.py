@@ -112,31 +112,36 @@ class PoolCounts:
     """Ready sessions that ended unused: no longer needed, evicted for their slot, or lost with their zygote."""
 
 
-class SandboxEngine(Protocol):
-    """Sessions by id. The caller chooses ids, which are unique among live sessions."""
+class SandboxEngine(Plugin):
+    """Base of sandbox engines: sessions by id. The caller chooses ids, which are unique among live sessions."""
 
+    @required
     async def start(self) -> None:
         """Start the engine and clean up after a crashed predecessor. Raises SandboxFailed if this host cannot contain
         sessions."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def close(self) -> None:
         """End every session. When this returns, none of their processes is left."""
-        ...
+        raise NotImplementedError
 
-    @property
+    @required_attribute
     def num_queued(self) -> int:
         """Number of sessions that wait for their start."""
-        ...
+        raise NotImplementedError
 
+    @required
     def pool_counts(self) -> PoolCounts:
         """Return the counters of ready sessions; all 0 if the engine has none."""
-        ...
+        raise NotImplementedError
 
+    @required
     def limits(self, profile: str) -> Limits:
         """Return the limits of a profile, which are also the maximum for its sessions. Raises UnknownProfile."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def open(
         self,
         session_id: str,
@@ -152,8 +157,9 @@ class SandboxEngine(Protocol):
         Raises SandboxFailed if the jail cannot be created, Overloaded without a free slot, InvalidInput if the snapshot
         does not load, and the errors of `snapshot`. After an error no session is left.
         """
-        ...
+        raise NotImplementedError
 
+    @required
     async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
         """Pass the session's files and Python state to `save` as opaque bytes, at most `bytes_max`. The session
         continues.
@@ -161,36 +167,42 @@ class SandboxEngine(Protocol):
         Returns the names that could not be saved. Raises SnapshotTooLarge, InvalidInput, UnknownSession, SandboxFailed,
         and the errors of `save`, which end the session.
         """
-        ...
+        raise NotImplementedError
 
+    @required
     async def run(
         self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
     ) -> RunResult:
         """Execute source text. `on_output` gets the retained output while it is printed. Raises SandboxFailed if the
         jail was lost, UnknownSession, and InvalidInput for a language that this host lacks."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         """Call a function that the profile or earlier code defined. Also raises InvalidInput if it does not exist."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def call_all(self, session_id: str, calls: Sequence[FunctionCall], slice_s: float) -> CallsDone:
         """Call stateless functions one after another: at least the first, and no further one after `slice_s` seconds,
         after a call that reached a limit or after one that left state. Raises the errors of `run`."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Write files by relative path. Raises InvalidInput if the session rejects them (disk full, not a directory,
         ...)."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def get_files(self, session_id: str, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
         """Read files. Raises InvalidInput for a missing file or more than `bytes_max` bytes in total."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def end(self, session_id: str) -> None:
         """End a session and all its processes; ignore unknown ids. When this returns, none of its processes is left."""
-        ...
+        raise NotImplementedError
 
 
 ENGINES = Registry(
@@ -201,4 +213,5 @@ ENGINES = Registry(
         "none": "rollmesh.services.sandbox.engines.jail_engine:JailEngine",
         "fake": "rollmesh.testing.fake_sandbox:FakeSandboxEngine",
     },
+    SandboxEngine,
 )

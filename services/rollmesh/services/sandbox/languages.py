@@ -20,15 +20,14 @@ from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.errors import ConfigError
 
 
-class SandboxLanguage(Protocol):
-    """Declares a language.
+class SandboxLanguage(Plugin):
+    """Base of declarations of a language. Constructed as `cls(options=...)`, or as `cls()` if the class has no
+    `Options`."""
 
-    A class that implements it is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`.
-    """
-
+    @required
     def command(self) -> Command:
         """Return how a source file is built and run."""
-        ...
+        raise NotImplementedError
 
 
 class CommandOptions(Settings):
@@ -44,7 +43,7 @@ class CommandOptions(Settings):
     """Whether the program gets all the address space of the profile, which some runtimes reserve at their start."""
 
 
-class DeclaredLanguage:
+class DeclaredLanguage(SandboxLanguage):
     """A language that the configuration declares."""
 
     Options = CommandOptions
@@ -56,7 +55,9 @@ class DeclaredLanguage:
         return Command(**msgspec.structs.asdict(self._options))
 
 
-LANGUAGES = Registry("sandbox language", {"command": "rollmesh.services.sandbox.languages:DeclaredLanguage"})
+LANGUAGES = Registry(
+    "sandbox language", {"command": "rollmesh.services.sandbox.languages:DeclaredLanguage"}, SandboxLanguage
+)
 
 
 def declared_commands(languages: Mapping[str, Extension]) -> dict[str, Command]:

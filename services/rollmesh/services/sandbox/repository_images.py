@@ -50,7 +50,8 @@ class RepositoryImages:
         return _pieces(await self._made(repository, bytes_max))
 
     async def _made(self, repository: RepositoryConfig, bytes_max: int) -> Path:
-        key = f"{repository.name}\0{repository.commit}"  # the commit id determines the files, whatever the path of the repository
+        # The commit id determines the files, whatever the path of the repository.
+        key = f"{repository.name}\0{repository.commit}"
         path = self._directory / hashlib.sha256(key.encode()).hexdigest()
         if not await asyncio.to_thread(path.exists):
             await self._making.join(path, lambda: asyncio.to_thread(_make, repository, path, bytes_max))

@@ -52,11 +52,11 @@ _FILES = """
     openat openat2 pread64 preadv pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2
     rmdir sendfile splice stat statfs statx symlink symlinkat sync_file_range tee truncate umask unlink unlinkat utime
     utimensat utimes write writev
-"""
+"""  # noqa: E501
 _WAITING = """
     epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 pause pipe pipe2
     poll ppoll pselect6 select signalfd signalfd4
-"""
+"""  # noqa: E501
 _MEMORY = """
     brk madvise mincore mlock mlock2 mlockall mmap mprotect mremap msync munlock munlockall munmap
 """
@@ -69,11 +69,11 @@ _PROCESSES = """
     sched_setaffinity sched_setattr sched_setparam sched_setscheduler sched_yield set_robust_list set_tid_address setfsgid
     setfsuid setgid setgroups setpgid setpriority setregid setresgid setresuid setreuid setrlimit setsid setuid sigaltstack
     tgkill time times tkill uname sysinfo vfork wait4 waitid getrandom
-"""
+"""  # noqa: E501
 _TIME = """
     alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer timer_create timer_delete
     timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
-"""
+"""  # noqa: E501
 _PAIRED_SOCKETS = """
     getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto shutdown
 """
@@ -91,7 +91,7 @@ REFUSED = _words("""
     ptrace quotactl quotactl_fd reboot request_key seccomp semctl semget semop semtimedop set_mempolicy
     setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget socket stime swapoff swapon sync syncfs syslog umount
     umount2 unshare uselib userfaultfd vhangup vmsplice
-""")
+""")  # noqa: E501
 """Calls that return EPERM. All other calls return ENOSYS."""
 
 UNSUPPORTED = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
@@ -124,7 +124,8 @@ _REFUSED_IOCTLS = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: type into the terminal of another process."""
 _PRCTLS = (
     1, 2, 3, 7, 15, 16,  # PDEATHSIG set and get, GET_DUMPABLE, GET_KEEPCAPS, NAME set and get
-    21, 23, 27, 29, 30, 38, 39,  # GET_SECCOMP, CAPBSET_READ, GET_SECUREBITS, TIMERSLACK set and get, NO_NEW_PRIVS set and get
+    # GET_SECCOMP, CAPBSET_READ, GET_SECUREBITS, TIMERSLACK set and get, NO_NEW_PRIVS set and get.
+    21, 23, 27, 29, 30, 38, 39,
     0x53564D41,  # SET_VMA: names of anonymous memory, which malloc gives
 )  # fmt: skip
 _REFUSED_PRCTLS = (4, 8, 22, 24, 28, 35, 36, 47)
@@ -224,9 +225,8 @@ class _Compiler:
             self._filter.add_arch(self._arch)
             self._filter.remove_arch(native)
         self._filter.set_attr(self._lib.Attr.ACT_BADARCH, self._lib.KILL_PROCESS)
-        self._filter.set_attr(
-            self._lib.Attr.CTL_OPTIMIZE, 2
-        )  # a binary search over the calls instead of a list of comparisons
+        # A binary search over the calls instead of a list of comparisons.
+        self._filter.set_attr(self._lib.Attr.CTL_OPTIMIZE, 2)
 
     def _rule(self, action: int, name: str, *conditions: object) -> None:
         """Add a rule. Calls that the architecture or this libseccomp lacks are skipped; they return ENOSYS."""

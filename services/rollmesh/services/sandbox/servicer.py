@@ -169,9 +169,8 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
             if started:
-                await asyncio.wait(
-                    started
-                )  # not gather: the cancelled wait of a broken stream must not cancel commands
+                # Not gather: the cancelled wait of a broken stream must not cancel commands.
+                await asyncio.wait(started)
         finally:
             answers.put_nowait(None)
 

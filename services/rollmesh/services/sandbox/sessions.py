@@ -321,9 +321,8 @@ class Sessions:
                 self._finish(session_id, lease, SessionEnd.EXITED)
             raise
         except asyncio.CancelledError:
-            self._finish(
-                session_id, lease, SessionEnd.CLOSED
-            )  # the engine ends a cancelled session, because its state is unknown
+            # The engine ends a cancelled session, because its state is unknown.
+            self._finish(session_id, lease, SessionEnd.CLOSED)
             raise
 
     def _recorded(self, session_id: str, lease: SessionLease, result: RunResult) -> RunResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
 
 
-class KeepAllFinalizer:
+class KeepAllFinalizer(Finalizer):
     """See the module."""
 
     def decide(self, group: Group) -> Verdict:

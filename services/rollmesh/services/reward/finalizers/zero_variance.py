@@ -32,7 +32,7 @@ class ZeroVarianceOptions(Settings):
     """Maximum number of episodes of a group, including ended ones, that `extend_by` may reach."""
 
 
-class ZeroVarianceFinalizer:
+class ZeroVarianceFinalizer(Finalizer):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = ZeroVarianceOptions

@@ -24,11 +24,11 @@ class ExactOptions(AnswerOptions):
     """Characters that are removed from both strings first, for example `,$` for amounts."""
 
 
-class ExactScorer:
+class ExactScorer(Scorer):
     """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = ExactOptions
-    version: ClassVar[str] = "1"
+    version = "1"
 
     def __init__(self, *, options: ExactOptions) -> None:
         self._extractor = Extractor(options)

@@ -31,11 +31,11 @@ class FormatOptions(Settings):
         compile_pattern("pattern", self.pattern)
 
 
-class FormatScorer:
+class FormatScorer(Scorer):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = FormatOptions
-    version: ClassVar[str] = "1"
+    version = "1"
 
     def __init__(self, *, options: FormatOptions) -> None:
         pattern = compile_pattern("pattern", options.pattern)

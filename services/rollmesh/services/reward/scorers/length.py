@@ -28,11 +28,11 @@ class LengthOptions(Settings):
     """Number of tokens per point, with `linear`."""
 
 
-class LengthScorer:
+class LengthScorer(Scorer):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = LengthOptions
-    version: ClassVar[str] = "1"
+    version = "1"
 
     def __init__(self, *, options: LengthOptions) -> None:
         self._options = options

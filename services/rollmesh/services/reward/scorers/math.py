@@ -34,19 +34,19 @@ class MathOptions(AnswerOptions):
     num_workers: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of worker processes. Each uses about 80 MiB for sympy and makes some hundred comparisons per second."""
     compare_s_max: PositiveFloat = 2.0
-    """Maximum CPU time of a comparison, in seconds. An answer that needs more is wrong. A key that needs more with any answer is an error
-    of the task, and its samples are infra failures."""
+    """Maximum CPU time of a comparison, in seconds, without that of the key. An answer that needs more is wrong. A key
+    that needs more by itself is an error of the task, and its samples are infra failures."""
     start_s_max: PositiveFloat = 60.0
     """Timeout for the start of a worker, in seconds. The import of sympy takes about one second on an idle machine."""
     memory_bytes_max: Annotated[int, Meta(ge=256 << 20)] = 4 << 30
     """Address space of a worker, in bytes."""
 
 
-class MathScorer:
+class MathScorer(Scorer):
     """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = MathOptions
-    version: ClassVar[str] = "2"
+    version = "2"
 
     def __init__(self, *, options: MathOptions) -> None:
         if importlib.util.find_spec("math_verify") is None:

@@ -41,12 +41,12 @@ class TestsOptions(AnswerOptions):
     manifest."""
 
 
-class TestsScorer:
+class TestsScorer(Scorer):
     """See the module. It does not apply to a task without hidden tests in its answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = TestsOptions
-    version: ClassVar[str] = "1"
-    rewards: ClassVar[tuple[str, ...]] = (SHARE,)
+    version = "1"
+    rewards = (SHARE,)
 
     def __init__(self, *, options: TestsOptions) -> None:
         self._extractor = Extractor(options)

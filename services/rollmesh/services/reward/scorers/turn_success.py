@@ -35,11 +35,11 @@ class TurnSuccessOptions(Settings):
         compile_pattern("error_pattern", self.error_pattern)
 
 
-class TurnSuccessScorer:
+class TurnSuccessScorer(Scorer):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = TurnSuccessOptions
-    version: ClassVar[str] = "1"
+    version = "1"
 
     def __init__(self, *, options: TurnSuccessOptions) -> None:
         self._options = options

@@ -6,7 +6,7 @@
 
 When a zygote exits, its sessions end with it. Each is then an infrastructure failure, and the next `open` starts
 another zygote.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from rollmesh.services.sandbox.engine import (
     PoolCounts,
     RunOutcome,
     RunResult,
+    SandboxEngine,
     SavePiece,
     SnapshotTooLarge,
 )
@@ -71,7 +72,7 @@ _REPORT_S = 5.0
 has only closed its socket."""
 
 
-class JailEngine:
+class JailEngine(SandboxEngine):
     """The default engine; implements `SandboxEngine`. `state_dir` belongs to this engine alone and persists over
     restarts."""
 

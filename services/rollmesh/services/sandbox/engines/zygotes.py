@@ -18,6 +18,8 @@ from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.shared_tasks import SharedTasks
 
+STARTS_MAX = 3
+"""Starts for one caller. A launcher that ends as soon as it is ready would otherwise be started without limit."""
 _SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository", "stateless")
 """Fields of a profile that its zygote does not need."""
 
@@ -32,17 +34,26 @@ class Zygotes:
         self._languages = declared_commands(config.languages)
         self._running: dict[str, ZygoteProcess] = {}
         self._ending: set[ZygoteProcess] = set()
+        self._starting: SharedTasks[str, None] = SharedTasks("the start of the zygote of profile")
+        """One start per profile. It continues if its callers are cancelled, because others wait for it."""
         self._locks = {name: asyncio.Lock() for name in config.profiles}
+        self._closed = False
 
     async def get(self, profile: str) -> ZygoteProcess:
         """Return a running zygote, started if needed. Raises SandboxFailed. It is guaranteed to run only until the
         caller awaits again."""
-        async with self._locks[profile]:
-            if (zygote := self.running(profile)) is not None:
-                return zygote
-            if profile in self._running:
-                await self._end(profile)
-            return await self._start(profile)
+        num_starts = 0
+        while (zygote := self.running(profile)) is None:  # it can end before the caller resumes
+            if self._closed:
+                raise SandboxFailed("the sandbox engine is closed; retry elsewhere")
+            if num_starts == STARTS_MAX:
+                raise SandboxFailed(
+                    f"the zygote of profile {profile} ended {STARTS_MAX} times as soon as it was ready; see "
+                    f"{self._log(profile)}"
+                )
+            await self._starting.join(profile, lambda: self._replace(profile))
+            num_starts += 1
+        return zygote
 
     def running(self, profile: str) -> ZygoteProcess | None:
         """Return the current zygote if sessions can be created in it."""
@@ -58,23 +69,34 @@ class Zygotes:
                 await self._end(profile)
 
     async def close(self) -> None:
-        """End all zygotes with their sessions."""
+        """End all zygotes with their sessions, and those that are starting."""
+        self._closed = True
+        await self._starting.close()
         self._ending.update(self._running.values())
         self._running.clear()
         await asyncio.gather(*(self._ended(zygote) for zygote in list(self._ending)))
 
-    async def _start(self, profile: str) -> ZygoteProcess:
+    async def _replace(self, profile: str) -> None:
+        async with self._locks[profile]:
+            if profile in self._running:
+                await self._end(profile)
+            await self._start(profile)
+
+    async def _start(self, profile: str) -> None:
         assert self.plan is not None, "start() comes first"
         described = msgspec.to_builtins(self._config.profiles[profile])
         for name in _SERVICE_FIELDS:
             del described[name]
         described["languages"] = msgspec.to_builtins(self._languages)
         described["pickler"] = str(Path(cloudpickle.__file__).parent)
-        log = self._state.path / f"zygote-{profile}.log"
-        zygote = await ZygoteProcess.start(self._config.python, described, self.plan, log, self._config.start_timeout_s)
+        zygote = await ZygoteProcess.start(
+            self._config.python, described, self.plan, self._log(profile), self._config.start_timeout_s
+        )
         self._running[profile] = zygote
         self._state.record_launcher(zygote.pid)
-        return zygote
+
+    def _log(self, profile: str) -> Path:
+        return self._state.path / f"zygote-{profile}.log"
 
     async def _end(self, profile: str) -> None:
         zygote = self._running.pop(profile)

@@ -44,7 +44,7 @@ class HiddenTests:
 
     def _manifest(self, request: sandbox_pb2.RunTestsRequest) -> Manifest:
         if bool(request.oracle_ref) == bool(request.manifest):
-            raise _invalid("oracle_ref", "exactly one of `oracle_ref` and `manifest` must be set")
+            raise field_error("oracle_ref", "be set exactly if `manifest` is not", request.oracle_ref)
         if request.oracle_ref:
             if self._store is None:
                 raise UnknownOracle(
@@ -53,11 +53,11 @@ class HiddenTests:
                 )
             return self._store.manifest(request.oracle_ref)
         if len(request.manifest) > MANIFEST_BYTES_MAX:
-            raise _invalid("manifest", f"is longer than {MANIFEST_BYTES_MAX} characters")
+            raise field_error("manifest", f"have at most {MANIFEST_BYTES_MAX} bytes", len(request.manifest))
         try:
             return parse_manifest(request.manifest)
         except ManifestError as error:
-            raise _invalid("manifest", str(error)) from None
+            raise field_error("manifest", "be valid", error) from None
 
 
 def require_hidden(config: SandboxConfig) -> None:
@@ -80,7 +80,7 @@ def _limits(asked: sandbox_pb2.SandboxLimits) -> LimitsPerTest:
         return LimitsPerTest(**{name: getattr(asked, name) for name in LimitsPerTest.__struct_fields__})
     except ValueError as error:
         field, _, what = str(error).partition(" ")
-        raise _invalid(field, what) from None
+        raise InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)]) from None
 
 
 def _encode(report: JudgeReport) -> sandbox_pb2.RunTestsResponse:
@@ -92,7 +92,3 @@ def _encode(report: JudgeReport) -> sandbox_pb2.RunTestsResponse:
         outcome: Any = verdict.verdict.value
         response.verdicts.add(name=verdict.name, outcome=outcome, message=verdict.message, wall_s=verdict.wall_s)
     return response
-
-
-def _invalid(field: str, what: str) -> InvalidInput:
-    return InvalidInput(f"`{field}`: {what}", violations=[FieldViolation(field, what)])

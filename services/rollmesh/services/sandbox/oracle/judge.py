@@ -88,8 +88,7 @@ class Judge:
         count as out of time. Raises InvalidInput for limits above the manifest's or too low for it, and the errors of
         opening and using sessions."""
         if not (math.isfinite(budget_s) and budget_s >= 0):
-            what = f"must be finite and >= 0, got {budget_s}"
-            raise InvalidInput(f"`budget_s`: {what}", violations=[FieldViolation("budget_s", what)])
+            raise field_error("budget_s", "be finite and >= 0", budget_s)
         narrowed = _narrow(manifest.limits, limits or LimitsPerTest())
         budget = TimeBudget(
             call_s=narrowed["call_s"] or self._limits(manifest.profile).call_s, total_s=budget_s or math.inf
@@ -98,7 +97,7 @@ class Judge:
         try:
             require_room(manifest, int(request.limits["output_bytes"]) or self._limits(manifest.profile).output_bytes)
         except ManifestError as error:
-            raise InvalidInput(f"`manifest`: {error}", violations=[FieldViolation("manifest", str(error))]) from None
+            raise field_error("manifest", "be valid", error) from None
         if self._num_asked >= self._config.judgments_inflight_max + self._config.judgments_queued_max:
             raise Overloaded(
                 f"{self._num_asked} judgments are waiting or running on this sandbox node; wait or use another node",

@@ -35,7 +35,7 @@ def _rollmesh(directory, patch):
     tool = ["git", "apply", "--whitespace=nowarn", patch] if shutil.which("git") else ["patch", "-p1", "-s", "-i", patch]
     done = subprocess.run(tool, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True)
     return {"status": done.returncode, "text": (done.stdout + done.stderr).decode("utf-8", "replace")[:2000]}
-"""
+"""  # noqa: E501
 _TEST = """
 def _rollmesh(directory, command):
     import os, signal, subprocess

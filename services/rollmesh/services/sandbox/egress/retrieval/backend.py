@@ -33,32 +33,37 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Backend(Protocol):
-    """Answers searches. Methods raise `EgressRefused` and end within the deadline of the caller.
+class Backend(Plugin):
+    """Base of retrieval backends: answers searches. Methods raise `EgressRefused` and end within the deadline of the
+    caller.
 
-    A class that implements it is constructed in a thread as `cls(limits=..., folder=..., upstream=..., options=...)`, or without
-    `options` if it has no class attribute `Options`. `limits` is the `RetrievalConfig`, `folder` a directory of the node for an index,
-    and `upstream` the client that enforces the allow-list. It raises ConfigError if it cannot start.
+    Constructed in a thread as `cls(limits=..., folder=..., upstream=..., options=...)`, or without `options` if the
+    class has no `Options`. `limits` is the `RetrievalConfig`, `folder` a directory of the node for an index, and
+    `upstream` the client that enforces the allow-list. It raises ConfigError if it cannot start.
     """
 
-    @property
+    @required_attribute
     def digest(self) -> str:
         """Digest of the configuration and local data that the results depend on; part of cache keys."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def search(self, query: str) -> Sequence[Hit]:
         """Return the best results first, at most `results_max`."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def page(self, url: str) -> Document:
         """Return the page at a URL."""
-        ...
+        raise NotImplementedError
 
+    @required
     async def document(self, doc_id: str) -> Document:
         """Return the document with an id from a search result."""
-        ...
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release resources."""
 
 
 BACKENDS = Registry(
@@ -67,4 +72,5 @@ BACKENDS = Registry(
         "corpus": "rollmesh.services.sandbox.egress.retrieval.corpus:CorpusBackend",
         "endpoint": "rollmesh.services.sandbox.egress.retrieval.endpoint:EndpointBackend",
     },
+    Backend,
 )

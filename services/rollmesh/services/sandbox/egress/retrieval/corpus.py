@@ -43,7 +43,7 @@ _SCHEMA = """
 CREATE TABLE documents (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, url TEXT, title TEXT, text TEXT NOT NULL);
 CREATE INDEX by_url ON documents (url);
 CREATE VIRTUAL TABLE words USING fts5 (title, text, content='documents', content_rowid='number', tokenize='porter unicode61');
-"""
+"""  # noqa: E501
 _SEARCH = f"""
 SELECT id, url, documents.title, snippet(words, 1, '', '', '...', {_SNIPPET_WORDS}) FROM words
 JOIN documents ON number = words.rowid WHERE words MATCH ? ORDER BY bm25(words, 2.0, 1.0), words.rowid LIMIT ?
@@ -67,7 +67,7 @@ class CorpusOptions(Settings):
     """Directory of the index, which is about twice as large as the corpus. Default: the state directory of the node."""
 
 
-class CorpusBackend:
+class CorpusBackend(Backend):
     """An indexed corpus; implements `Backend`."""
 
     Options = CorpusOptions

@@ -52,7 +52,7 @@ class EndpointOptions(Settings):
             raise ValueError(f"`document` must contain {{id}} once, got {self.document!r}")
 
 
-class EndpointBackend:
+class EndpointBackend(Backend):
     """A client of the search endpoint; implements `Backend`."""
 
     Options = EndpointOptions
