@@ -57,8 +57,7 @@ def build_pools(
     tasks: dict[Split, list[PoolTask]] = {split: [] for split in Split}
     try:
         with endpoints or BlockingEndpoints({}) as client:
-            if isinstance(source, SourceUsesEndpoints):
-                source.use_endpoints(client)
+            source.use_endpoints(client)
             for task in source.tasks():
                 tasks[Split(task.split)].append(task)
         pools = {split: MemoryPool(found) for split, found in tasks.items()}

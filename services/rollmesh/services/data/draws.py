@@ -21,7 +21,9 @@ from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.codec.trajectory import decode_trained_group
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
-from rollmesh.shared.domain.trajectory import TrainedGroup
+from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
+
+DEFAULT_POLICY = "main"
 
 DRAWS_REMEMBERED_MAX = 8192
 """Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another
@@ -108,37 +110,45 @@ class RunDraws:
         draws = self._draws(policy)
         return [self._position(policy, draws, index) for index in range(first_draw, stop)]
 
-    def apply(self, facts: Iterable[DataFact]) -> None:
+    def apply(self, facts: Iterable[Message]) -> None:
         """Fold the facts of one record. Facts about unknown groups and tasks are ignored."""
+        lost: set[str] = set()
         for fact in facts:
             self._apply(fact)
+            if isinstance(fact, events_pb2.EpisodeEnded):
+                lost.add(fact.group)
         # After all facts: one record may end the last episode of a group and add new ones.
-        self._open = {name: group for name, group in self._open.items() if group.num_open > 0}
+        for name in lost:
+            if name in self._open and self._open[name].num_open <= 0:
+                del self._open[name]
 
-    def _apply(self, fact: DataFact) -> None:
+    def _apply(self, fact: Message) -> None:
         match fact:
-            case RunBegan():
-                self._reward_of_run = fact.success_reward
-            case GroupDrawn():
-                self._drawn(fact)
-            case GroupGrew():
+            case events_pb2.RunCreated():
+                self._reward_of_run = fact.spec.success_reward
+            case events_pb2.GroupReserved() if fact.purpose == types_pb2.PURPOSE_TRAIN:
+                # Groups of an evaluation take tasks in order, and do not inform the selector.
+                self._drawn(fact, fact.policy or DEFAULT_POLICY)
+            case events_pb2.EpisodesAdded():
                 self._grow(fact.group, fact.num_episodes)
-            case EpisodeLost():
+            case events_pb2.EpisodeEnded():
                 self._grow(fact.group, -1)
-            case GroupOutcome():
+            case events_pb2.GroupFinalized() if fact.decision != reward_pb2.GROUP_DECISION_EXTEND:
                 self._decided(fact)
-            case GroupsTrained():
-                for trained in fact.groups:
-                    self._trained(trained, fact.update)
-            case UpdatesSaved():
-                saved = [n for n, g in self._kept.items() if g.policy == fact.policy and 0 < g.update <= fact.update]
+            case events_pb2.UpdateCommitted():
+                for measured in fact.groups:
+                    self._trained(measured, fact.update)
+            case events_pb2.CheckpointReported():
+                policy = fact.policy or DEFAULT_POLICY
+                saved = [n for n, g in self._kept.items() if g.policy == policy and 0 < g.update <= fact.update]
                 for name in saved:
                     del self._kept[name]
-            case UpdatesUndone():
+            case events_pb2.RolledBack():
+                policy = fact.policy or DEFAULT_POLICY
                 for group in self._kept.values():
-                    if group.policy == fact.policy and group.update > fact.update:
+                    if group.policy == policy and group.update > fact.to_update:
                         group.update = 0
-            case RunClosed():
+            case events_pb2.RunEnded():
                 self._open.clear()
 
     def snapshot(self) -> bytes:
@@ -196,27 +206,28 @@ class RunDraws:
         _remember(draws.issued, index, position)
         return position
 
-    def _drawn(self, fact: GroupDrawn) -> None:
-        draws = self._draws(fact.policy)
+    def _drawn(self, fact: events_pb2.GroupReserved, policy: str) -> None:
+        draws = self._draws(policy)
         for index in [i for i in draws.issued if i == fact.draw or i < fact.draw - DRAWS_OUTSTANDING_MAX]:
             del draws.issued[index]
-        position = self._pool.position(fact.task_id)
+        position = self._pool.position(fact.task.task_id)
         if position is None:
             return
         _remember(draws.reserved, fact.draw, position)
-        self._open[fact.group] = _OpenGroup(fact.policy, position, fact.num_episodes)
+        self._open[fact.group] = _OpenGroup(policy, position, fact.num_episodes)
 
     def _grow(self, name: str, num_episodes: int) -> None:
         if name in self._open:
             self._open[name].num_open += num_episodes
 
-    def _decided(self, fact: GroupOutcome) -> None:
+    def _decided(self, fact: events_pb2.GroupFinalized) -> None:
         group = self._open.pop(fact.group, None)
         if group is None:
             return
-        rates = [min(1.0, max(0.0, m[self.success_reward])) for m in fact.members if self.success_reward in m]
+        scored = [_ok_rewards(member) for member in fact.members]
+        rates = [min(1.0, max(0.0, m[self.success_reward])) for m in scored if self.success_reward in m]
         result = GroupResult(position=group.position, successes=sum(rates), failures=len(rates) - sum(rates))
-        if fact.kept:
+        if fact.decision == reward_pb2.GROUP_DECISION_KEEP:
             self._kept[fact.group] = _KeptGroup(group.policy, result.position, result.successes, result.failures)
             if len(self._kept) > KEPT_GROUPS_MAX:
                 del self._kept[next(iter(self._kept))]
@@ -225,21 +236,22 @@ class RunDraws:
         else:
             self.num_unlearned += 1
 
-    def _trained(self, trained: TrainedGroup, update: int) -> None:
-        group = self._kept.get(trained.group)
+    def _trained(self, measured: events_pb2.TrainedGroup, update: int) -> None:
+        group = self._kept.get(measured.group)
         if group is None:
             return
         group.update = update
-        selector = self._draws(group.policy).selector
-        if isinstance(selector, TrainedObserver):
-            selector.observe_trained(
-                GroupResult(
-                    position=group.position, successes=group.successes, failures=group.failures, trained=trained
-                )
-            )
+        trained = decode_trained_group(measured)
+        self._draws(group.policy).selector.observe_trained(
+            GroupResult(position=group.position, successes=group.successes, failures=group.failures, trained=trained)
+        )
 
 
 def _remember(draws: dict[int, int], index: int, position: int) -> None:
     draws[index] = position
     if len(draws) > DRAWS_REMEMBERED_MAX:
         del draws[min(draws)]
+
+
+def _ok_rewards(member: reward_pb2.SampleRewards) -> dict[str, float]:
+    return {r.name: r.value for r in member.rewards if r.outcome == types_pb2.REWARD_OUTCOME_OK}

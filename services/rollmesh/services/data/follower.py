@@ -220,11 +220,10 @@ class RunFollower:
 
     def _fold(self, record: StreamRecord) -> None:
         facts = list(facts_of(_decode(record, self.run)))
-        if facts:
-            self._draws.apply(facts)
-            self._warn_if_blind()
-        self.ended = self.ended or any(isinstance(fact, RunClosed) for fact in facts)
-        if any(isinstance(fact, RunReopened) for fact in facts):
+        self._draws.apply(facts)
+        self._warn_if_blind()
+        self.ended = self.ended or any(isinstance(fact, events_pb2.RunEnded) for fact in facts)
+        if any(isinstance(fact, events_pb2.RunChanged) and fact.reopened for fact in facts):
             self.ended = False
         self._position, self._record_id = record.seq, record.msg_id
         self._cause = ""

@@ -76,7 +76,7 @@ class GeneratedOptions(Settings):
         check_shares(self.validation_share, self.test_share)
 
 
-class GeneratedSource(ABC):
+class GeneratedSource(TaskSource, ABC):
     """The source of one task family. A family has no state, because the key determines the task.
 
     A subclass MAY set `Options` to a subclass with other defaults.

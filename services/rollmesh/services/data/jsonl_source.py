@@ -65,7 +65,7 @@ class JsonlOptions(Settings):
         check_shares(self.validation_share, self.test_share)
 
 
-class JsonlSource:
+class JsonlSource(TaskSource):
     """Provides tasks in the order of the file."""
 
     Options = JsonlOptions

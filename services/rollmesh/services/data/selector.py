@@ -31,38 +31,38 @@ class GroupResult:
     successes: float
     failures: float
     trained: TrainedGroup | None = None
-    """What the update measured, e.g. its mean absolute advantage. None in `observe`, because the group is not trained yet."""
+    """What the update measured: `trained.measures` maps names to numbers, e.g. `mean_abs_advantage`. None in `observe`,
+    because the group is not trained yet."""
 
 
-class Selector(Protocol):
-    """Chooses tasks of one pool for one policy.
+class Selector(Plugin):
+    """Base of selectors: chooses tasks of one pool for one policy.
 
-    A class that implements it is constructed as `cls(pool=..., seed=..., options=...)`, or without `options` if it has no class attribute
-    `Options`.
-
-    A selector MAY have `observe_trained` too, as `TrainedObserver` says.
+    Constructed as `cls(pool=..., seed=..., options=...)`, or without `options` if the class has no `Options`.
     """
 
+    @required
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
         """Return the pool position of draw `index` (0-based). `in_flight` are drawn positions without a result yet."""
+        raise NotImplementedError
 
+    @required
     def observe(self, result: GroupResult) -> None:
         """Fold the result of one group into the state."""
 
+    def observe_trained(self, result: GroupResult) -> None:
+        """Fold one group that an update used; `result.trained` is set. It is not called for groups that no update uses,
+        and if the trainer measures nothing. After a roll-back it may be called again for a group, which is then trained
+        again."""
+
+    @required
     def snapshot(self) -> bytes:
         """Return the state. A selector that restores it continues with the same draws."""
+        raise NotImplementedError
 
+    @required
     def restore(self, state: bytes) -> None:
         """Replace the state. Raise CorruptSnapshot if `state` is not of this selector and pool."""
-
-
-@runtime_checkable
-class TrainedObserver(Protocol):
-    """A selector that learns from updates too."""
-
-    def observe_trained(self, result: GroupResult) -> None:
-        """Fold one group that an update used; `result.trained` is set. It is not called for groups that no update uses, and if the
-        trainer measures nothing. After a roll-back it may be called again for a group, which is then trained again."""
 
 
 SELECTORS = Registry(
@@ -71,4 +71,5 @@ SELECTORS = Registry(
         "uniform": "rollmesh.services.data.selectors.uniform:UniformSelector",
         "thompson": "rollmesh.services.data.selectors.thompson:ThompsonSelector",
     },
+    Selector,
 )

@@ -36,7 +36,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
                 split=request.split or Split.TEST, first_draw=request.first_draw, num=request.num
             )
         else:
-            raise _invalid("purpose", "must be TRAIN, EVAL or EXPORT")
+            raise field_error("purpose", "be TRAIN, EVAL or EXPORT", request.purpose)
         response = _encode(tasks)
         purpose = types_pb2.Purpose.Name(request.purpose).removeprefix("PURPOSE_").lower()
         count(TASKS, purpose, amount=len(response.tasks))
@@ -82,16 +82,12 @@ def _encode(tasks: DrawnTasks) -> data_pb2.NextTasksResponse:
 
 def _check_range(request: data_pb2.NextTasksRequest) -> None:
     if not 1 <= request.num <= NUM_TASKS_MAX:
-        raise _invalid("num", f"must be in [1, {NUM_TASKS_MAX}], got {request.num}")
+        raise field_error("num", f"be in [1, {NUM_TASKS_MAX}]", request.num)
     if request.first_draw < 0:
-        raise _invalid("first_draw", f"must be >= 0, got {request.first_draw}")
+        raise field_error("first_draw", "be >= 0", request.first_draw)
 
 
 def _run(run: str) -> str:
     if not run:
-        raise _invalid("run", "must name a run")
+        raise field_error("run", "name a run", run)
     return run
-
-
-def _invalid(field: str, what: str) -> InvalidInput:
-    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])

@@ -13,25 +13,21 @@ from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.endpoints.answer import AsksBlocking
 
 
-class TaskSource(Protocol):
-    """Provides tasks.
+class TaskSource(Plugin):
+    """Base of task sources.
 
-    A class that implements it is constructed as `cls(base_dir=..., options=...)`, or as `cls(base_dir=...)` if it has no class attribute
-    `Options`. `base_dir` is the folder of the configuration, or None. Relative files are relative to it. Optional: `use_endpoints` (see
-    `SourceUsesEndpoints`).
+    Constructed as `cls(base_dir=..., options=...)`, or as `cls(base_dir=...)` if the class has no `Options`. `base_dir`
+    is the folder of the configuration, or None. Relative files are relative to it.
     """
 
+    @required
     def tasks(self) -> Iterable[PoolTask]:
-        """Yield the tasks of all splits, each with its split, in the same order in every process. Task ids are unique per split."""
-        ...
-
-
-@runtime_checkable
-class SourceUsesEndpoints(Protocol):
-    """A source that asks endpoints, for example to write tasks. It gets their client before `tasks` is called."""
+        """Yield the tasks of all splits, each with its split, in the same order in every process. Task ids are unique
+        per split."""
+        raise NotImplementedError
 
     def use_endpoints(self, endpoints: AsksBlocking) -> None:
-        """Store the client, which works until `tasks` has ended."""
+        """Store the client of endpoints, for example to let a model write tasks. It works until `tasks` has ended."""
 
 
 SOURCES = Registry(
@@ -42,4 +38,5 @@ SOURCES = Registry(
         "code": "rollmesh.demo.families.code:CodeSource",
         "sql": "rollmesh.demo.families.sql:SqlSource",
     },
+    TaskSource,
 )

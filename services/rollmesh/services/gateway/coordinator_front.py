@@ -69,9 +69,6 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def AcquireRollouts(self, request: pb.AcquireRolloutsRequest, context: Context) -> pb.AcquireRolloutsResponse:
         _refuse("AcquireRollouts")
 
-    async def ExtendGroup(self, request: pb.ExtendGroupRequest, context: Context) -> pb.ExtendGroupResponse:
-        _refuse("ExtendGroup")
-
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         _refuse("RenewLeases")
 

@@ -77,31 +77,28 @@ class _Story:
     def enter(self, record: StreamRecord) -> Iterator[_ExportedEpisode]:
         """Yield the episodes that this record reports as scored."""
         for index, fact in enumerate(_decode(record, self.run).facts):
-            scored = self._enter(fact, (record.seq, index))
+            scored = self._enter(fact_of(fact), (record.seq, index))
             if scored is not None:
                 yield scored
 
-    def _enter(self, fact: events_pb2.Fact, place: Place) -> _ExportedEpisode | None:
-        match fact.WhichOneof("fact"):
-            case "run_created":
-                self._check(fact.run_created.spec)
-            case "group_reserved":
-                self.tasks[fact.group_reserved.group] = fact.group_reserved.task
-                self.num_open[fact.group_reserved.group] = fact.group_reserved.num_episodes
-            case "episode_leased":
-                self.attempts[fact.episode_leased.episode] = fact.episode_leased.attempt
-            case "episode_ended":
-                self.attempts.pop(fact.episode_ended.episode, None)
-                self._close(fact.episode_ended.group)
-            case "episode_scored":
-                return self._scored(fact.episode_scored, place)
-            case "run_ended":
+    def _enter(self, fact: Message | None, place: Place) -> _ExportedEpisode | None:
+        match fact:
+            case events_pb2.RunCreated() if not fact.spec.export_groups:
+                what = f"run {self.run} trains on its samples (export_groups = 0): lease batches"
+                raise HasLearner(what, run=self.run)
+            case events_pb2.GroupReserved():
+                self.tasks[fact.group] = fact.task
+                self.num_open[fact.group] = fact.num_episodes
+            case events_pb2.EpisodeLeased():
+                self.attempts[fact.episode] = fact.attempt
+            case events_pb2.EpisodeEnded():
+                self.attempts.pop(fact.episode, None)
+                self._close(fact.group)
+            case events_pb2.EpisodeScored():
+                return self._scored(fact, place)
+            case events_pb2.RunEnded():
                 self.ended = True
         return None
-
-    def _check(self, spec: events_pb2.RunSpec) -> None:
-        if not spec.export_groups:
-            raise HasLearner(f"run {self.run} trains on its samples (export_groups = 0): lease batches", run=self.run)
 
     def _scored(self, fact: events_pb2.EpisodeScored, place: Place) -> _ExportedEpisode:
         task = self.tasks[fact.group]
@@ -147,8 +144,7 @@ def parse_cursor(text: str) -> Place:
     if not text:
         return START
     if not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,9}", text):
-        what = f"is {text[:40]!r}; pass the cursor of a response, or an empty one to start at the first episode"
-        raise InvalidInput(f"cursor {what}", violations=[FieldViolation("cursor", what)])
+        raise field_error("cursor", "be the cursor of a response, or empty to start at the first episode", text)
     record, _, fact = text.partition(".")
     return int(record), int(fact)
 

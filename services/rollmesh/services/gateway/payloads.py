@@ -29,7 +29,7 @@ from rollmesh.shared.store.payload_files import UnreadableRecord
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
-BURY_S_MAX = 5.0
+DEAD_LETTER_S_MAX = 5.0
 """Maximum wait of a fetch for its dead letter, in seconds."""
 _log = logging.getLogger(__name__)
 
@@ -117,10 +117,10 @@ class PayloadReader:
         read = await reading
         if read.error is None:
             return run_pb2.FetchSamplesResponse(episode=read.episode, sample_ids=read.ref.sample_ids)
-        await self._bury(run, read.ref, read.error)
+        await self._dead_letter(run, read.ref, read.error)
         return run_pb2.FetchSamplesResponse(sample_ids=read.ref.sample_ids, failure=encode_failure(read.error))
 
-    async def _bury(self, run: str, ref: EpisodeRef, error: DataLoss) -> None:
+    async def _dead_letter(self, run: str, ref: EpisodeRef, error: DataLoss) -> None:
         """Record one dead letter per payload, however often it is fetched. Its loss does not affect samples."""
         letter = events_pb2.DeadLetter(
             kind=events_pb2.DEAD_KIND_PAYLOAD,
@@ -132,7 +132,9 @@ class PayloadReader:
         )
         try:
             dead = await self._bus.open(run_streams(run).dead.name)
-            await dead.append(letter.SerializeToString(), msg_id=f"payload-{ref.sequence}", deadline_s=BURY_S_MAX)
+            await dead.append(
+                letter.SerializeToString(), msg_id=f"payload-{ref.sequence}", deadline_s=DEAD_LETTER_S_MAX
+            )
         except MeshError as unstored:
             _log.warning("cannot record a dead letter: run=%s error=%s cause=%s", run, error, unstored)
 

@@ -126,8 +126,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     ) -> AsyncIterator[pb.FetchSamplesResponse]:
         num_shards = request.num_shards or 1
         if not 0 <= request.shard_index < num_shards:
-            what = f"is {request.shard_index}; expected 0 to {num_shards - 1}, below num_shards"
-            raise InvalidInput(f"shard_index {what}", violations=[FieldViolation("shard_index", what)])
+            raise field_error("shard_index", f"be in [0, num_shards = {num_shards})", request.shard_index)
         ask = coordinator_pb2.GetBatchRequest(
             run=request.run,
             trainer_epoch=request.trainer_epoch,

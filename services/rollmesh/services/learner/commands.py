@@ -17,7 +17,7 @@ from rollmesh.v1 import run_pb2
 
 _log = logging.getLogger(__name__)
 
-_HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
+_FATAL = (Unauthenticated, PermissionDenied, Unimplemented)
 """Errors that a retry cannot resolve."""
 
 
@@ -59,16 +59,16 @@ class Commands:
             try:
                 async for message in self._run.watch():
                     self._backoff.reset()
-                    self._obey(message.command)
+                    self._execute(message.command)
                     self._note_refused(message.state)
-            except _HOPELESS as err:
+            except _FATAL as err:
                 _log.warning("the learner receives no commands: cause=%s", err)
                 return
             except MeshError as err:
                 _log.debug("WatchRun failed and is retried: cause=%s", err)
             await self._backoff.pause()
 
-    def _obey(self, command: int) -> None:
+    def _execute(self, command: int) -> None:
         if command == run_pb2.TRAINER_COMMAND_STOP:
             self.stop.set()
         elif command == run_pb2.TRAINER_COMMAND_CHECKPOINT:

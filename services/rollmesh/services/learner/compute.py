@@ -28,8 +28,9 @@ class ComputeThread:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work()`. Raise DiskFull for a full disk. If the caller is cancelled, started work continues."""
-        with disk_told(self._folder):
+        """Return the result of `work()`. Raise DiskFull for a full disk. If the caller is cancelled, started work
+        continues."""
+        with disk_full_errors(self._folder):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     async def close(self, limit_s: float) -> None:

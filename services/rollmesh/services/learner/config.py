@@ -65,8 +65,9 @@ class LearnerConfig(UpdateConfig):
     """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, which the finalizer uses too."""
     outputs: tuple[str, ...] = ()
     """Arrays of engine outputs in the samples. A mesh sets it to those of `rollout.outputs`."""
-    external_sources: Annotated[tuple[str, ...], LIVE] = ()
-    """Sources other than the policy whose tokens are trained. A mesh sets it to `run.external_sources`."""
+    external_sources: Annotated[tuple[ExternalSource, ...], LIVE] = ()
+    """Sources other than the policy whose tokens are trained. A mesh sets it to `run.external_sources`, and the learner
+    to what the coordinator reports when it attaches."""
     seed: NonNegativeInt = 0
     """Seed of the trainer's draws (minibatches). A checkpoint can only be resumed with its own seed."""
     device: Annotated[str, LIVE] = "cpu"
@@ -108,11 +109,21 @@ class LearnerConfig(UpdateConfig):
         return self.checkpoint_async and self.device.startswith("cpu")
 
     @property
+    def sources(self) -> frozenset[Source]:
+        """The members of `external_sources`."""
+        return frozenset(Source[name.upper()] for name in self.external_sources)
+
+    @property
     def checkpoints(self) -> Path:
         return Path(self.directory) / "checkpoints"
 
     def check_fields(self) -> None:
         super().check_fields()
+        if unknown := set(self.external_sources) - set(EXTERNAL_SOURCES):
+            raise ValueError(
+                f"`external_sources` must be some of {', '.join(sorted(EXTERNAL_SOURCES))}, got "
+                f"{', '.join(sorted(unknown))}"
+            )
         if self.checkpoint_async and self.compute.ranks > 1:
             raise ValueError(
                 f"`checkpoint_async` must be false with compute.ranks = {self.compute.ranks}: every rank writes a part "

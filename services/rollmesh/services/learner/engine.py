@@ -1,8 +1,9 @@
 """The port between the learner and a trainer engine.
 
-Implementations are loaded by dotted name, so that other modules of the learner do not import torch: `engines/torch_trainer.py`
-uses `rollmesh.trainer`, `engines/fake_trainer.py` has no dependencies. Every call is synchronous and may take long. One thread
-(`compute.ComputeThread`) makes all calls, so an implementation does not need locks.
+Implementations are loaded by dotted name, so that other modules of the learner do not import torch:
+`engines/torch_trainer.py` uses `rollmesh.trainer`, `rollmesh.testing.fake_trainer` has no dependencies. Every call is
+synchronous and may take long. One thread (`compute.ComputeThread`) makes all calls, so an implementation does not need
+locks.
 
 Guarantees of an implementation (tests/conformance/test_trainer_engine.py):
 - Equal weights, state, seed and inputs give equal weights, bit for bit.
@@ -74,48 +75,72 @@ class ExportedWeights:
     """Maximum difference between `score` and what an inference engine computes with these files, in nats."""
 
 
-class TrainerEngine(Protocol):
-    """Weights and the operations on them."""
+class TrainerEngine(Plugin):
+    """Base of trainers: weights and the operations on them."""
 
-    @property
+    trains_model: bool = False
+    """Whether it trains the run's model with the settings of `UpdateConfig`. If so, `rollmesh check` checks model, loss
+    and device."""
+
+    @classmethod
+    @required
+    def open(cls, config: LearnerConfig, options: Any) -> Restored:
+        """Make a trainer from the newest complete checkpoint in `config.checkpoints`, or from `config.model` without a
+        checkpoint.
+
+        `options` is an instance of `Options`, without settings if the class has none. A damaged checkpoint is set aside
+        and reported (`Restored.passed_by`), and the one before it is used; the attach then rolls back. Raises
+        ConfigError or ValueError, with the remedy, if loading fails or every checkpoint is damaged.
+        """
+        raise NotImplementedError
+
+    @required_attribute
     def step(self) -> int:
         """Number of updates in the current weights."""
-        ...
+        raise NotImplementedError
 
-    @property
+    @required_attribute
     def vocab_size(self) -> int:
-        """Upper bound of token ids that can be scored. 0: inference engines cannot reproduce `score`, so versions have no probes."""
-        ...
+        """Upper bound of token ids that can be scored. 0: inference engines cannot reproduce `score`, so versions have
+        no probes."""
+        raise NotImplementedError
 
+    @required
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
         """Make update k = step + 1. A sample that cannot be trained on is excluded with a reason, without an error."""
-        ...
+        raise NotImplementedError
 
+    @required
     def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Return the plain-softmax log-prob [n] of each token of each sequence given the previous tokens; entry 0 is 0.
 
         A sequence has the same result beside others as alone, up to float rounding."""
-        ...
+        raise NotImplementedError
 
+    @required
     def export_weights(self, folder: Path) -> ExportedWeights:
         """Write the weights into an existing folder. Equal weights give equal bytes."""
-        ...
+        raise NotImplementedError
 
+    @required
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
         """Write a durable checkpoint atomically, remove old ones, and return its folder. The log continues from it."""
-        ...
+        raise NotImplementedError
 
+    @required
     def copy_to_save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Callable[[], Path]:
         """Copy a checkpoint into memory, and return a function that writes it like `save`. It is called in another
         thread, while updates continue, and at most one at a time. The log does not continue from the checkpoint; the
         caller calls `TrainedLog.rebase`.
 
         Raises ValueError if the trainer cannot copy its state."""
-        ...
+        raise NotImplementedError
 
+    @required
     def close(self) -> None:
-        """End the processes that it has started. The learner calls it once it has finished; after an error it opens another trainer."""
-        ...
+        """End the processes that it has started. The learner calls it once it has finished; after an error it opens
+        another trainer."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,28 +152,12 @@ class Restored:
     log: TrainedLog
     position: Position = field(default_factory=Position)
     passed_by: tuple[str, ...] = ()
-    """Descriptions of the errors of newer checkpoints, which were set aside. This one is older than the last trained update."""
-
-
-class TrainerClass(Protocol):
-    """The class of a trainer. Its `Options`, if it has settings, are a strict struct."""
-
-    trains_model: ClassVar[bool]
-    """Whether it trains the run's model with the settings of `UpdateConfig`. If so, `rollmesh check` checks model, loss and device."""
-
-    @classmethod
-    def open(cls, config: LearnerConfig, options: Any) -> Restored:
-        """Make a trainer from the newest complete checkpoint in `config.checkpoints`, or from `config.model` without a checkpoint.
-
-        `options` is an instance of the class's `Options`, without settings if it has none. A damaged checkpoint is set aside and
-        reported (`Restored.passed_by`), and the one before it is used; the attach then rolls back. Raises ConfigError or ValueError,
-        with the remedy, if loading fails or every checkpoint is damaged.
-        """
-        ...
+    """Descriptions of the errors of newer checkpoints, which were set aside. This one is older than the last trained
+    update."""
 
 
 OpenEngine = Callable[[LearnerConfig], Restored]
-"""Function that opens a trainer, see `TrainerClass.open`."""
+"""Function that opens a trainer, see `TrainerEngine.open`."""
 
 TRAINERS = Registry(
     "trainer",
@@ -156,6 +165,7 @@ TRAINERS = Registry(
         "torch": "rollmesh.services.learner.engines.torch_trainer:TorchTrainer",
         "fake": "rollmesh.testing.fake_trainer:FakeTrainer",
     },
+    TrainerEngine,
 )
 
 
@@ -163,6 +173,4 @@ def find_engine(chosen: Extension, base_dir: str | Path | None = None) -> OpenEn
     """Return the function that opens the trainer. A user's file is relative to `base_dir`. Raise ConfigError for a name
     or an option."""
     cls, options = TRAINERS.find(chosen.name, base_dir), TRAINERS.options(chosen, base_dir)
-    if not hasattr(cls, "open"):
-        raise ConfigError(f"trainer `{chosen.name}` must have a class method `open(config, options)`", name=chosen.name)
     return lambda config: cls.open(config, options)

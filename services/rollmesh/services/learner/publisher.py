@@ -10,8 +10,9 @@ coordinator treats it as another history. The digest covers the probes, and thei
 on another machine. Therefore the manifest of the last version is stored in a file before the announcement, and reused
 while it names the same chunks.
 
-Probes are token sequences from the first trained batch, which are stored in a file too. At step 0 they are drawn from the vocabulary.
-Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload), `client.Trainer` (PublishVersion).
+Probes are token sequences from the first trained batch, which are stored in a file too. At step 0 they are drawn from
+the vocabulary. Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload),
+`client.trainer.Trainer` (PublishVersion).
 """
 
 from __future__ import annotations

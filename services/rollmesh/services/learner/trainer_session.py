@@ -101,6 +101,12 @@ async def begin_session(parts: Parts) -> TrainerSession:
             holder=parts.holder,
             prefetch_bytes_max=parts.config.prefetch_bytes_max,
         )
+        admitted = tuple(name for name in EXTERNAL_SOURCES if name in trainer.attached.spec.external_sources)
+        if set(admitted) != set(parts.config.external_sources):  # changed since this process has read its configuration
+            # This frees the memory of its model. It is not closed, because the next one uses the ranks of torchrun.
+            del restored
+            config = structs.replace(parts.config, external_sources=admitted)
+            restored = await parts.compute.run(lambda: parts.open_engine(config))
     attached = trainer.attached
     if attached.next_update != position.update + 1:
         raise WrongUpdate(
@@ -324,7 +330,7 @@ class TrainerSession:
                 batch,
                 dropped={**dropped, **decoded.unreadable},
                 applied=result.applied,
-                groups=[events_pb2.TrainedGroup(**asdict(group)) for group in result.groups],
+                groups=[encode_trained_group(group) for group in result.groups],
             )
         return result, committed, decoded.unreadable
 

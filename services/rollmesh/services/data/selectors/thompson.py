@@ -14,12 +14,13 @@ t is the number of observed groups including this one; s and f are the sums of p
                                          t_x <- t, then a_x, b_x scaled to a_x + b_x <= prompt_evidence_max
     posterior of x:                      Beta(k m_l + w a_x,  k (1 - m_l) + w b_x)             k = prior_strength
 
-A draw is uniform with probability `uniform_share`. Otherwise theta_x is drawn for each candidate, and the candidate nearest to `target` is
-taken. The estimate of a level counts groups, not members, because members share a prompt. Half-lives are counted in groups. That of a
-level is the short time scale, that of a prompt the long one, so the evidence of a prompt fades into the estimate of its level. Measured
-on the demo: clearly better than uniform if most of the pool is too easy or impossible, and slightly worse on a balanced pool, in which
-target 0.5 rarely draws the hardest solvable tasks. The uniform share compensates for that.
-"""
+A draw is uniform with probability `uniform_share`. Otherwise theta_x is drawn for each candidate, and the candidate
+nearest to `target` is taken. The estimate of a level counts groups, not members, because members share a prompt.
+Half-lives are counted in groups. That of a level is the short time scale, that of a prompt the long one, so the
+evidence of a prompt fades into the estimate of its level. Measured on the demo: clearly better than uniform if most of
+the pool is too easy or impossible, and slightly worse on a balanced pool, in which target 0.5 rarely draws the hardest
+solvable tasks. The uniform share compensates for that.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class ThompsonOptions(Settings):
     """Number of prompts considered per draw, a random subset of a larger pool. It bounds the cost of a draw."""
 
 
-class ThompsonSelector:
+class ThompsonSelector(Selector):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = ThompsonOptions

@@ -19,7 +19,7 @@ from rollmesh.shared.errors import CorruptSnapshot
 _STATE = b"uniform@1"
 
 
-class UniformSelector:
+class UniformSelector(Selector):
     """See the module."""
 
     def __init__(self, *, pool: TaskPool, seed: int) -> None:

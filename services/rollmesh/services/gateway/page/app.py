@@ -44,13 +44,12 @@ from rollmesh.services.gateway.page.transcripts import Transcripts
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import (
     Code,
-    FieldViolation,
-    InvalidInput,
     MeshError,
     NotFound,
     Overloaded,
     PayloadTooLarge,
     Unauthenticated,
+    field_error,
 )
 from rollmesh.shared.telemetry.metrics import count
 
@@ -200,7 +199,7 @@ class PageApp:
         try:
             given = msgspec.json.decode(await _body(request), type=LoginBody)
         except UNDECODABLE as error:
-            raise _invalid("body", f'must be {{"token": ...}} or {{"ticket": ...}}: {error}') from error
+            raise field_error("body", 'be {"token": ...} or {"ticket": ...}', error) from error
         if given.ticket:
             session = self._login.open_with_ticket(given.ticket)
             wrong = (
@@ -314,7 +313,7 @@ class PageApp:
         feed = await self._run(request)
         name = request.path_params["sample"]
         if not 0 < len(name) <= 256 or not name.isprintable():
-            raise _invalid("sample", "must be the id of a sample or episode, of 1 to 256 characters")
+            raise field_error("sample", "be the id of a sample or episode, of 1 to 256 characters", name)
         return await self._transcripts.read(feed.run, name, feed.history)
 
     async def _audit(self, request: Request) -> Any:
@@ -334,11 +333,14 @@ def _static_files() -> dict[str, tuple[bytes, str, str]]:
 
 
 def _check_origin(request: Request) -> None:
-    """Reject a POST that another site sends: its content type, or the browser's statement about its origin, is different."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise _invalid("content-type", "must be application/json")
-    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-        raise _invalid("sec-fetch-site", "must be same-origin: the page accepts no requests of other sites")
+    """Reject a POST that another site sends: its content type, or the browser's statement about its origin, is
+    different."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()
+    if kind != "application/json":
+        raise field_error("content-type", "be application/json", kind)
+    site = request.headers.get("sec-fetch-site", "same-origin")
+    if site not in ("same-origin", "none"):
+        raise field_error("sec-fetch-site", "be same-origin, because the page accepts no requests of other sites", site)
 
 
 async def _body(request: Request) -> bytes:
@@ -350,12 +352,8 @@ async def _body(request: Request) -> bytes:
                 if len(body) > BODY_BYTES_MAX:
                     raise PayloadTooLarge(f"the body must have at most {BODY_BYTES_MAX} bytes")
     except TimeoutError as error:
-        raise _invalid("body", f"must arrive within {BODY_S_MAX:.0f} s") from error
+        raise field_error("body", f"arrive within {BODY_S_MAX:.0f} s", f"{len(body)} bytes") from error
     return bytes(body)
-
-
-def _invalid(field: str, what: str) -> InvalidInput:
-    return InvalidInput(f"{field} {what}", violations=[FieldViolation(field, what)])
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -142,11 +142,10 @@ class RunHistory:
         """Fold one record. Facts that the page does not show are skipped."""
         self.position = position
         self.began_unix_s = self.began_unix_s or record.time_unix_s
-        for fact in record.facts:
-            name = fact.WhichOneof("fact")
-            handler = _HANDLERS.get(name or "")
+        for fact in facts_of(record):
+            handler = _HANDLERS.get(type(fact))
             if handler is not None:
-                handler(self, getattr(fact, name or ""), record.time_unix_s)
+                handler(self, fact, record.time_unix_s)
 
     def points(self) -> list[PageUpdate]:
         """Return at most POINTS_MAX updates. Of more, consecutive ones are merged."""
@@ -242,8 +241,8 @@ class RunHistory:
             self._mark(sample, "used", f"by update {fact.update}", update=fact.update)
         lags = Counter(lag for sample in fact.used if (lag := self._lag(sample, fact.update)) is not None)
         self._used.append((fact.update, (*fact.used, *(excluded.sample_id for excluded in fact.dropped))))
-        measured = [(one, one.num_tokens) for one in fact.groups]
-        tokens = sum(num for _, num in measured)
+        measured = [one for group in fact.groups if (one := decode_trained_group(group)).num_tokens]
+        sizes = [one.num_tokens for one in measured]
         ends = self._ends + dropped
         if fact.used:
             ends["used"] += len(fact.used)
@@ -256,8 +255,8 @@ class RunHistory:
                 applied=fact.applied,
                 lags=dict(sorted(lags.items())),
                 rewards=_means([group for name in groups if (group := self._groups.get(name)) is not None]),
-                abs_advantage=sum(m.mean_abs_advantage * num for m, num in measured) / tokens if tokens else None,
-                policy_loss=sum(m.policy_loss * num for m, num in measured) / tokens if tokens else None,
+                abs_advantage=_mean([one.measures.get("mean_abs_advantage") for one in measured], sizes),
+                policy_loss=_mean([one.measures.get("policy_loss") for one in measured], sizes),
                 ends=dict(ends),
             )
         )
@@ -327,19 +326,19 @@ class RunHistory:
                 del self._by_id[oldest.sample_id]
 
 
-_HANDLERS: dict[str, Callable[[RunHistory, Any, float], None]] = {
-    "run_created": RunHistory._run_created,
-    "run_changed": RunHistory._run_changed,
-    "group_reserved": RunHistory._group_reserved,
-    "episode_ended": RunHistory._episode_ended,
-    "episode_scored": RunHistory._episode_scored,
-    "group_finalized": RunHistory._group_finalized,
-    "samples_ended": RunHistory._samples_ended,
-    "batch_leased": RunHistory._batch_leased,
-    "batch_returned": RunHistory._batch_returned,
-    "update_committed": RunHistory._update_committed,
-    "checkpoint_reported": RunHistory._checkpoint_reported,
-    "rolled_back": RunHistory._rolled_back,
+_HANDLERS: dict[type, Callable[[RunHistory, Any, float], None]] = {
+    events_pb2.RunCreated: RunHistory._run_created,
+    events_pb2.RunChanged: RunHistory._run_changed,
+    events_pb2.GroupReserved: RunHistory._group_reserved,
+    events_pb2.EpisodeEnded: RunHistory._episode_ended,
+    events_pb2.EpisodeScored: RunHistory._episode_scored,
+    events_pb2.GroupFinalized: RunHistory._group_finalized,
+    events_pb2.SamplesEnded: RunHistory._samples_ended,
+    events_pb2.BatchLeased: RunHistory._batch_leased,
+    events_pb2.BatchReturned: RunHistory._batch_returned,
+    events_pb2.UpdateCommitted: RunHistory._update_committed,
+    events_pb2.CheckpointReported: RunHistory._checkpoint_reported,
+    events_pb2.RolledBack: RunHistory._rolled_back,
 }
 
 
@@ -403,6 +402,6 @@ def _merged(points: Sequence[PageUpdate]) -> PageUpdate:
 
 
 def _mean(values: Sequence[float | None], sizes: Sequence[int]) -> float | None:
-    """Return the mean of the known values, weighted by the numbers of updates that they stand for."""
+    """Return the mean of the known values, weighted by the numbers of updates or tokens that they stand for."""
     known = [(value, size) for value, size in zip(values, sizes, strict=True) if value is not None]
     return sum(value * size for value, size in known) / sum(size for _, size in known) if known else None

@@ -183,9 +183,8 @@ class Transcripts:
         """Return the group of a sample that is no longer recent. Raise UnknownSample."""
         async for record in log.read_range():
             for fact in _facts_about(record, name):
-                scored = fact.episode_scored
-                if name in (scored.episode, *(meta.sample_id for meta in scored.samples)) and scored.samples:
-                    return scored.group
+                if isinstance(fact, events_pb2.EpisodeScored) and fact.samples and name in _names(fact):
+                    return fact.group
             await _pause(record.seq)
         what = f"{log.name} has no sample {name!r}; the list of samples has those that exist"
         raise UnknownSample(what, sample=name)
@@ -193,8 +192,9 @@ class Transcripts:
     async def _reservation_of(self, log: StreamLog, group: str) -> int:
         """Return the record that reserved a group."""
         async for record in log.read_range():
-            if any(fact.group_reserved.group == group for fact in _facts_about(record, group)):
-                return record.seq
+            for fact in _facts_about(record, group):
+                if isinstance(fact, events_pb2.GroupReserved) and fact.group == group:
+                    return record.seq
             await _pause(record.seq)
         return 1
 
@@ -356,24 +356,28 @@ def token_texts(ids: IntArray, decoder: TokenDecoder | None) -> list[str]:
     return texts
 
 
-def _facts_about(record: StreamRecord, name: str) -> Iterator[events_pb2.Fact]:
+def _facts_about(record: StreamRecord, name: str) -> Iterator[Message]:
     """Yield the facts of a record if its bytes contain `name`. Most records do not, and are not decoded."""
     if name.encode() in record.payload:
-        yield from events_pb2.LedgerRecord.FromString(record.payload).facts
+        yield from facts_of(events_pb2.LedgerRecord.FromString(record.payload))
 
 
-def _note(found: _Found, fact: events_pb2.Fact, group: str, name: str) -> None:
-    match fact.WhichOneof("fact"):
-        case "group_reserved" if fact.group_reserved.group == group:
-            found.task, found.purpose = fact.group_reserved.task, fact.group_reserved.purpose
-        case "episode_scored" if fact.episode_scored.group == group:
-            found.members.append(fact.episode_scored)
-            if name in (fact.episode_scored.episode, *(m.sample_id for m in fact.episode_scored.samples)):
-                found.scored = fact.episode_scored
-        case "group_finalized" if fact.group_finalized.group == group:
-            found.finalized = fact.group_finalized
-        case "batch_leased" if group in fact.batch_leased.groups:
-            found.update = fact.batch_leased.update
+def _names(scored: events_pb2.EpisodeScored) -> list[str]:
+    return [scored.episode, *(meta.sample_id for meta in scored.samples)]
+
+
+def _note(found: _Found, fact: Message, group: str, name: str) -> None:
+    match fact:
+        case events_pb2.GroupReserved() if fact.group == group:
+            found.task, found.purpose = fact.task, fact.purpose
+        case events_pb2.EpisodeScored() if fact.group == group:
+            found.members.append(fact)
+            if name in _names(fact):
+                found.scored = fact
+        case events_pb2.GroupFinalized() if fact.group == group:
+            found.finalized = fact
+        case events_pb2.BatchLeased() if group in fact.groups:
+            found.update = fact.update
 
 
 async def _pause(number: int) -> None:

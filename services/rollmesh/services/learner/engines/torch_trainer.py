@@ -40,14 +40,14 @@ from rollmesh.trainer.update import BatchTrainer, UpdateOutcome
 _log = logging.getLogger(__name__)
 
 
-class TorchTrainer:
-    """Implements `engine.TrainerEngine` and `engine.TrainerClass`. It has no options."""
+class TorchTrainer(TrainerEngine):
+    """The trainer. It has no options."""
 
     trains_model = True
 
     @classmethod
     def open(cls, config: LearnerConfig, options: object = None) -> Restored:
-        """Open the trainer, see `engine.TrainerClass.open`."""
+        """Open the trainer, see `engine.TrainerEngine.open`."""
         size = max(config.compute.ranks, size_of_torchrun())
         try:
             found = latest_checkpoint(config.checkpoints)
@@ -160,8 +160,9 @@ class TorchTrainer:
         )
 
 
-class RankedTrainer:
-    """Implements `engine.TrainerEngine` on several ranks: rank 0 makes every call on its part, and the others on theirs."""
+class RankedTrainer(TrainerEngine):
+    """Implements `engine.TrainerEngine` on several ranks: rank 0 makes every call on its part, and the others on
+    theirs."""
 
     def __init__(self, part: TorchTrainer, group: RankGroup) -> None:
         self._part = part
@@ -302,7 +303,7 @@ def _trainer(
             config,
             seed=config.seed,
             outputs=config.outputs,
-            sources=[Source[name.upper()] for name in config.external_sources],
+            sources=config.sources,
             reward_weights=config.reward_weights,
             initial_model=lambda: open_model(Path(config.model), device=config.device, ranks=ranks),
             encode=encode,
