@@ -23,8 +23,9 @@ calls `save_checkpoint` and every other rank `save_part`, over one file system.
 There is no random-generator state, because `BatchTrainer` derives all randomness from (seed, update), and the schedule
 from the update. Other files in `<root>` are never changed.
 
-`copy_checkpoint` divides a save of one rank into a copy in memory and its writing, which may run beside the next update.
-"""
+`copy_checkpoint` divides a save of one rank into a copy in memory and its writing, which may run beside the next
+update.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

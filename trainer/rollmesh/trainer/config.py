@@ -173,8 +173,9 @@ class OptimizerConfig(Settings):
             raise ValueError("`decay: cosine` requires `decay_updates`, the number of updates of the decay, got 0")
 
 
-class LossTerm(Extension):
-    """One term of the loss: a name such as `ppo_clip`, `policy_gradient` or `kl`, or your own, with its factor in the sum."""
+class LossTermChoice(Extension):
+    """One term of the loss: a name such as `ppo_clip`, `policy_gradient` or `kl`, or your own, with its factor in the
+    sum."""
 
     weight: float = 1.0
     """Factor of the term."""
@@ -222,9 +223,9 @@ class UpdateConfig(Settings):
     """How one update is made: estimator, loss, update rule, optimizer."""
 
     estimator: Extension = Extension("grpo")
-    """The estimator of a run, which the trainer and the finalizer both use. `grpo` compares weighted reward sums. `gdpo` normalizes each
-    reward separately, which keeps weights meaningful. Your own: `file.py:Name`."""
-    loss: tuple[LossTerm, ...] = (LossTerm("ppo_clip"),)
+    """The estimator of a run, which the trainer and the finalizer both use. `grpo` compares weighted reward sums.
+    `gdpo` normalizes each reward separately, which keeps weights meaningful. Your own: `file.py:Name`."""
+    loss: tuple[LossTermChoice, ...] = (LossTermChoice("ppo_clip"),)
     """Terms whose weighted sum is the loss. A list in a configuration file replaces the list of the recipe."""
     normalization: Normalization = Normalization.TOKEN
     """What the loss of an optimizer step averages over: `token` counts every trained token alike, `sequence_mean` every

@@ -45,8 +45,8 @@ def forward_features(
         model,
         batch,
         plan.mode,
-        hidden=hidden or any(request.reads_hidden for request in requests),
-        router=any(request.reads_router for request in requests),
+        hidden=hidden or any(request.feature.reads_hidden for request in requests),
+        router=any(request.feature.reads_router for request in requests),
     )
 
     def logits_of(rows: Tensor, at: slice) -> Tensor:
@@ -74,11 +74,14 @@ def forward_features(
         logits = logits_of(rows, everything)
         inputs = inputs_of(logits, forward.token_logprobs(logits, token_ids), everything)
         return inputs, {request.key: _value(request, inputs) for request in requests}
-    # Features without gradient are last, because the backward pass computes a part only up to the last tensor that it needs.
-    by_token = sorted((request for request in requests if request.by_token), key=lambda request: not request.grad)
+    # Features without gradient are last, because the backward pass computes a part only up to the last tensor that it
+    # needs.
+    by_token = sorted(
+        (request for request in requests if request.feature.by_token), key=lambda request: not request.grad
+    )
     logprobs, *values = forward.in_parts(rows, plan.chunk_tokens, of_part)
     inputs = inputs_of(lambda: logits_of(rows, everything), logprobs, everything)
-    whole = {request.key: _value(request, inputs) for request in requests if not request.by_token}
+    whole = {request.key: _value(request, inputs) for request in requests if not request.feature.by_token}
     return inputs, whole | {request.key: value for request, value in zip(by_token, values, strict=True)}
 
 
@@ -132,11 +135,11 @@ def current_features(
     The list has the log-probs of its forwards with gradient. A micro-batch without targets has no features, but its
     rank makes as many forwards as the others."""
     different = {request.key: request for request in requests.values()}
-    sampled = [request for request in different.values() if not isinstance(request.feature, OtherSequences)]
+    sampled = [request for request in different.values() if not request.reads_others]
     inputs, found = forward_features(model, batch, columns, plan, plan.ranks.computing(sampled, batch), hidden=hidden)
     with_gradient = [inputs.logprobs]
     for key, request in different.items():
-        if isinstance(request.feature, OtherSequences):
+        if request.reads_others:
             others = [s for index in batch.sequences for s in table.others[request.function][index]]
             parts = plan.micro_batches(others, compute_device(model))
             values: list[Tensor] = []
@@ -157,10 +160,10 @@ def _passes(
 ) -> Iterator[tuple[Sequence[Sequence1D], list[FeatureRequest]]]:
     """Yield sequences to run, and the different requests that read them."""
     different = {request.key: request for request in requests.values()}.values()
-    if plain := [request for request in different if not isinstance(request.feature, OtherSequences)]:
+    if plain := [request for request in different if not request.reads_others]:
         yield table.sequences, plain
     for request in different:
-        if isinstance(request.feature, OtherSequences):
+        if request.reads_others:
             yield [s for of_sample in table.others[request.function] for s in of_sample], [request]
 
 

@@ -15,9 +15,9 @@ these:
     current          log-prob of the token under `step`
     gradient_square  squared norm of the gradient of the log-prob of the token's sample, under `start`; costs a backward per sample
 
-Their attribute `features` maps the names of further columns to requests. Values are at the temperature that the token was sampled at.
-Equal requests are computed once, whatever their names.
-"""
+Their attribute `features` maps the names of further columns to requests. Values are at the temperature that the token
+was sampled at. Equal requests are computed once, whatever their names.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -34,20 +34,6 @@ from rollmesh.shared.domain.trajectory import TrainingSample
 from rollmesh.trainer.router import RouterLogits
 from rollmesh.trainer.sequences import Sequence1D
 
-FEATURES = Registry(
-    "feature",
-    {
-        "entropy": "rollmesh.trainer.vocabulary_features:Entropy",
-        "nucleus_entropy": "rollmesh.trainer.vocabulary_features:NucleusEntropy",
-        "mean_logprob": "rollmesh.trainer.vocabulary_features:MeanLogprob",
-        "kept_logprob": "rollmesh.trainer.vocabulary_features:KeptLogprob",
-        "kept_mass": "rollmesh.trainer.vocabulary_features:KeptMass",
-        "effective_rank": "rollmesh.trainer.hidden_features:EffectiveRank",
-        "mean_state": "rollmesh.trainer.hidden_features:MeanState",
-        "other_prompt_logprob": "rollmesh.trainer.other_prompt:OtherPromptLogprob",
-    },
-)
-
 Under = Literal["start", "reference", "step", "current"]
 GRADIENT_SQUARE = "gradient_square"
 
@@ -56,7 +42,7 @@ class FeatureInputs:
     """What a feature reads: m trained tokens of one micro-batch. Sequences are whole, so sums over a sample are
     possible, except for a feature with `by_token`, which gets the tokens of a micro-batch in one or several parts.
 
-    An `OtherSequences` gets the inputs of the sequences that it made.
+    A feature with `sequences_of` gets the inputs of the sequences that it made.
     """
 
     def __init__(
@@ -94,44 +80,54 @@ class FeatureInputs:
         return self._logits if isinstance(self._logits, Tensor) else self._logits()
 
 
-class Feature(Protocol):
-    """A function of the model's outputs. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
+class Feature(Plugin):
+    """Base of features: a function of the model's outputs. Constructed as `cls(options=...)`, or as `cls()` if the
+    class has no `Options`."""
 
-    An attribute `reads_hidden = True` requests `FeatureInputs.hidden`, and `reads_router = True` requests `FeatureInputs.router`. `by_token = True` says that the value of a token depends on its own
-    row only, so that the logits of all tokens need not exist at once (`learner.compute.logprob_chunk_tokens`). A feature SHOULD store its options as `options`, because requests
-    of one class with equal `options` are computed once.
-    """
+    options: Any = None
+    """Its options, a struct. Requests of one class with equal options are computed once."""
+    reads_hidden: bool = False
+    """Whether it reads `FeatureInputs.hidden` or `FeatureInputs.after`."""
+    reads_router: bool = False
+    """Whether it reads `FeatureInputs.router`."""
+    by_token: bool = False
+    """Whether the value of a token depends on its own row only, so that the logits of all tokens need not exist at once
+    (`learner.compute.logprob_chunk_tokens`)."""
 
+    @required
     def __call__(self, inputs: FeatureInputs) -> Tensor:
         """Return [m] or [m, k]."""
-        ...
-
-
-@runtime_checkable
-class OtherSequences(Feature, Protocol):
-    """A feature of other sequences than those that were sampled, such as the same answer after another prompt.
-
-    It costs separate forwards. Under `current` with gradient, they stay in memory until the backward of the micro-batch.
-    """
+        raise NotImplementedError
 
     def sequences_of(self, sample: TrainingSample) -> Sequence[Sequence1D] | None:
-        """Return sequences whose targets, one sequence after the other, are the trained tokens of the sample in their order.
+        """Return sequences whose targets, one sequence after the other, are the trained tokens of the sample in their
+        order.
 
-        None drops the sample as NO_OTHER_PROMPT.
+        A feature with this method reads these sequences instead of those that were sampled, such as the same answer
+        after another prompt. They cost separate forwards, and under `current` with gradient they stay in memory until
+        the backward of the micro-batch. None drops the sample as NO_OTHER_PROMPT.
         """
-        ...
-
-
-@runtime_checkable
-class EncodesText(Protocol):
-    """A feature that gets the tokenizer of the model before the first update."""
+        raise NotImplementedError
 
     def use_tokenizer(self, encode: Callable[[str], list[int]] | None) -> None:
-        """Take a function from a text to token ids without special tokens around it; None if the model has no tokenizer.
+        """Take a function from a text to token ids without special tokens around it, before the first update; None if
+        the model has no tokenizer. Raises ConfigError if the feature cannot work without it."""
 
-        Raises ConfigError if the feature cannot work without it.
-        """
-        ...
+
+FEATURES = Registry(
+    "feature",
+    {
+        "entropy": "rollmesh.trainer.vocabulary_features:Entropy",
+        "nucleus_entropy": "rollmesh.trainer.vocabulary_features:NucleusEntropy",
+        "mean_logprob": "rollmesh.trainer.vocabulary_features:MeanLogprob",
+        "kept_logprob": "rollmesh.trainer.vocabulary_features:KeptLogprob",
+        "kept_mass": "rollmesh.trainer.vocabulary_features:KeptMass",
+        "effective_rank": "rollmesh.trainer.hidden_features:EffectiveRank",
+        "mean_state": "rollmesh.trainer.hidden_features:MeanState",
+        "other_prompt_logprob": "rollmesh.trainer.other_prompt:OtherPromptLogprob",
+    },
+    Feature,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +139,16 @@ class FeatureRequest:
     grad: bool = False
 
     def __post_init__(self) -> None:
+        FEATURES.adopt(self.feature)
         if self.grad and self.under != "current":
             raise ValueError(f"`grad` requires under = current, got {self.under}")
 
     @property
     def function(self) -> Hashable:
         """Equal for equal features: those of one class with equal `options`, or without any attribute."""
-        options = getattr(self.feature, "options", None)
-        if isinstance(options, msgspec.Struct):
-            return type(self.feature), msgspec.json.encode(options)
-        return type(self.feature), id(self.feature) if getattr(self.feature, "__dict__", None) else None
+        if isinstance(self.feature.options, msgspec.Struct):
+            return type(self.feature), msgspec.json.encode(self.feature.options)
+        return type(self.feature), id(self.feature) if self.feature.__getstate__() else None
 
     @property
     def key(self) -> Hashable:
@@ -160,19 +156,12 @@ class FeatureRequest:
         return self.function, self.under, self.grad
 
     @property
-    def reads_hidden(self) -> bool:
-        return bool(getattr(self.feature, "reads_hidden", False))
-
-    @property
-    def reads_router(self) -> bool:
-        return bool(getattr(self.feature, "reads_router", False))
-
-    @property
-    def by_token(self) -> bool:
-        return bool(getattr(self.feature, "by_token", False))
+    def reads_others(self) -> bool:
+        """Whether the feature reads other sequences than those that were sampled."""
+        return overrides(self.feature, Feature.sequences_of)
 
 
-class TokenLogprob:
+class TokenLogprob(Feature):
     """The log-prob of the token."""
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:

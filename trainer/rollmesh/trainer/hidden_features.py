@@ -24,8 +24,9 @@ class EffectiveRankOptions(Settings):
     """Trained tokens between two prefixes."""
 
 
-class EffectiveRank:
-    """Effective rank (Roy & Vetterli 2007) of the states of a sample, of its prefixes, and the changes between them, [m, 4].
+class EffectiveRank(Feature):
+    """Effective rank (Roy & Vetterli 2007) of the states of a sample, of its prefixes, and the changes between them,
+    [m, 4].
 
     For a matrix with the singular values s_i after each column was centered, ER = exp(- sum p_i log p_i) with p_i = s_i
     / sum s. It is between 1 and the number of dimensions; 1 if all rows are equal. ER_k is that of the first k * stride
@@ -90,8 +91,9 @@ class MeanStateOptions(Settings):
     """Seed of the projection, which is the same in all updates."""
 
 
-class MeanState:
-    """Mean of the states of the token's sample, projected at random, [m, dimensions]; the same at all tokens of the sample.
+class MeanState(Feature):
+    """Mean of the states of the token's sample, projected at random, [m, dimensions]; the same at all tokens of the
+    sample.
 
     The projection is sparse (Li, Hastie & Church 2006): with d the width of the states, an entry is not 0 with
     probability 1 / sqrt(d), and then has a random sign and the value d^(1/4) / sqrt(dimensions). It keeps distances in

@@ -343,7 +343,7 @@ def _forward_and_backward(
 
     A feature that reads more than the row of a token depends on values, which do not exist here, and is omitted.
     """
-    requests = {r.key: r for r in plugins.under("current").values() if r.by_token or r.reads_router}
+    requests = {r.key: r for r in plugins.under("current").values() if r.feature.by_token or r.feature.reads_router}
     if config.report_entropy:
         request = FeatureRequest(Entropy(), "current")
         requests[request.key] = request
@@ -376,12 +376,12 @@ def _gathered_bytes(model: PreTrainedModel, ranks: int, others: int) -> int:
 
 
 def _modules(plugins: Plugins) -> list[str]:
-    return [name for name, term in plugins.loss.terms.items() if hasattr(term, "make_module")]
+    return [name for name, term in plugins.loss.terms.items() if overrides(term, LossTerm.make_module)]
 
 
 def _others(plugins: Plugins) -> int:
     """Return how many forwards of other sequences are kept for the backward of a micro-batch."""
-    return len({r.key for r in plugins.under("current").values() if r.grad and isinstance(r.feature, OtherSequences)})
+    return len({r.key for r in plugins.under("current").values() if r.grad and r.reads_others})
 
 
 def _largest_shape(config: UpdateConfig, mode: ForwardMode, *, longest: int) -> tuple[int, int]:

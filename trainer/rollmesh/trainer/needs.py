@@ -83,18 +83,18 @@ class MethodNeeds(Settings):
 
 def needs_of(plugins: Plugins, config: UpdateConfig, reward_weights: Collection[str] = ()) -> MethodNeeds:
     """Return the needs of the parts. `reward_weights` are the names that the method gives a weight."""
-    size: GroupSize = getattr(plugins.estimator, "group_size", GroupSize())
+    size = plugins.estimator.group_size
     return MethodNeeds(
         outputs=tuple(dict.fromkeys(map(output_of, plugins.outputs))),
         features={name: request.under for name, request in sorted(plugins.requests.items())},
         gradient_squares=plugins.needs_gradients,
         reference=config.reference.kind if plugins.under("reference") else "",
-        modules=tuple(name for name, term in plugins.loss.terms.items() if hasattr(term, "make_module")),
-        memory=tuple(part for part, made in plugins.parts.items() if hasattr(made, "state")),
+        modules=tuple(name for name, term in plugins.loss.terms.items() if overrides(term, LossTerm.make_module)),
+        memory=tuple(part for part, made in plugins.parts.items() if overrides(made, UpdatePart.state)),
         rewards=tuple(dict.fromkeys([*reward_weights, *plugins.rewards])),
         group_size_min=size.least,
         group_size_odd=size.odd,
-        whole_groups=any(getattr(term, "whole_groups", False) for term in plugins.loss.terms.values()),
+        whole_groups=any(term.whole_groups for term in plugins.loss.terms.values()),
     )
 
 

@@ -11,12 +11,12 @@ The other prompt of a sample is its path without some segments, after an optiona
 An answer is always whole. If the omission would remove trained tokens, every turn has a sequence: the remaining
 segments before it, then all actions of the turn. Otherwise one sequence has all of them.
 
-Limits: the forward is separate, so the feature costs as much as one more forward pass over the batch. With gradient under `current`, its
-activations stay in memory until the backward of the micro-batch, which about doubles the memory; halve `packing.micro_batch_tokens`. A text
-is encoded as it is, without chat template or special tokens around it, so markers of roles belong into the text. A sample
-whose trained tokens would begin the sequence, or whose task is not in the file, is dropped as NO_OTHER_PROMPT, and a sequence beyond the
-context of the model as TOO_LONG.
-"""
+Limits: the forward is separate, so the feature costs as much as one more forward pass over the batch. With gradient
+under `current`, its activations stay in memory until the backward of the micro-batch, which about doubles the memory;
+halve `packing.micro_batch_tokens`. A text is encoded as it is, without chat template or special tokens around it, so
+markers of roles belong into the text. A sample whose trained tokens would begin the sequence, or whose task is not in
+the file, is dropped as NO_OTHER_PROMPT, and a sequence beyond the context of the model as TOO_LONG.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class OtherPromptOptions(Settings):
             raise ValueError(f"`prompts` must be an absolute path, got {self.prompts!r}")
 
 
-class OtherPromptLogprob:
-    """The log-prob [m] of the token after the other prompt. Implements `features.OtherSequences` and `features.EncodesText`."""
+class OtherPromptLogprob(Feature):
+    """The log-prob [m] of the token after the other prompt."""
 
     Options: ClassVar[type[Settings]] = OtherPromptOptions
 

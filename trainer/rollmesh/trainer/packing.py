@@ -18,10 +18,9 @@ once (`shared_prefix`). They are in one row, and count with the tokens that are 
 `shared_row_tokens`, and are in separate micro-batches, because every row of a micro-batch with a shared prefix needs a
 mask.
 
-Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths, and with shared prefixes of the
-sequences.
-Collaborators: `forward` runs a micro-batch; `update` and `sft` convert samples to sequences.
-"""
+Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths, and with shared
+prefixes of the sequences. Collaborators: `forward` runs a micro-batch; `update` and `sft` convert samples to sequences.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

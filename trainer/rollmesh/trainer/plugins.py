@@ -22,9 +22,7 @@ from rollmesh.trainer.features import (
     BUILT_IN,
     FEATURES,
     GRADIENT_SQUARE,
-    EncodesText,
     FeatureRequest,
-    OtherSequences,
     merged_requests,
 )
 from rollmesh.trainer.losses import LossSum, LossTerm
@@ -51,7 +49,7 @@ class Plugins:
         self.loss = LossSum(config.loss, base_dir, config.normalization)
         with located_at("learner.update_rule"):
             self.rule: UpdateRule = UPDATE_RULES.make(config.update_rule, base_dir)
-        self.parts: dict[str, Any] = {
+        self.parts: dict[str, UpdatePart] = {
             f"estimator {config.estimator.short_name}": self.estimator,
             f"update rule {config.update_rule.short_name}": self.rule,
             **{f"loss term {name}": term for name, term in self.loss.terms.items()},
@@ -62,27 +60,23 @@ class Plugins:
             with located_at(f"learner.features.{name}"):
                 chosen[name] = FeatureRequest(FEATURES.make(choice, base_dir), choice.under, choice.grad)
         named = merged_requests(
-            ("learner.features", chosen), *((part, getattr(made, "features", {})) for part, made in self.parts.items())
+            ("learner.features", chosen), *((part, made.features) for part, made in self.parts.items())
         )
-        needs = [(part, name) for part, made in self.parts.items() for name in getattr(made, "needs", ())]
+        needs = [(part, name) for part, made in self.parts.items() for name in made.needs]
         wanted = {name for _, name in needs}
         self.requests = named | {name: request for name, request in BUILT_IN.items() if name in wanted}
         """Requests of features by column."""
         self.rewrites: dict[Hashable, Rewrite] = {
-            request.function: request.feature.sequences_of
-            for request in self.requests.values()
-            if isinstance(request.feature, OtherSequences)
+            request.function: request.feature.sequences_of for request in self.requests.values() if request.reads_others
         }
         """What makes the sequences of the features of other sequences, see `samples.TokenTable.others`."""
         self.needs_gradients = GRADIENT_SQUARE in wanted
-        self.columns: tuple[str, ...] = tuple(getattr(self.estimator, "columns", ()))
+        self.columns: tuple[str, ...] = tuple(self.estimator.columns)
         """Columns that the estimator returns with the advantages."""
         computed = {*self.requests, *self.columns, GRADIENT_SQUARE}
         self.outputs = tuple(dict.fromkeys(n for _, n in needs if n not in computed))
         """Outputs of the engine that some part needs."""
-        self.rewards = tuple(
-            dict.fromkeys(name for made in self.parts.values() for name in getattr(made, "rewards", ()))
-        )
+        self.rewards = tuple(dict.fromkeys(name for made in self.parts.values() for name in made.rewards))
         """Names of the rewards that some part reads."""
         self.loss.sampled_only(self.outputs)
         self.takes_external = self.loss.takes_external and not any(
@@ -105,8 +99,7 @@ class Plugins:
         """Give the features the tokenizer of the model, if it has one. Raises ConfigError for a feature that needs
         it."""
         for request in self.requests.values():
-            if isinstance(request.feature, EncodesText):
-                request.feature.use_tokenizer(encode)
+            request.feature.use_tokenizer(encode)
 
     def check_outputs(self, outputs: Collection[str]) -> None:
         """Raise ValueError if a part needs an engine output that is not among `outputs`, which the run records."""
@@ -123,7 +116,7 @@ class Plugins:
     def check_rewards(self, known: Collection[str]) -> None:
         """Raise ValueError if a part reads a reward that is not among `known`, which scorers give."""
         for part, made in self.parts.items():
-            for name in getattr(made, "rewards", ()):
+            for name in made.rewards:
                 if name not in known:
                     raise ValueError(
                         f"`reward.scorers`: no scorer gives a reward called `{name}`, which the {part} reads; known: "
@@ -132,10 +125,9 @@ class Plugins:
 
     def check_group_size(self, size: int) -> None:
         """Raise ValueError if the estimator cannot work with groups of `size` episodes."""
-        allowed: GroupSize = getattr(self.estimator, "group_size", GroupSize())
-        if not allowed.allows(size):
+        if not self.estimator.group_size.allows(size):
             (part,) = (part for part, made in self.parts.items() if made is self.estimator)
-            raise ValueError(f"`run.group_size` must be {allowed} for the {part}, got {size}")
+            raise ValueError(f"`run.group_size` must be {self.estimator.group_size} for the {part}, got {size}")
 
     def _check_times(self, needs: list[tuple[str, str]]) -> None:
         """Raise ValueError if the estimator or the rule needs a value that exists only later in the update."""
@@ -149,8 +141,8 @@ class Plugins:
 
     def _check_groups(self, rule: str) -> None:
         """Raise ValueError if a loss term needs whole groups in each optimizer step, and the rule may cut them."""
-        term = next((name for name, term in self.loss.terms.items() if getattr(term, "whole_groups", False)), None)
-        if term and not getattr(self.rule, "keeps_groups", False):
+        term = next((name for name, term in self.loss.terms.items() if term.whole_groups), None)
+        if term and not self.rule.keeps_groups:
             raise ValueError(
                 f"the loss term {term} compares the samples of a group, so that each optimizer step must have whole "
                 "groups, but the "
@@ -164,13 +156,13 @@ class Plugins:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             for name, term in self.loss.terms.items():
-                if hasattr(term, "make_module"):
+                if overrides(term, LossTerm.make_module):
                     modules[name] = term.make_module(hidden_size())
         return modules
 
     def state(self) -> dict[str, Any]:
         """Return the memory of every part that has one."""
-        return {part: made.state() for part, made in self.parts.items() if hasattr(made, "state")}
+        return {part: made.state() for part, made in self.parts.items() if overrides(made, UpdatePart.state)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the memory of `state()` of the same parts."""

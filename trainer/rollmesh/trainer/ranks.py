@@ -9,10 +9,10 @@ runs on the micro-batches of the rank, and the values per token, the loss and th
     merged, summed                 every rank gets the values of all ranks, bit for bit the same
     agree                          raises RanksDisagree where the ranks should have the same and do not
 
-Without a process group there is one rank, and every method returns what it is given. Collectives run on CPU tensors in the default process
-group, whose timeout bounds them.
-Collaborators: `sharding` (the model's weights on the ranks), `update`, `feature_pass`.
-"""
+Without a process group there is one rank, and every method returns what it is given. Collectives run on CPU tensors in
+the default process group, whose timeout bounds them. Collaborators: `sharding` (the model's weights on the ranks),
+`update`, `feature_pass`.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -24,25 +24,6 @@ SECTIONS = ("about", "run", "data", "rollout", "sandbox", "inference", "reward",
 """Sections that a recipe may have. Addresses, models, node counts and the like belong to the user's file."""
 
 
-MethodTask = Literal["calc", "noisy", "two_rewards", "turns", "sparse", "given"]
-"""Tasks of `rollmesh bench methods`."""
-Measure = Literal["success", "pass_at_k", "length", "entropy", "kl", "ess"]
-"""What `rollmesh bench methods` compares; `benchmarks.methods.records` defines the measures."""
-
-
-class Expectation(Settings):
-    """A difference between a method and its baseline that the paper leads one to expect. `rollmesh bench methods` checks it."""
-
-    task: MethodTask
-    """Task on which it is expected."""
-    measure: Measure = "success"
-    """Measure that differs."""
-    direction: Literal["up", "down"] = "up"
-    """Whether the measure of the method is above or below that of the baseline."""
-    lag_min: NonNegativeInt = 0
-    """Smallest lag, in updates, at which it is expected."""
-
-
 class About(Settings):
     """Description of a recipe, which `rollmesh recipes` prints."""
 
@@ -57,7 +38,8 @@ class About(Settings):
     assumes: str = ""
     """What the method assumes of tasks, rewards and groups, beyond what its parts need (`rollmesh.trainer.needs`)."""
     given_solutions: bool = False
-    """Whether the method learns from given solutions. An agent records them, see docs/agents.md; `rollmesh bench methods` supplies them."""
+    """Whether the method learns from given solutions. An agent records them, see docs/agents.md; `python -m benchmarks
+    methods` supplies them."""
     deviations: str = ""
     """Where the recipe differs from its source, and why."""
     seeds: tuple[str, ...] = ()
@@ -69,17 +51,10 @@ class About(Settings):
     """The part of the method that a `partial` recipe does not do."""
     test: str = ""
     """The test that shows it: file::function."""
-    baseline: str = "grpo"
-    """Name of the recipe with which `rollmesh bench methods` compares it."""
-    expected: tuple[Expectation, ...] = ()
-    """Expected differences from the baseline."""
 
     def check_fields(self) -> None:
         if (self.status == "partial") != bool(self.missing):
             raise ValueError("missing must name the missing part exactly if the status is partial")
-        cases = [(one.task, one.measure, one.lag_min) for one in self.expected]
-        if len(set(cases)) != len(cases):
-            raise ValueError(f"`expected` must name each task, measure and lag_min once, got {cases}")
 
 
 def recipe_names() -> list[str]:

@@ -72,17 +72,19 @@ def returned_layers(outputs: object) -> tuple[Tensor, ...]:
     return tuple(getattr(outputs, "router_logits", None) or ())
 
 
-def check_router(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the features give the load-balancing loss that the model itself computes for a few tokens.
+def check_router(model: PreTrainedModel, spread: SpreadCopy | None = None) -> None:
+    """Raise ValueError unless the features give the load-balancing loss that the model itself computes for a few
+    tokens.
 
-    The loss is compared on the loaded weights, and on spread ones: routers that choose evenly have it in common with other losses."""
+    The loss is compared on the loaded weights, and on spread ones: routers that choose evenly have it in common with
+    other losses. `spread` is the small copy of the model that several tests share."""
     _compare_loss(model)
     try:
-        small = spread_copy(model)
+        small = (spread or SpreadCopy(model)).model
     except MODEL_ERRORS as error:
         raise ValueError(
-            f"{type(model).__name__}: no small model of its configuration can be made, on which its load-balancing loss is compared "
-            f"({type(error).__name__}: {error}); {_REMEDY}"
+            f"{type(model).__name__}: no small model of its configuration can be made, on which its load-balancing "
+            f"loss is compared ({model_error(error)}); {_REMEDY}"
         ) from error
     _compare_loss(small)
 

@@ -8,7 +8,7 @@ from rollmesh.trainer.features import Feature, FeatureInputs
 from rollmesh.trainer.router import RouterLogits
 
 
-class RouterProbabilities:
+class RouterProbabilities(Feature):
     """Mean probability of each expert over the routers, [m, E], see `RouterLogits.probabilities`."""
 
     reads_router = True
@@ -17,7 +17,7 @@ class RouterProbabilities:
         return _router_of(inputs).probabilities()
 
 
-class RouterLoads:
+class RouterLoads(Feature):
     """Mean number of choices of each expert over the routers, [m, E], see `RouterLogits.loads`."""
 
     reads_router = True

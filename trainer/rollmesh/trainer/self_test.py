@@ -88,8 +88,10 @@ class _Computed:
     gradients: tuple[Tensor, ...]
 
 
-def choose_forward(model: PreTrainedModel) -> ForwardChoice:
-    """Return the fastest forward that equals the plain one. Raises ValueError for a model that cannot be trained.
+def choose_forward(model: PreTrainedModel, spread: SpreadCopy | None = None) -> ForwardChoice:
+    """Return the fastest forward that equals the plain one. Raises ValueError for a model that cannot be trained, and
+    MemoryError or torch.OutOfMemoryError if memory runs out. `spread` is the small copy of the model that several tests
+    share.
 
     Weights, gradients and random generators do not change. The model is in evaluation mode afterwards, with an
     attention that computes the whole model, and its parameters outside the text part are frozen.
@@ -103,12 +105,12 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
             plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
         except MODEL_ERRORS as error:
             raise ValueError(
-                f"{type(model).__name__} cannot be trained: its forward on tokens alone raises {_first_line(error)}; expected a causal "
-                "language model"
+                f"{type(model).__name__} cannot be trained: its forward on tokens alone raises {model_error(error)}; "
+                "expected a causal language model"
             ) from error
         _check_causal(model, sequences, plain.logprobs)
         reason = _why_not_packed(model, sequences, parameters, plain)
-    reason = reason or _why_spread_differs(model, _random_sequences, _PACKING, "packed")
+    reason = reason or spread_difference(spread or SpreadCopy(model))
     choice = ForwardChoice(ForwardMode.UNPACKED if reason else ForwardMode.PACKED, reason)
     if reason:
         _log.warning(
@@ -119,15 +121,18 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     return choice
 
 
-def check_shared(model: PreTrainedModel, choice: ForwardChoice) -> None:
-    """Raise ConfigError unless a forward of sequences that share a prefix equals the plain one, in log-probs and gradients."""
+def check_shared(model: PreTrainedModel, choice: ForwardChoice, spread: SpreadCopy | None = None) -> None:
+    """Raise ConfigError unless a forward of sequences that share a prefix equals the plain one, in log-probs and
+    gradients.
+
+    `spread` is as in `choose_forward`."""
     reason = f"sequences cannot share a row: {choice.reason}"
     if choice.mode is ForwardMode.PACKED:
         sequences, parameters = _sharing_sequences(model), _compared_parameters(model)
         with _short_windows(model):
             plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
             reason = _why_different(model, sequences, parameters, plain, _SHARED_PACKING, "shared")
-        reason = reason or _why_spread_differs(model, _sharing_sequences, _SHARED_PACKING, "shared")
+        reason = reason or spread_difference(spread or SpreadCopy(model), _sharing_sequences, _SHARED_PACKING, "shared")
     if reason:
         raise ConfigError(
             f"`learner.packing.shared_row_tokens`: {type(model).__name__} cannot compute the common prefix of "
@@ -189,7 +194,7 @@ def _why_different(
     try:
         packed = _compute(model, sequences, parameters, ForwardMode.PACKED, packing)
     except MODEL_ERRORS as error:
-        return f"the {name} forward raises {_first_line(error)}"
+        return f"the {name} forward raises {model_error(error)}"
     off = _difference(packed.logprobs, plain.logprobs)
     if not off <= _TOLERANCE:
         return f"{name} log-probs differ from plain ones by {off:.1e} of the largest"
@@ -199,28 +204,24 @@ def _why_different(
     return ""
 
 
-def _why_spread_differs(
-    model: PreTrainedModel,
-    make_sequences: Callable[[PreTrainedModel], Sequence[Sequence1D]],
-    packing: PackingConfig,
-    name: str,
+def spread_difference(
+    spread: SpreadCopy,
+    make_sequences: Callable[[PreTrainedModel], Sequence[Sequence1D]] | None = None,
+    packing: PackingConfig = _PACKING,
+    name: str = "packed",
 ) -> str:
     """Return how the packed forward of a small model with spread weights differs from the plain one; empty if it does
     not."""
     try:
-        small = spread_copy(model)
+        small = spread.model
         prepare(small)
-        sequences, parameters = make_sequences(small), _compared_parameters(small)
+        sequences, parameters = (make_sequences or _random_sequences)(small), _compared_parameters(small)
         with _short_windows(small):
             plain = _compute(small, sequences, parameters, ForwardMode.UNPACKED)
             reason = _why_different(small, sequences, parameters, plain, packing, name)
     except MODEL_ERRORS as error:
-        reason = f"its plain forward raises {_first_line(error)}"
+        reason = f"its plain forward raises {model_error(error)}"
     return f"on a small model of its configuration with spread weights, {reason}" if reason else ""
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logprobs: Tensor) -> None:

@@ -43,8 +43,9 @@ such as those of a chat template, and long remainders are not worth a longer row
 def square_tokens(width: int) -> int:
     """Return `SQUARE_TOKENS` of a model whose hidden states have this width.
 
-    A token costs about 26 width^2 operations in the linear layers of a decoder, and a pair of tokens 4 width in its attention, which makes
-    6.5 widths. Measured on a CPU with `rollmesh bench shared_prefix`: 4 widths, because attention runs slower than matrix products.
+    A token costs about 26 width^2 operations in the linear layers of a decoder, and a pair of tokens 4 width in its
+    attention, which makes 6.5 widths. Measured on a CPU with `python -m benchmarks shared_prefix`: 4 widths, because
+    attention runs slower than matrix products.
     """
     return 4 * width
 

@@ -38,6 +38,8 @@ class UpdateTrace:
     """The steps taken so far."""
 
     steps: list[StepTrace] = field(default_factory=list)
+    measures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Group -> name -> number: what the first estimate of the update measured, see `Estimate.measures`."""
 
     def summary(self) -> dict[str, float]:
         """Return metrics over all trained tokens; only the count of steps if no step was taken."""
@@ -73,8 +75,8 @@ class UpdateTrace:
         """Yield what the steps measured on each group with used tokens. `names` are the groups by the numbers of the
         column `group`.
 
-        A sampled token counts with its advantage and its ratio in its first step; external tokens have no ratio. A group whose
-        means are not finite is omitted.
+        A sampled token counts with its advantage and its ratio in its first step; external tokens have no ratio. A
+        group whose means are not finite is omitted. The measures of the estimator are added.
         """
         if not self.steps:
             return
@@ -90,10 +92,6 @@ class UpdateTrace:
         for number, name in enumerate(names):
             mine = values[:, group[first] == number]
             if mine.size and np.isfinite(mine).all():
-                mean_abs_advantage, policy_loss = mine.mean(axis=1).tolist()
-                yield TrainedGroup(
-                    group=name,
-                    mean_abs_advantage=mean_abs_advantage,
-                    policy_loss=policy_loss,
-                    num_tokens=mine.shape[1],
-                )
+                means = zip(("mean_abs_advantage", "policy_loss"), mine.mean(axis=1).tolist(), strict=True)
+                built_in = {**dict(means), "num_tokens": float(mine.shape[1])}
+                yield TrainedGroup(group=name, measures={**built_in, **self.measures.get(name, {})})

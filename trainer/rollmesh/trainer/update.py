@@ -148,9 +148,10 @@ class BatchTrainer:
             raise ValueError(f"seed must be >= 0, got {seed}")
         self.model = model
         compute = config.compute
-        self.forward_choice = ranks.from_first(lambda: choose_forward(model))
+        spread = SpreadCopy(model)
+        self.forward_choice = ranks.from_first(lambda: choose_forward(model, spread))
         if config.packing.shared_row_tokens:
-            ranks.from_first(lambda: check_shared(model, self.forward_choice))
+            ranks.from_first(lambda: check_shared(model, self.forward_choice, spread))
         if ranks.rank > 0:
             prepare(model)
         self.device = device or model.device
@@ -175,8 +176,8 @@ class BatchTrainer:
         self.plugins.check_outputs(outputs)
         self.plugins.use_tokenizer(encode)
         self.modules = self.plugins.make_modules(lambda: hidden_size(model), seed).to(self.device)
-        if any(request.reads_router for request in self.plugins.requests.values()):
-            ranks.from_first(lambda: check_router(model))
+        if any(request.feature.reads_router for request in self.plugins.requests.values()):
+            ranks.from_first(lambda: check_router(model, spread))
         self.ranks = ranks
         self.reference: Reference | None = None
         self.sharded = compute.shards or ranks.size > 1
@@ -339,6 +340,7 @@ class BatchTrainer:
         self.model.train(False)
         table.columns.update(self._computed(table, "reference"))
         estimate = self._estimate(batch)
+        trace.measures = estimate.measures
         metrics = {f"estimator/{name}": float(value) for name, value in estimate.metrics.items()}
         for number, reason in estimate.dropped.items():
             reasons[numbers[number]] = str(reason)
@@ -476,8 +478,7 @@ class BatchTrainer:
         stats.update(self.ranks.merged_by_name(stats, at))
         self.ranks.sum_gradients(self.modules.parameters())
         for term in self.plugins.loss.terms.values():
-            if hasattr(term, "exchange"):
-                term.exchange(self.ranks.in_order)
+            term.exchange(self.ranks.in_order)
 
     def _metrics(
         self,
@@ -562,7 +563,30 @@ def checked_estimate(estimate: Estimate, batch: UpdateBatch, names: Sequence[str
         token_mask=mask.astype(bool) if estimate.token_mask is not None else None,
         columns=columns,
         metrics={**estimate.metrics, **({"malformed": float(len(bad))} if bad else {})},
+        measures=_checked_measures(estimate.measures, batch),
     )
+
+
+def _checked_measures(measures: Mapping[str, Mapping[str, float]], batch: UpdateBatch) -> dict[str, dict[str, float]]:
+    """Return the measures of an estimator without those that are not finite. Raises ValueError for a group or a name
+    that a commit cannot have."""
+    if unknown := sorted(set(measures) - {group.group for group in batch.groups}):
+        raise ValueError(f"`measures` must name groups of the batch, got {unknown[0]!r}")
+    room = MEASURES_MAX - len(TRAINED_MEASURES)
+    for group, numbers in measures.items():
+        if len(numbers) > room:
+            raise ValueError(f"`measures[{group}]` must have at most {room} entries, got {len(numbers)}")
+        for name in numbers:
+            if not is_measure(name):
+                raise ValueError(f"a name in `measures[{group}]` must {MEASURE_FORM}, got {name!r}")
+            if name in TRAINED_MEASURES:
+                raise ValueError(
+                    f"`measures[{group}]` must not have {name!r}, which the trainer measures; choose another name"
+                )
+    return {
+        group: {name: float(value) for name, value in numbers.items() if np.isfinite(value)}
+        for group, numbers in measures.items()
+    }
 
 
 def _weighted(table: TokenTable, estimate: Estimate, step: OptimizerStep) -> TokenTable:

@@ -12,7 +12,7 @@ from rollmesh.shared.config.settings import Settings
 from rollmesh.trainer.features import Feature, FeatureInputs
 
 
-class Entropy:
+class Entropy(Feature):
     """Entropy [m] of the distribution, in nats."""
 
     by_token = True
@@ -29,7 +29,7 @@ class NucleusOptions(Settings):
     """Mass of the nucleus."""
 
 
-class NucleusEntropy:
+class NucleusEntropy(Feature):
     """Entropy [m] of the distribution renormalized over its nucleus, in nats.
 
     The nucleus is the smallest set of most likely tokens whose mass reaches `top_p` (arXiv:1904.09751). Its choice has
@@ -50,7 +50,7 @@ class NucleusEntropy:
         return -(logprobs.exp() * logprobs.masked_fill(~kept, 0.0)).sum(-1)
 
 
-class MeanLogprob:
+class MeanLogprob(Feature):
     """Mean [m] of the log-probs of all tokens of the vocabulary."""
 
     by_token = True
@@ -68,8 +68,9 @@ class KeptOptions(Settings):
     """`relative` is min-p sampling (arXiv:2407.01082)."""
 
 
-class KeptLogprob:
-    """Log-prob [m] of the token under the distribution without its unlikely tokens, renormalized; -inf for a removed token.
+class KeptLogprob(Feature):
+    """Log-prob [m] of the token under the distribution without its unlikely tokens, renormalized; -inf for a removed
+    token.
 
     Without gradient of the choice. If all tokens are below a fixed threshold, all are removed.
     """
@@ -88,7 +89,7 @@ class KeptLogprob:
         return chosen.masked_fill(removed.gather(-1, token), float("-inf")).squeeze(-1)
 
 
-class KeptMass:
+class KeptMass(Feature):
     """Probability [m] of the tokens that are not removed, together."""
 
     Options: ClassVar[type[Settings]] = KeptOptions

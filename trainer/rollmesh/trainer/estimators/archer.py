@@ -33,8 +33,8 @@ class TurnCritic(GroupEstimator):
     """See the module."""
 
     Options: ClassVar[type[Settings]] = TurnCriticOptions
-    needs: tuple[str, ...] = ("archer_values",)
-    needs_behavior: ClassVar[bool] = False
+    needs = ("archer_values",)
+    needs_behavior = False
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         scalars = {name: value for group in batch.groups for name, value in self.of_group(group).items()}

@@ -35,6 +35,109 @@ from rollmesh.trainer.part import UpdatePart
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch
 
+UNSCORED = "UNSCORED"
+"""Reason of a sample without a usable reward."""
+UNDECIDED = 1.0
+"""What `of_group` returns for a member whose advantage its group alone does not decide: not 0, so that finalizers keep
+the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The result of an estimator for a batch of S samples with M trained tokens."""
+
+    advantages: FloatArray
+    """[M] advantage of each trained token."""
+    sample_weights: FloatArray | None = None
+    """[S] factors of the samples' weights in the loss; None means 1."""
+    dropped: Mapping[int, str] = field(default_factory=dict)
+    """Number of a sample -> typed reason, e.g. `UNSCORED`, for samples that are not trained."""
+    token_mask: NDArray[np.bool_] | None = None
+    """[M], False keeps a token out of the loss; None means all True."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to report as `estimator/NAME`."""
+    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+    """Name -> [M] further columns for loss terms and update rules, as the estimator's attribute `columns` names
+    them."""
+    measures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Group -> name -> number: what a selector gets of each group with used tokens as `result.trained.measures`, beside
+    the names of `TRAINED_MEASURES`. Those of the first estimate of an update count. A number that is not finite is
+    omitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSize:
+    """Numbers of episodes per group with which an estimator works."""
+
+    least: int = 1
+    """The smallest one."""
+    odd: bool = False
+    """Whether only odd numbers are allowed."""
+
+    def allows(self, size: int) -> bool:
+        """Return whether a group of `size` episodes is allowed."""
+        return size >= self.least and (size % 2 == 1 or not self.odd)
+
+    def __str__(self) -> str:
+        """Return what the number must be, e.g. "odd and >= 3"."""
+        return " and ".join(filter(None, ("odd" if self.odd else "", f">= {self.least}" if self.least > 1 else "")))
+
+
+class Estimator(UpdatePart):
+    """Base of estimators: a function from a batch to the advantage of each token.
+
+    Constructed as `cls(weights=..., options=...)`, without `options` if the class has no `Options`. `weights` is
+    `reward.weights`: reward name -> weight. A reward that it does not name is recorded and not optimized. Empty: every
+    reward has weight 1.
+    """
+
+    @optional_attribute
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns that each of its estimates returns."""
+        return ()
+
+    @optional_attribute
+    def group_size(self) -> GroupSize:
+        """What `run.group_size` must satisfy."""
+        return GroupSize()
+
+    @required
+    def of_group(self, group: GroupContext) -> dict[str, float]:
+        """Return sample id -> its advantage as far as its group alone decides it, for the members that have usable
+        rewards.
+
+        If all are 0, the group has no gradient, and finalizers filter it.
+        """
+        raise NotImplementedError
+
+    @required
+    def __call__(self, batch: UpdateBatch) -> Estimate:
+        """Return the advantages of the batch."""
+        raise NotImplementedError
+
+
+class GroupEstimator(Estimator):
+    """Base of estimators that are functions of one group. A subclass defines `of_group`."""
+
+    def __init__(self, *, weights: Mapping[str, float], options: Any = None) -> None:
+        self.weights = weights
+        self.options = options
+
+    def __call__(self, batch: UpdateBatch) -> Estimate:
+        scalars: dict[str, float] = {}
+        for group in batch.groups:
+            scalars |= self.of_group(group)
+        return spread(batch, scalars)
+
+    def reward_sums(self, group: GroupContext) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
+        """Return the members with usable rewards, and the weighted sum of the rewards of each."""
+        return reward_sums(group, self.weights)
+
+    def weight_of(self, reward: str) -> float:
+        """Return the weight of a reward in the run."""
+        return weight_of(reward, self.weights)
+
+
 ESTIMATORS = Registry(
     "estimator",
     {
@@ -63,99 +166,8 @@ ESTIMATORS = Registry(
         "rep_exp": "rollmesh.trainer.estimators.rep_exp:RepExp",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
+    Estimator,
 )
-
-UNSCORED = "UNSCORED"
-"""Reason of a sample without a usable reward."""
-UNDECIDED = 1.0
-"""What `of_group` returns for a member whose advantage its group alone does not decide: not 0, so that finalizers keep the group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """The result of an estimator for a batch of S samples with M trained tokens."""
-
-    advantages: FloatArray
-    """[M] advantage of each trained token."""
-    sample_weights: FloatArray | None = None
-    """[S] factors of the samples' weights in the loss; None means 1."""
-    dropped: Mapping[int, str] = field(default_factory=dict)
-    """Number of a sample -> typed reason, e.g. `UNSCORED`, for samples that are not trained."""
-    token_mask: NDArray[np.bool_] | None = None
-    """[M], False keeps a token out of the loss; None means all True."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to report as `estimator/NAME`."""
-    columns: Mapping[str, FloatArray] = field(default_factory=dict)
-    """Name -> [M] further columns for loss terms and update rules, as the estimator's attribute `columns` names them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSize:
-    """Numbers of episodes per group with which an estimator works."""
-
-    least: int = 1
-    """The smallest one."""
-    odd: bool = False
-    """Whether only odd numbers are allowed."""
-
-    def allows(self, size: int) -> bool:
-        """Return whether a group of `size` episodes is allowed."""
-        return size >= self.least and (size % 2 == 1 or not self.odd)
-
-    def __str__(self) -> str:
-        """Return what the number must be, e.g. "odd and >= 3"."""
-        return " and ".join(filter(None, ("odd" if self.odd else "", f">= {self.least}" if self.least > 1 else "")))
-
-
-class Estimator(Protocol):
-    """A function from a batch to the advantage of each token.
-
-    Constructed as `cls(weights=..., options=...)`, without `options` if the class has no `Options`. `weights` is `reward.weights`:
-    reward name -> weight. A reward that it does not name is recorded and not optimized. Empty: every reward has weight 1.
-
-    Optional attributes: `needs`, names of further columns of the batch (see `features`), `features`, requests of further ones, and
-    `state()` with `load_state(state)` for an estimator with memory. Such a state is in the checkpoint, so a resumed run continues
-    bit for bit. `group_size` is a `GroupSize` that `run.group_size` must satisfy, and `rewards` are names of rewards that it reads,
-    which some scorer must give. `needs_behavior = False` states that it does not read behavior log-probs. Without it, samples with tokens
-    that were not sampled, such as those of a given solution, are dropped, because their log-probs in the column `behavior` are NaN.
-    `columns` are names of the columns that each of its estimates returns.
-    """
-
-    def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Return sample id -> its advantage as far as its group alone decides it, for the members that have usable rewards.
-
-        If all are 0, the group has no gradient, and finalizers filter it.
-        """
-        ...
-
-    def __call__(self, batch: UpdateBatch) -> Estimate:
-        """Return the advantages of the batch."""
-        ...
-
-
-class GroupEstimator:
-    """Base of estimators that are functions of one group. A subclass defines `of_group`."""
-
-    def __init__(self, *, weights: Mapping[str, float], options: Any = None) -> None:
-        self.weights = weights
-        self.options = options
-
-    def __call__(self, batch: UpdateBatch) -> Estimate:
-        scalars: dict[str, float] = {}
-        for group in batch.groups:
-            scalars |= self.of_group(group)
-        return spread(batch, scalars)
-
-    def of_group(self, group: GroupContext) -> dict[str, float]:
-        raise NotImplementedError
-
-    def reward_sums(self, group: GroupContext) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
-        """Return the members with usable rewards, and the weighted sum of the rewards of each."""
-        return reward_sums(group, self.weights)
-
-    def weight_of(self, reward: str) -> float:
-        """Return the weight of a reward in the run."""
-        return weight_of(reward, self.weights)
 
 
 def make_estimator(

@@ -12,10 +12,10 @@ variance have a gradient, and the recipe keeps them. p counts episodes, each sha
 member in whose text no scorer found an answer has the answer "none", like the other such members. If no member of a
 group has one, its consistency is unknown, and A is the local advantage.
 
-Deviations: the paper blends two clipped losses, not two advantages. Both are the same but for tokens whose ratio is outside the clip bounds
-while local and global advantage differ in sign. Standard deviations are those of the population, and over all scored members, trained or
-not. Answers are compared as the scorer extracted them.
-"""
+Deviations: the paper blends two clipped losses, not two advantages. Both are the same but for tokens whose ratio is
+outside the clip bounds while local and global advantage differ in sign. Standard deviations are those of the
+population, and over all scored members, trained or not. Answers are compared as the scorer extracted them.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Copo(GroupEstimator):
     """Blend the advantage within the group with the z-score of the group in the batch."""
 
     Options: ClassVar[type[Settings]] = CopoOptions
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
     group_size = GroupSize(least=2)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:

@@ -48,7 +48,7 @@ class Gdpo(GroupEstimator):
 
     Options: ClassVar[type[Settings]] = GdpoOptions
     group_size = GroupSize(least=2)
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         raw = {g.group: self.of_group(g) for g in batch.groups}

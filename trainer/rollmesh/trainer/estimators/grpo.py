@@ -4,12 +4,13 @@ GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300):  A_i = (R_i - mean_grou
 Dr. GRPO (Liu et al. 2025, arXiv:2503.20783):             A_i = R_i - mean_group R                               (`std: none`)
 Lite PPO (Liu et al. 2025, arXiv:2508.08221):             A_i = (R_i - mean_group R) / (std_batch R + epsilon)   (`std: batch`)
 
-with R_i = sum_n w_n r_n^(i) and population standard deviations: over the scored samples of each episode, then over episodes, so that an
-episode with many samples does not set the baseline. For one sample per episode these are the papers' formulas. "Batch" is all scored
-members of the groups of the update, trained or not. A lone member has advantage 0 if the mean is that of the group. With `baseline:
-policy`, a given solution has an advantage, but its reward is in no mean or standard deviation, as in LUFFY (arXiv:2504.14945) and RL-PLUS.
-Deviation from all: members with an infrastructure failure are not in the mean.
-"""
+with R_i = sum_n w_n r_n^(i) and population standard deviations: over the scored samples of each episode, then over
+episodes, so that an episode with many samples does not set the baseline. For one sample per episode these are the
+papers' formulas. "Batch" is all scored members of the groups of the update, trained or not. A lone member has advantage
+0 if the mean is that of the group. With `baseline: policy`, a given solution has an advantage, but its reward is in no
+mean or standard deviation, as in LUFFY (arXiv:2504.14945) and RL-PLUS. Deviation from all: members with an
+infrastructure failure are not in the mean.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Grpo(GroupEstimator):
     """Center reward sums, and scale them by their standard deviation, over the group or the batch."""
 
     Options: ClassVar[type[Settings]] = GrpoOptions
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     @property
     def group_size(self) -> GroupSize:

@@ -7,11 +7,11 @@ language models (Ouyang et al. 2022, arXiv:2203.02155), of REINFORCE++ (arXiv:25
 k1 in the reward and k2 as a loss have the same expected gradient on data of pi (arXiv:2510.01555). Over a sample, the reward also
 counts against a token the divergence of the tokens after it, so that its gradient is that of the divergence of whole samples.
 
-prox is the policy at the start of the update, and both are at the sampling temperature. Deviations: only leased samples have log-probs, so
-a member that is not leased gets the mean penalty of those of its group, which does not shift the baseline. `of_group` has no log-probs:
-it returns `UNDECIDED` where all members of a group have the same reward, because their penalties differ. The coefficient is constant,
-where PPO adapts it to a target. d is limited to +-20.
-"""
+prox is the policy at the start of the update, and both are at the sampling temperature. Deviations: only leased samples
+have log-probs, so a member that is not leased gets the mean penalty of those of its group, which does not shift the
+baseline. `of_group` has no log-probs: it returns `UNDECIDED` where all members of a group have the same reward, because
+their penalties differ. The coefficient is constant, where PPO adapts it to a target. d is limited to +-20.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class McGrpo(GroupEstimator):
     Options: ClassVar[type[Settings]] = McGrpoOptions
     group_size = GroupSize(least=3, odd=True)
     """With an even number, often no episode is the median."""
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         estimate = super().__call__(batch)

@@ -73,7 +73,7 @@ class Mssr(GroupEstimator):
     """Tracked pass rates, normalized over the batch, with entropy shaping."""
 
     Options: ClassVar[type[Settings]] = MssrOptions
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __init__(self, *, weights: Mapping[str, float], options: MssrOptions) -> None:
         super().__init__(weights=weights, options=options)

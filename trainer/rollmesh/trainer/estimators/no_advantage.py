@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch
 
 
-class NoAdvantage:
+class NoAdvantage(Estimator):
     """Every advantage is 0, and no sample is dropped, also without a reward. It has no options."""
 
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __init__(self, *, weights: Mapping[str, float], options: Any = None) -> None:
         del weights, options

@@ -13,10 +13,11 @@ With the default power of -1, w falls if the entropy changes mostly on given sol
 them. Before the second update with both kinds of tokens, w is 1. Advantages of own samples are those of `grpo`, without
 given solutions in the baseline. The averages are in the checkpoint.
 
-The abstract states the ratio of entropy changes and the switch by accuracy, and neither formula; descriptions of the paper differ in the
-direction of the ratio, so `power` 1 gives the other one. The moving averages, the limits and the threshold are our own. The paper
-also shifts the assumed log-prob of the author of a solution with the accuracy, which is not done here.
-"""
+The abstract states the ratio of entropy changes and the switch by accuracy, and neither formula; descriptions of the
+paper differ in the direction of the ratio, so `power` 1 gives the other one. The moving averages, the limits and the
+threshold are our own. The paper also shifts the assumed log-prob of the author of a solution with the accuracy, which
+is not done here.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Red(Grpo):
     """See the module."""
 
     Options: ClassVar[type[Settings]] = RedOptions
-    needs: tuple[str, ...] = (ENTROPY,)
+    needs = (ENTROPY,)
 
     def __init__(self, *, weights: Mapping[str, float], options: RedOptions) -> None:
         super().__init__(weights=weights, options=options)

@@ -11,11 +11,12 @@ Quantiles are tracked over updates, q <- q + lr (level - share of outcomes below
 quantiles of the first batch. A is 0 for s >= q_hi, negative below, and steeper below q_lo. A group whose rewards agree
 is informative in its bundle, so the recipe keeps all groups.
 
-Deviations: bundles are formed from groups in the order of the batch, and quantiles of a batch are over all of its outcomes, not over those
-of one bundle. The last bundle may have fewer groups; its sums are scaled to B. Episodes without a partner in every group of the bundle
-are not trained. A bundle whose outcomes all agree is not divided by its standard deviation. The published script divides, does not shift
-by q_lo - q_hi, and shares the advantage of a bundle in proportion to R - mean R of each question; the paper's formula is this one.
-"""
+Deviations: bundles are formed from groups in the order of the batch, and quantiles of a batch are over all of its
+outcomes, not over those of one bundle. The last bundle may have fewer groups; its sums are scaled to B. Episodes
+without a partner in every group of the bundle are not trained. A bundle whose outcomes all agree is not divided by its
+standard deviation. The published script divides, does not shift by q_lo - q_hi, and shares the advantage of a bundle in
+proportion to R - mean R of each question; the paper's formula is this one.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class RiskPo(GroupEstimator):
     """Mixed value at risk of bundles, with tracked quantiles as memory."""
 
     Options: ClassVar[type[Settings]] = RiskPoOptions
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __init__(self, *, weights: Mapping[str, float], options: RiskPoOptions) -> None:
         super().__init__(weights=weights, options=options)

@@ -28,7 +28,7 @@ PerTurn = NDArray[np.float64]
 class TurnEstimator(GroupEstimator):
     """Base of turn-level estimators that are functions of one group. A subclass defines `of_turns`."""
 
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         found: dict[str, PerTurn] = {}

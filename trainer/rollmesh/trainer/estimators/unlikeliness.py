@@ -46,7 +46,7 @@ class Unlikeliness(Grpo):
     """Rank the samples of a group by their likelihood, and scale their rewards."""
 
     Options: ClassVar[type[Settings]] = UnlikelinessOptions
-    needs_behavior: ClassVar[bool] = True
+    needs_behavior = True
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         means = batch.sums(batch["behavior"]) / batch.lengths

@@ -79,7 +79,7 @@ class V0(GroupEstimator):
     """Predict the reward of each prompt from the context, then extend the context."""
 
     Options: ClassVar[type[Settings]] = V0Options
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __init__(self, *, weights: Mapping[str, float], options: V0Options) -> None:
         super().__init__(weights=weights, options=options)

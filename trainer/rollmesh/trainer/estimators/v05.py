@@ -63,7 +63,7 @@ class V05(GroupEstimator):
     """Shrink the mean of the group towards the prior."""
 
     Options: ClassVar[type[Settings]] = V05Options
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     @property
     def rewards(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class WReinforce(GroupEstimator):
     """See the module."""
 
     Options: ClassVar[type[Settings]] = WReinforceOptions
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage."""

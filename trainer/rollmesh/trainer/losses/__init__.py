@@ -8,7 +8,7 @@ __all__ = [
     "CoupledLoss",
     "LossInputs",
     "LossSum",
-    "PolicyLoss",
+    "LossTerm",
     "TokenStats",
     "token_weights",
 ]

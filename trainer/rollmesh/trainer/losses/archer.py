@@ -12,11 +12,12 @@ checkpoint. The estimator `archer` takes min Q - min V as the advantage of all t
 turn reaches an early turn that decides it. The heads are trained with the policy and never published, and the policy is
 not changed by this term.
 
-Deviations: the critic of the paper is a separate encoder (RoBERTa); here the heads read states of the policy, s at the first token of the
-turn before it is read, a after the last token. The buffer holds these states as they were when the turn was trained, so `capacity` also
-limits their age. Targets of V take the recorded action; the paper draws a new one from the policy. r is the reward of the sample, after
-its last turn. Turns of an optimizer step enter the buffer after it.
-"""
+Deviations: the critic of the paper is a separate encoder (RoBERTa); here the heads read states of the policy, s at the
+first token of the turn before it is read, a after the last token. The buffer holds these states as they were when the
+turn was trained, so `capacity` also limits their age. Targets of V take the recorded action; the paper draws a new one
+from the policy. r is the reward of the sample, after its last turn. Turns of an optimizer step enter the buffer after
+it.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -49,12 +50,13 @@ class ArcherOptions(Settings):
     """Turns that are drawn from the buffer for every optimizer step."""
 
 
-class Archer:
-    """The critic with its options and its buffer. Implements `base.PreparedLoss`."""
+class Archer(LossTerm):
+    """The critic with its options and its buffer."""
 
     Options: ClassVar[type[Settings]] = ArcherOptions
-    needs: tuple[str, ...] = ()
-    needs_behavior: ClassVar[bool] = False
+    features: Mapping[str, FeatureRequest]
+    needs = ()
+    needs_behavior = False
 
     def __init__(self, *, options: ArcherOptions) -> None:
         self.options = options
@@ -149,7 +151,7 @@ class CriticPair(nn.Module):
             old.lerp_(new, tau)
 
 
-class TurnValues:
+class TurnValues(Feature):
     """The feature `archer_values` [m, 2]: the smaller Q and the smaller V of the token's turn."""
 
     reads_hidden = True

@@ -18,6 +18,113 @@ from torch import Tensor, nn
 from rollmesh.shared.config.plugin import optional_attribute, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.trainer.config import Normalization
+from rollmesh.trainer.part import UpdatePart
+
+TokenStats = Mapping[str, Tensor]
+"""Name -> detached [m] per-token numbers, which `metrics` averages or groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Trained tokens of one micro-batch, m of them. Log-probs are natural, at the sampling temperature.
+
+    `logprobs` [m] (pi) carries the gradient. `columns` are tensors [m] or [m, k] by name: those of
+    `rollmesh.trainer.samples.TokenTable` (behavior is mu), `advantages`, `reward`, `token_weight`, and what the loss
+    needs. Only features that were requested with a gradient have one. All tokens of a sample are in one micro-batch.
+    """
+
+    logprobs: Tensor
+    columns: Mapping[str, Tensor]
+    hidden: Tensor | None = None
+    """[m, d] last hidden states with gradient, from which the tokens are predicted, if some term has a module."""
+    after: Tensor | None = None
+    """[m, d] last hidden states with gradient that have read the tokens."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a column. Raises ValueError if the update does not have it."""
+        if name not in self.columns:
+            known = ", ".join(sorted(self.columns))
+            raise ValueError(
+                f"the loss reads the column `{name}`, which does not exist; columns are {known}; outputs of the engine "
+                "and features must be named in `needs`"
+            )
+        return self.columns[name]
+
+    def sample_sums(self, values: Tensor) -> Tensor:
+        """Return [m]: for each token, the sum of `values` [m] over the tokens of its sample."""
+        number = self["sample"] - self["sample"].min()
+        sums = values.new_zeros(int(number.max()) + 1).index_add(0, number, values)
+        return sums[number]
+
+    def sample_means(self, values: Tensor) -> Tensor:
+        """Return [m]: for each token, the mean of `values` [m] over the trained tokens of its sample."""
+        return self.sample_sums(values) / self.sample_sums(torch.ones_like(values))
+
+
+class LossTerm(UpdatePart):
+    """Base of loss terms. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`."""
+
+    @optional_attribute
+    def where(self) -> str:
+        """Its token set unless the configuration names one: `policy`, `external` or `all`."""
+        return "all"
+
+    @optional_attribute
+    def whole_groups(self) -> bool:
+        """Whether the samples of a group must be in one optimizer step."""
+        return False
+
+    @required
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
+        """Return the scalar to add to the step's loss, and statistics per token."""
+        raise NotImplementedError
+
+    def prepare(self, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return further columns, such as a quantile, given those of all tokens of an optimizer step. Their names begin
+        with the name of the term."""
+        return {}
+
+    def make_module(self, hidden_size: int) -> nn.Module:
+        """Return a module that the optimizer trains and the checkpoint holds, but that is never published. Without this
+        method it has none."""
+        raise NotImplementedError
+
+    def exchange(self, in_order: Callable[[list[Any]], list[Any]]) -> None:
+        """Exchange what the term has kept of each micro-batch of a step: `in_order(own)` returns that of all ranks, in
+        their order."""
+
+
+class CoupledLoss(LossTerm):
+    """Base of terms whose value is a function of the log-probs of all tokens of an optimizer step, such as a sum over a
+    group.
+
+    A subclass defines `name`, with which its columns begin, and `value`. The gradient is exact: `prepare`
+    differentiates `value` by the log-probs, which a first forward computed, and the micro-batches apply that gradient
+    to theirs. It costs one more forward.
+    """
+
+    name: ClassVar[str]
+    needs: tuple[str, ...] = ("current",)
+
+    def value(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, TokenStats]:
+        """Return the scalar, given log-probs [M] with gradient and the columns of all tokens of the step, and
+        statistics [M]."""
+        raise NotImplementedError
+
+    def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        current = columns["current"].detach().clone().requires_grad_()
+        value, stats = self.value(current, columns)
+        (gradient,) = torch.autograd.grad(value, current) if value.requires_grad else (torch.zeros_like(current),)
+        constant = value.detach() / len(current) - gradient * current.detach()
+        own = {"gradient": gradient, "constant": constant, **stats}
+        return {f"{self.name}/{key}": values.detach() for key, values in own.items()}
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
+        begin = f"{self.name}/"
+        own = {key.removeprefix(begin): values for key, values in inputs.columns.items() if key.startswith(begin)}
+        loss = (own.pop("gradient") * inputs.logprobs + own.pop("constant")).sum()
+        return loss, own
+
 
 LOSSES = Registry(
     "loss term",
@@ -42,107 +149,8 @@ LOSSES = Registry(
         "router": "rollmesh.trainer.losses.router:RouterBalance",
         "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
     },
+    LossTerm,
 )
-
-TokenStats = Mapping[str, Tensor]
-"""Name -> detached [m] per-token numbers, which `metrics` averages or groups."""
-
-
-@dataclass(frozen=True, slots=True)
-class LossInputs:
-    """Trained tokens of one micro-batch, m of them. Log-probs are natural, at the sampling temperature.
-
-    `logprobs` [m] (pi) carries the gradient. `columns` are tensors [m] or [m, k] by name: those of
-    `rollmesh.trainer.samples.TokenTable` (behavior is mu), `advantages`, `reward`, `token_weight`, and what the loss needs. Only features that
-    were requested with a gradient have one. All tokens of a sample are in one micro-batch.
-    """
-
-    logprobs: Tensor
-    columns: Mapping[str, Tensor]
-    hidden: Tensor | None = None
-    """[m, d] last hidden states with gradient, from which the tokens are predicted, if some term has a module."""
-    after: Tensor | None = None
-    """[m, d] last hidden states with gradient that have read the tokens."""
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a column. Raises ValueError if the update does not have it."""
-        if name not in self.columns:
-            known = ", ".join(sorted(self.columns))
-            raise ValueError(
-                f"the loss reads the column `{name}`, which does not exist; columns are {known}; outputs of the engine and "
-                "features must be named in `needs`"
-            )
-        return self.columns[name]
-
-    def sample_sums(self, values: Tensor) -> Tensor:
-        """Return [m]: for each token, the sum of `values` [m] over the tokens of its sample."""
-        number = self["sample"] - self["sample"].min()
-        sums = values.new_zeros(int(number.max()) + 1).index_add(0, number, values)
-        return sums[number]
-
-    def sample_means(self, values: Tensor) -> Tensor:
-        """Return [m]: for each token, the mean of `values` [m] over the trained tokens of its sample."""
-        return self.sample_sums(values) / self.sample_sums(torch.ones_like(values))
-
-
-class PolicyLoss(Protocol):
-    """A term with its options. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
-
-    Optional attributes: `features`, requests of further columns (see `features.py`); `whole_groups = True`, if the samples of a group must
-    be in one optimizer step; `state()` with `load_state(state)`, for memory that the checkpoint holds; `make_module(hidden_size)`, which
-    returns a torch module that the optimizer trains with the policy and the checkpoint holds, but that is never published; `where`
-    (`policy`, `external` or `all`), its token set unless the configuration names one; `exchange(in_order)`, for a term that keeps something
-    of every micro-batch: after a step, `in_order(own)` returns what the term has kept on all ranks. `needs_behavior = False` states that it does not
-    read behavior log-probs. Only then it gets tokens that were not sampled, such as those of a given solution, whose log-prob in the column
-    `behavior` is NaN.
-    """
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Names of the columns that it reads beside those that every update has: outputs of the engine, and names of `features.py`."""
-        ...
-
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        """Return the scalar to add to the step's loss, and statistics per token."""
-        ...
-
-
-@runtime_checkable
-class PreparedLoss(PolicyLoss, Protocol):
-    """A term that reads values over all tokens of an optimizer step, such as a quantile or a sum per sample."""
-
-    def prepare(self, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return further columns, given those of all tokens of the step. Their names begin with the name of the term."""
-        ...
-
-
-class CoupledLoss:
-    """Base of terms whose value is a function of the log-probs of all tokens of an optimizer step, such as a sum over a group.
-
-    A subclass defines `name`, with which its columns begin, and `value`. The gradient is exact: `prepare` differentiates `value` by the
-    log-probs, which a first forward computed, and the micro-batches apply that gradient to theirs. It costs one more forward.
-    """
-
-    name: ClassVar[str]
-    needs: tuple[str, ...] = ("current",)
-
-    def value(self, logprobs: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, TokenStats]:
-        """Return the scalar, given log-probs [M] with gradient and the columns of all tokens of the step, and statistics [M]."""
-        raise NotImplementedError
-
-    def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        current = columns["current"].detach().clone().requires_grad_()
-        value, stats = self.value(current, columns)
-        (gradient,) = torch.autograd.grad(value, current) if value.requires_grad else (torch.zeros_like(current),)
-        constant = value.detach() / len(current) - gradient * current.detach()
-        own = {"gradient": gradient, "constant": constant, **stats}
-        return {f"{self.name}/{key}": values.detach() for key, values in own.items()}
-
-    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        begin = f"{self.name}/"
-        own = {key.removeprefix(begin): values for key, values in inputs.columns.items() if key.startswith(begin)}
-        loss = (own.pop("gradient") * inputs.logprobs + own.pop("constant")).sum()
-        return loss, own
 
 
 def token_weights(

@@ -8,11 +8,11 @@ of an optimizer step:
     clip   loss = - min(r A, clip(r) A), and 0 for `share` of the tokens, drawn from those with cov_min < cov < cov_max that the clip spares
     kl     loss = - r A, plus coefficient * |log r| for the `share` of the tokens with the largest cov
 
-The number of tokens is rounded down, and at least 1. Published shares are 2e-4 to 2e-3 for kl and 2e-4 for clip. Deviations: mu is the
-policy that sampled the token, not the policy at the start of the update; the covariance is over an optimizer step, where the code takes
-each micro-batch, and is computed before the step for one more forward; the draw is a function of the batch alone, so that a resumed run
-repeats it; log r is limited to +-20.
-"""
+The number of tokens is rounded down, and at least 1. Published shares are 2e-4 to 2e-3 for kl and 2e-4 for clip.
+Deviations: mu is the policy that sampled the token, not the policy at the start of the update; the covariance is over
+an optimizer step, where the code takes each micro-batch, and is computed before the step for one more forward; the draw
+is a function of the batch alone, so that a resumed run repeats it; log r is limited to +-20.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class CovarianceOptions(PpoClipOptions):
             raise ValueError(f"`cov_min` must be < cov_max = {self.cov_max}, got {self.cov_min}")
 
 
-class Covariance:
-    """The loss with its options. Implements `base.PreparedLoss`."""
+class Covariance(LossTerm):
+    """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = CovarianceOptions
-    needs: tuple[str, ...] = ("current",)
+    needs = ("current",)
 
     def __init__(self, *, options: CovarianceOptions) -> None:
         self.options = options

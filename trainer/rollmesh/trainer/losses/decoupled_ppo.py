@@ -49,7 +49,7 @@ class DecoupledPpoOptions(ImportanceOptions):
         check_dual_clip(self.dual_clip, self.clip_high)
 
 
-class DecoupledPpo:
+class DecoupledPpo(LossTerm):
     """`decoupled_ppo_loss` with its options."""
 
     Options: ClassVar[type[Settings]] = DecoupledPpoOptions

@@ -12,7 +12,7 @@ A long right answer has a small weight and is never pushed down. A group with an
 KL(old || pi), old being the policy at the start of the update. The coefficient of the penalty rises with the excess over delta.
 The samples of a group MUST be in one optimizer step, which `whole_groups` of the rule `minibatches` ensures. Deviations: an answer is right if its reward is at least
 `right_min` (the code compares with 1); groups may have different sizes.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Drpo(CoupledLoss):
 
     name = "drpo"
     whole_groups = True
-    needs: tuple[str, ...] = ("current", "proximal")
-    needs_behavior: ClassVar[bool] = False
+    needs = ("current", "proximal")
+    needs_behavior = False
     Options: ClassVar[type[Settings]] = DrpoOptions
 
     def __init__(self, *, options: DrpoOptions) -> None:

@@ -23,12 +23,12 @@ from rollmesh.trainer.vocabulary_features import Entropy
 FACTOR = "dsdr_entropy_factor"
 
 
-class DsdrEntropy:
-    """The term. It has no options. Implements `base.PreparedLoss`."""
+class DsdrEntropy(LossTerm):
+    """The term. It has no options."""
 
-    needs: tuple[str, ...] = ("diversity_share",)
-    needs_behavior: ClassVar[bool] = False
-    features: ClassVar = {"dsdr_entropy": FeatureRequest(Entropy(), "current", grad=True)}
+    needs = ("diversity_share",)
+    needs_behavior = False
+    features = {"dsdr_entropy": FeatureRequest(Entropy(), "current", grad=True)}
 
     def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return [M] the factor of the entropy of each token."""

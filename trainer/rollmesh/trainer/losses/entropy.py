@@ -16,12 +16,12 @@ from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.vocabulary_features import Entropy
 
 
-class EntropyBonus:
+class EntropyBonus(LossTerm):
     """The bonus. It has no options."""
 
-    needs: tuple[str, ...] = ()
-    needs_behavior: ClassVar[bool] = False
-    features: ClassVar = {"entropy_bonus": FeatureRequest(Entropy(), "current", grad=True)}
+    needs = ()
+    needs_behavior = False
+    features = {"entropy_bonus": FeatureRequest(Entropy(), "current", grad=True)}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         """Return the scalar loss; `report_entropy` reports the entropy itself."""

@@ -36,7 +36,7 @@ class GmpoOptions(Settings):
     forward pass."""
 
 
-class Gmpo:
+class Gmpo(LossTerm):
     """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = GmpoOptions

@@ -40,7 +40,7 @@ class GspoOptions(Settings):
     forward pass."""
 
 
-class Gspo:
+class Gspo(LossTerm):
     """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = GspoOptions

@@ -33,8 +33,8 @@ class HighEntropyOptions(PpoClipOptions):
     """Share of the tokens of an optimizer step that get a gradient (rho in the paper)."""
 
 
-class HighEntropy:
-    """The loss with its options. Implements `base.PreparedLoss`."""
+class HighEntropy(LossTerm):
+    """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = HighEntropyOptions
     needs: tuple[str, ...] = ("entropy",)

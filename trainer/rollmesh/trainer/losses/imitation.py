@@ -16,12 +16,12 @@ from torch import Tensor
 from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 
 
-class Imitation:
+class Imitation(LossTerm):
     """The term. It has no options."""
 
-    needs: tuple[str, ...] = ()
-    needs_behavior: ClassVar[bool] = False
-    where: ClassVar[str] = "external"
+    needs = ()
+    needs_behavior = False
+    where = "external"
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         """Return the scalar loss, and per token `imitation_nll`, its negative log-likelihood."""

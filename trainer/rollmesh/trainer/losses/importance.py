@@ -17,9 +17,10 @@ bounds, or if the ratio of one of its tokens is below `veto_min`. Bounds near 1 
 geometric `reject_min` of exp(-delta), it is the off-policy mask of DeepSeek-V3.2 (arXiv:2512.02556), which drops errors
 whose mean divergence from the sampler exceeds delta.
 
-Weights have no gradient. Masked and rejected tokens still count in the average of the loss, as in TRL and AReaL, so that it does not
-depend on the policy; verl divides by the remaining tokens. Bounds of a rejection are on pi / mu here, on mu / pi in verl.
-"""
+Weights have no gradient. Masked and rejected tokens still count in the average of the loss, as in TRL and AReaL, so
+that it does not depend on the policy; verl divides by the remaining tokens. Bounds of a rejection are on pi / mu here,
+on mu / pi in verl.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ Schulman 2020 (joschu.net/blog/kl-approx.html), with d = log pi - log q, in nats
     k3 = exp(-d) - 1 + d         unbiased and never negative as a value (GRPO, arXiv:2402.03300); its gradient is that of KL(q || pi)
                                  if q is near pi
 
-Gradients: Tang & Munos 2025 (arXiv:2506.09477). `straight_through` keeps the value and takes the gradient of k2, as the variants of
-verl with a plus sign do. `corrected` multiplies the estimate by pi / mu, with gradient, so that it is unbiased on data of mu
-(DeepSeek-V3.2, arXiv:2512.02556). The estimator `kl_reward` has the penalty in the reward instead. Deviation: d is limited to +-20 to
-stay finite; verl also limits k3 to 10. The penalty is never weighted by an importance weight other than `corrected`.
-"""
+Gradients: Tang & Munos 2025 (arXiv:2506.09477). `straight_through` keeps the value and takes the gradient of k2, as the
+variants of verl with a plus sign do. `corrected` multiplies the estimate by pi / mu, with gradient, so that it is
+unbiased on data of mu (DeepSeek-V3.2, arXiv:2512.02556). The estimator `kl_reward` has the penalty in the reward
+instead. Deviation: d is limited to +-20 to stay finite; verl also limits k3 to 10. The penalty is never weighted by an
+importance weight other than `corrected`.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class KlPenaltyOptions(Settings):
     """Multiply by pi / mu, for data that another policy sampled."""
 
 
-class KlPenalty:
+class KlPenalty(LossTerm):
     """The penalty with its options. The weight of the term is its coefficient."""
 
     Options: ClassVar[type[Settings]] = KlPenaltyOptions

@@ -12,11 +12,11 @@ the lowest log-prob, and pi < proxy:
 The penalty is the estimate k3 of KL(pi || proxy). Its gradient by log pi is beta * (1 - proxy / pi) < 0, so it raises the token. The proxy
 has no gradient. A token below the threshold has no probability under the proxy, and no protection.
 
-Deviations: the lowest tokens are those of a whole optimizer step, where the code takes those of a micro-batch, and their number is rounded
-down; the code protects none if that is 1. r is against the policy that sampled the token, as in `ppo_clip`. `proxy: start` is the
-policy at the start of the update, as in the scripts of the code. Costs one more forward per update and one per optimizer step;
-`proxy: step` only the latter.
-"""
+Deviations: the lowest tokens are those of a whole optimizer step, where the code takes those of a micro-batch, and
+their number is rounded down; the code protects none if that is 1. r is against the policy that sampled the token, as in
+`ppo_clip`. `proxy: start` is the policy at the start of the update, as in the scripts of the code. Costs one more
+forward per update and one per optimizer step; `proxy: step` only the latter.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ class LpRegOptions(Settings):
     """Distance above 1 if it is positive."""
 
 
-class LpReg:
-    """The loss with its options. Implements `base.PreparedLoss`."""
+class LpReg(LossTerm):
+    """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = LpRegOptions
-    needs: tuple[str, ...] = ("current",)
+    features: Mapping[str, FeatureRequest]
+    needs = ("current",)
 
     def __init__(self, *, options: LpRegOptions) -> None:
         self.options = options

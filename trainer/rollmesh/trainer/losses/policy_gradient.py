@@ -9,10 +9,10 @@
     level token, masked outside a band   IcePop (ringtech.notion.site/icepop)
     level sequence or geometric, with rejection   sequence-level importance sampling and rejection sampling as in verl
 
-The weight carries no gradient, so every token with a weight has a gradient, independent of its drift. There is no trust region.
-Deviation: mu is the policy that sampled the token, where CISPO has the policy at the start of the update. TRL truncates CISPO's weight
-above only, verl on both sides, and both multiply a sampler correction to it.
-"""
+The weight carries no gradient, so every token with a weight has a gradient, independent of its drift. There is no trust
+region. Deviation: mu is the policy that sampled the token, where CISPO has the policy at the start of the update. TRL
+truncates CISPO's weight above only, verl on both sides, and both multiply a sampler correction to it.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.losses.importance import ImportanceOptions, importance_weights
 
 
-class PolicyGradient:
+class PolicyGradient(LossTerm):
     """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = ImportanceOptions
-    needs: tuple[str, ...] = ()
+    needs = ()
 
     def __init__(self, *, options: ImportanceOptions) -> None:
         self.options = options

@@ -54,11 +54,11 @@ class PpoClipOptions(Settings):
             raise ValueError(f"`log_ratio_max` must be > {least:.4f}, which the clip reaches, got {self.log_ratio_max}")
 
 
-class PpoClip:
+class PpoClip(LossTerm):
     """`ppo_clip_loss` with its options."""
 
     Options: ClassVar[type[Settings]] = PpoClipOptions
-    needs: tuple[str, ...] = ()
+    needs = ()
 
     def __init__(self, *, options: PpoClipOptions) -> None:
         self.options = options

@@ -29,12 +29,12 @@ class ProgressOptions(Settings):
     """Let the gradient of the head pass into the policy."""
 
 
-class Progress:
+class Progress(LossTerm):
     """The head with its options."""
 
     Options: ClassVar[type[Settings]] = ProgressOptions
-    needs: tuple[str, ...] = ()
-    needs_behavior: ClassVar[bool] = False
+    needs = ()
+    needs_behavior = False
 
     def __init__(self, *, options: ProgressOptions) -> None:
         self.options = options

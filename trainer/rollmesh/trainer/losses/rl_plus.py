@@ -11,10 +11,11 @@ makes tokens that are right and unlikely count most; a token of probability 1 ha
 mean of the group's own samples (estimator `grpo` with `baseline: policy`). There is no clip, as in the published
 script; `clip_low` and `clip_high` add one to own tokens.
 
-Deviations: mu is the policy that sampled the token, not the policy at the start of the update. All tokens of an optimizer step share one
-average (`learner.normalization`), where the code divides their sum by the longest possible response. The published script does not divide
-advantages by the standard deviation, as the paper does, and adds an entropy bonus of 0.001 (term `entropy`).
-"""
+Deviations: mu is the policy that sampled the token, not the policy at the start of the update. All tokens of an
+optimizer step share one average (`learner.normalization`), where the code divides their sum by the longest possible
+response. The published script does not divide advantages by the standard deviation, as the paper does, and adds an
+entropy bonus of 0.001 (term `entropy`).
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -42,12 +43,12 @@ class RlPlusOptions(Settings):
     """Distance above 1 if it is positive; 0 does not clip."""
 
 
-class RlPlus:
+class RlPlus(LossTerm):
     """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = RlPlusOptions
-    needs: tuple[str, ...] = ("proximal",)
-    needs_behavior: ClassVar[bool] = False
+    needs = ("proximal",)
+    needs_behavior = False
 
     def __init__(self, *, options: RlPlusOptions) -> None:
         self.options = options

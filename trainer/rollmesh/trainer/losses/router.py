@@ -22,12 +22,13 @@ from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
 from rollmesh.trainer.router_features import RouterLoads, RouterProbabilities
 
 
-class RouterBalance:
-    """The term. It has no options; its weight is the coefficient, `router_aux_loss_coef` in the configuration of a model."""
+class RouterBalance(LossTerm):
+    """The term. It has no options; its weight is the coefficient, `router_aux_loss_coef` in the configuration of a
+    model."""
 
-    needs: tuple[str, ...] = ()
-    needs_behavior: ClassVar[bool] = False
-    features: ClassVar = {
+    needs = ()
+    needs_behavior = False
+    features = {
         "router_loads": FeatureRequest(RouterLoads(), "step"),
         "router_probabilities": FeatureRequest(RouterProbabilities(), "current", grad=True),
     }

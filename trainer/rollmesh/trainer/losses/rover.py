@@ -7,10 +7,11 @@ policy at the start of the update:
     target  = A + rho * mean over v in V of (log pi(v|s') - log old(v|s')),   0 instead of the mean at the last token of a sample
     loss    = (Q - sg[target])^2
 
-A is the advantage: the reward minus the mean of its group, at every token (estimator `grpo` without scaling). Sampling from the softmax of
-Q / rho is ordinary sampling. There is no clip and no ratio to the sampler. Deviations: s' is the state before the sample's next trained
-token, so an observation between two turns belongs to the transition; log-probs are at the sampling temperature.
-"""
+A is the advantage: the reward minus the mean of its group, at every token (estimator `grpo` without scaling). Sampling
+from the softmax of Q / rho is ordinary sampling. There is no clip and no ratio to the sampler. Deviations: s' is the
+state before the sample's next trained token, so an observation between two turns belongs to the transition; log-probs
+are at the sampling temperature.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ class RoverOptions(Settings):
     """Factor of the log-ratio, the temperature of the softmax over Q."""
 
 
-class Rover:
+class Rover(LossTerm):
     """The loss with its options."""
 
     Options: ClassVar[type[Settings]] = RoverOptions
-    needs: tuple[str, ...] = ("proximal",)
-    needs_behavior: ClassVar[bool] = False
-    features: ClassVar = {
+    needs = ("proximal",)
+    needs_behavior = False
+    features = {
         "rover_start": FeatureRequest(MeanLogprob(), "start"),
         "rover_current": FeatureRequest(MeanLogprob(), "current"),
     }

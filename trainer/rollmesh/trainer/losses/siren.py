@@ -36,12 +36,13 @@ class SirenOptions(NucleusOptions):
     """Tokens above this quantile of the entropies of their sample are peaks."""
 
 
-class Siren:
-    """The regularizer with its options and its anchor. Implements `base.PreparedLoss`."""
+class Siren(LossTerm):
+    """The regularizer with its options and its anchor."""
 
     Options: ClassVar[type[Settings]] = SirenOptions
-    needs: tuple[str, ...] = ()
-    needs_behavior: ClassVar[bool] = False
+    features: Mapping[str, FeatureRequest]
+    needs = ()
+    needs_behavior = False
 
     def __init__(self, *, options: SirenOptions) -> None:
         self.options = options

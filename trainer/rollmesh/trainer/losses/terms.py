@@ -37,7 +37,7 @@ class _Term:
 
     name: str
     weight: float
-    loss: PolicyLoss
+    loss: LossTerm
     where: str
     sampled_only: bool
 
@@ -62,11 +62,12 @@ class _Term:
 
 
 class LossSum:
-    """Implements `PolicyLoss`. With several terms, the statistics of each have its name in front, as in `tis/weight_capped`."""
+    """The weighted sum of the terms. With several of them, the statistics of each have its name in front, as in
+    `tis/weight_capped`."""
 
     def __init__(
         self,
-        terms: Sequence[LossTerm],
+        terms: Sequence[LossTermChoice],
         base_dir: str | Path | None = None,
         normalization: Normalization = Normalization.TOKEN,
     ) -> None:
@@ -82,9 +83,9 @@ class LossSum:
             with located_at(f"learner.loss[{index}]"):
                 self._terms.append(self._made(term, base_dir))
 
-    def _made(self, term: LossTerm, base_dir: str | Path | None) -> _Term:
-        loss: PolicyLoss = LOSSES.make(term, base_dir)
-        where = term.where or getattr(loss, "where", "all")
+    def _made(self, term: LossTermChoice, base_dir: str | Path | None) -> _Term:
+        loss: LossTerm = LOSSES.make(term, base_dir)
+        where = term.where or loss.where
         if where not in PLACES:
             raise ConfigError(f"loss term {term.short_name}: `where` must be one of {', '.join(PLACES)}, got {where!r}")
         return _Term(term.short_name, term.weight, loss, where, needs_sampled(loss))
@@ -94,7 +95,7 @@ class LossSum:
         return tuple(dict.fromkeys(name for term in self._terms for name in term.loss.needs))
 
     @property
-    def terms(self) -> dict[str, PolicyLoss]:
+    def terms(self) -> dict[str, LossTerm]:
         """The terms by their names."""
         return {term.name: term.loss for term in self._terms}
 
@@ -123,7 +124,7 @@ class LossSum:
                 mine = {name: values[at] for name, values in columns.items()}
                 mine["token_weight"] = _rescaled(columns, at, self._normalization)
                 prepared |= {term.mask: at, term.weights: _spread(mine["token_weight"], at)}
-            if isinstance(term.loss, PreparedLoss) and bool(at.any()):
+            if bool(at.any()):
                 with _reported(term.name):
                     found = term.loss.prepare(mine)
                 prepared |= found if whole else {name: _spread(values, at) for name, values in found.items()}
@@ -161,10 +162,10 @@ class LossSum:
         return total, stats
 
 
-def needs_sampled(part: Any, outputs: Collection[str] = ()) -> bool:
-    """Return whether a part of the update reads what only sampled tokens have: behavior log-probs, which is assumed unless its
-    attribute `needs_behavior` is False, or some of `outputs`."""
-    return getattr(part, "needs_behavior", True) or any(name in outputs for name in getattr(part, "needs", ()))
+def needs_sampled(part: UpdatePart, outputs: Collection[str] = ()) -> bool:
+    """Return whether a part of the update reads what only sampled tokens have: behavior log-probs, or some of
+    `outputs`."""
+    return part.needs_behavior or any(name in outputs for name in part.needs)
 
 
 def _selected(inputs: LossInputs, at: Tensor, weights: Tensor) -> LossInputs:

@@ -13,15 +13,7 @@ from rollmesh.shared.config.plugin import optional_attribute, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.domain.trajectory import FloatArray
 from rollmesh.trainer.batch import UpdateBatch
-
-UPDATE_RULES = Registry(
-    "update rule",
-    {
-        "minibatches": "rollmesh.trainer.update_rules.minibatches:Minibatches",
-        "ess_minibatches": "rollmesh.trainer.update_rules.ess_minibatches:EssMinibatches",
-        "turn_by_turn": "rollmesh.trainer.update_rules.turn_by_turn:TurnByTurn",
-    },
-)
+from rollmesh.trainer.part import UpdatePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +52,28 @@ def checked_step(step: OptimizerStep, num_samples: int, num_tokens: int) -> Opti
     return step
 
 
-class UpdateRule(Protocol):
-    """A plan of optimizer steps. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`.
+class UpdateRule(UpdatePart):
+    """Base of update rules: a plan of optimizer steps. Constructed as `cls(options=...)`, or as `cls()` if the class
+    has no `Options`."""
 
-    Optional attributes: `needs`, `features`, `needs_behavior`, and `state()` with `load_state(state)`, as for estimators; `keeps_groups`,
-    True if every step has all samples of its groups, which a loss term with `whole_groups` requires.
-    """
+    @optional_attribute
+    def keeps_groups(self) -> bool:
+        """Whether every step has all samples of its groups, which a loss term with `whole_groups` requires."""
+        return False
 
+    @required
     def steps(self, batch: UpdateBatch, rng: np.random.Generator) -> Iterator[OptimizerStep]:
-        """Yield the steps. `batch` has the columns `advantages` and what the rule needs; after a refresh it has the new ones. `rng` is
-        a function of the run's seed and the update, and the only source of chance."""
-        ...
+        """Yield the steps. `batch` has the columns `advantages` and what the rule needs; after a refresh it has the new
+        ones. `rng` is a function of the run's seed and the update, and the only source of chance."""
+        raise NotImplementedError
+
+
+UPDATE_RULES = Registry(
+    "update rule",
+    {
+        "minibatches": "rollmesh.trainer.update_rules.minibatches:Minibatches",
+        "ess_minibatches": "rollmesh.trainer.update_rules.ess_minibatches:EssMinibatches",
+        "turn_by_turn": "rollmesh.trainer.update_rules.turn_by_turn:TurnByTurn",
+    },
+    UpdateRule,
+)

@@ -38,7 +38,7 @@ class EssMinibatches(Minibatches):
 
     Options: ClassVar[type[Settings]] = EssMinibatchesOptions
     needs = ("proximal",)
-    needs_behavior: ClassVar[bool] = True
+    needs_behavior = True
 
     def __init__(self, *, options: EssMinibatchesOptions) -> None:
         super().__init__(options=options)

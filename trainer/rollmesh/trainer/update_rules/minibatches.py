@@ -24,11 +24,11 @@ class MinibatchesOptions(Settings):
     of the groups."""
 
 
-class Minibatches:
+class Minibatches(UpdateRule):
     """Random minibatches, for one or several epochs."""
 
     Options: ClassVar[type[Settings]] = MinibatchesOptions
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __init__(self, *, options: MinibatchesOptions) -> None:
         self.options = options

@@ -8,12 +8,13 @@ sample i are multiplied by
     m_i = product over the turns u that were trained before t of clip(s_iu),   clipped again,   clip to [1 - low, 1 + high]
     s_iu = exp(mean over the tokens of turn u of (log pi after its update - log pi before it))
 
-which is the advantage correction of heterogeneous-agent policy optimization (arXiv:2304.09870) with ratios of whole turns. A sample
-without turn u has s_iu = 1. The correction is what an early turn sees of the improvement of later ones, and its limits bound it: with
-steps so large that an update makes a turn a best response, limits of 0.2 miss an optimum that full ratios reach
-(tests/unit/trainer/test_turn_order.py). Each turn costs one more forward pass over the batch. The ratio of the loss must be against `proximal`,
-as that of `decoupled_ppo` is. Turns are those of the column `turn`, counted from the begin of each sample.
-"""
+which is the advantage correction of heterogeneous-agent policy optimization (arXiv:2304.09870) with ratios of whole
+turns. A sample without turn u has s_iu = 1. The correction is what an early turn sees of the improvement of later ones,
+and its limits bound it: with steps so large that an update makes a turn a best response, limits of 0.2 miss an optimum
+that full ratios reach (tests/unit/trainer/test_turn_order.py). Each turn costs one more forward pass over the batch.
+The ratio of the loss must be against `proximal`, as that of `decoupled_ppo` is. Turns are those of the column `turn`,
+counted from the begin of each sample.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -44,12 +45,12 @@ class TurnByTurnOptions(Settings):
     """Largest distance above 1."""
 
 
-class TurnByTurn:
+class TurnByTurn(UpdateRule):
     """Ordered passes over the turns."""
 
     Options: ClassVar[type[Settings]] = TurnByTurnOptions
     needs = ("proximal",)
-    needs_behavior: ClassVar[bool] = False
+    needs_behavior = False
 
     def __init__(self, *, options: TurnByTurnOptions) -> None:
         self.options = options
