@@ -4,7 +4,7 @@
     print(summary.heldout_success_after, summary.checkpoint)
 
 The run folder is that of the command: `rollmesh audit`, `show`, `status` and `train` read it.
-Collaborators: `cli.open_run` (opens the folder), `cli.session` (runs it).
+Collaborators: `app.open_run` (opens the folder), `app.session` (runs it).
 """
 
 from __future__ import annotations

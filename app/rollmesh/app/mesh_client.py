@@ -101,6 +101,8 @@ class MeshStatus:
     runs: list[run_pb2.RunState]
     payloads: str = ""
     """Where workers of the mesh's host store payloads; empty for a coordinator without a mesh."""
+    nodes_omitted: int = 0
+    """Number of nodes that did not fit into the response."""
 
 
 class FleetClient:
@@ -123,11 +125,16 @@ class FleetClient:
     async def status(self, run: str = "") -> MeshStatus:
         """Return the fleet and the runs (`run`: only this one). Raises MeshError if no server responds."""
         with typed_errors():
-            nodes = list((await self._coordinator.GetFleet(coordinator_pb2.GetFleetRequest())).nodes)
+            fleet = await self._coordinator.GetFleet(coordinator_pb2.GetFleetRequest())
         mesh = await self._mesh()
         names = [run] if run else [entry.run for entry in mesh.runs]
         states = await asyncio.gather(*(self._state(name) for name in names))
-        return MeshStatus(nodes=nodes, runs=[state for state in states if state is not None], payloads=mesh.payloads)
+        return MeshStatus(
+            nodes=list(fleet.nodes),
+            runs=[state for state in states if state is not None],
+            payloads=mesh.payloads,
+            nodes_omitted=fleet.num_omitted,
+        )
 
     async def drain(self, node_id: str) -> None:
         """Drain a node. Raises UnknownNode."""

@@ -227,9 +227,8 @@ def claim_folder(name: str, out: Path | None) -> Path:
 def _claim(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        taken = any(
-            entry.name != run_lock.FILE for entry in out.iterdir()
-        )  # a command that failed early leaves its lock file
+        # A command that failed early leaves its lock file.
+        taken = any(entry.name != run_lock.FILE for entry in out.iterdir())
     except OSError as err:
         raise ConfigError(
             f"{out}: cannot be the folder of a run: {err.strerror}; choose another --out", path=out

@@ -172,7 +172,7 @@ class TrainSession:
                 announcing = asyncio.create_task(self._announce_page(mesh, recorder), name="live page")
                 stack.callback(announcing.cancel)
             try:
-                await interrupts.unless_stopped(unless_hopeless(mesh.finished(), recorder, run.on_stall))
+                await interrupts.unless_stopped(unless_fatal(mesh.finished(), recorder, run.on_stall))
             except Stopped:
                 await mesh.stop_learner()
                 with suppress(MeshError):  # the streamed state may be old
@@ -211,14 +211,14 @@ async def _ended(watcher: Watcher, limit_s: float, folder: Path) -> None:
         ) from err
 
 
-async def unless_hopeless(
+async def unless_fatal(
     work: Coroutine[Any, Any, None], recorder: RunRecorder, on_stall: Literal["warn", "exit"]
 ) -> None:
     """Await `work`. Cancel it and raise the cause if all samples fail, or with `exit` if the run stalls."""
     working = asyncio.ensure_future(work)
-    hopeless = asyncio.ensure_future(recorder.hopeless.wait())
+    fatal = asyncio.ensure_future(recorder.fatal.wait())
     stalled = asyncio.ensure_future(recorder.stalled.wait())
-    ends = [working, hopeless, *([stalled] if on_stall == "exit" else [])]
+    ends = [working, fatal, *([stalled] if on_stall == "exit" else [])]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if recorder.failure is not None and not working.done():
@@ -230,6 +230,6 @@ async def unless_hopeless(
             )
         working.result()
     finally:
-        for task in (working, hopeless, stalled):
+        for task in (working, fatal, stalled):
             task.cancel()
-        await asyncio.gather(working, hopeless, stalled, return_exceptions=True)
+        await asyncio.gather(working, fatal, stalled, return_exceptions=True)

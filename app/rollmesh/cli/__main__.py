@@ -6,7 +6,6 @@ from rollmesh.cli.app import app
 from rollmesh.cli.commands import (
     audit,
     backup,
-    bench,
     certs,
     check,
     clean,
@@ -38,8 +37,9 @@ from rollmesh.cli.commands import (
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
-    demo, train, check, sft, recipes, up, serve, scale, drain, stop, delete, status, page, weights, health, dead, trace, rollout, show, score, judge,
-    audit, backup, merge, clean, certs, nats_config, doctor, bench,
+    demo, train, check, sft, recipes, up, serve, scale, drain, stop, delete, status, page, weights, health, dead,
+    trace, rollout, show, score, judge,
+    audit, backup, merge, clean, certs, nats_config, doctor,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""
 

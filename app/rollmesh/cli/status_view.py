@@ -26,9 +26,11 @@ _ENDS = ("trained", "stale", "filtered", "failed", "cancelled", "exported")
 
 
 def status_json(status: MeshStatus) -> bytes:
-    """Return {"nodes": [...], "runs": [...], "payloads": "files"} with the messages of GetFleet and GetRun: fields as in the protos, zeros included."""
+    """Return {"nodes": [...], "nodes_omitted": 0, "runs": [...], "payloads": "files"} with the messages of GetFleet and
+    GetRun: fields as in the protos, zeros included."""
     found = {
         "nodes": [_as_dict(node) for node in status.nodes],
+        "nodes_omitted": status.nodes_omitted,
         "runs": [_as_dict(run) for run in status.runs],
         "payloads": status.payloads,
     }
@@ -76,7 +78,12 @@ def _fleet_table(status: MeshStatus) -> Table:
 
 
 def _fleet_lines(status: MeshStatus) -> Iterator[Text]:
-    """Report causes, waits and builds, each once with its nodes, because a table with them does not fit on a narrow terminal."""
+    """Report causes, waits and builds, each once with its nodes, because a table with them does not fit on a narrow
+    terminal."""
+    if status.nodes_omitted:
+        yield Text(
+            f"{count_of(status.nodes_omitted, 'node')} not listed: the response has no room for more", style="yellow"
+        )
     whys: dict[str, list[str]] = {}
     builds: dict[str, list[str]] = {}
     for node in sorted(status.nodes, key=lambda n: (n.kind, n.node_id)):

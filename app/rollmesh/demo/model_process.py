@@ -71,9 +71,8 @@ async def _follow(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    errors = asyncio.create_task(
-        process.stderr.read()
-    )  # read continuously, because a full pipe would block the process
+    # Read continuously, because a full pipe would block the process.
+    errors = asyncio.create_task(process.stderr.read())
     try:
         process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()
@@ -92,12 +91,3 @@ async def _follow(
     finally:
         errors.cancel()
         await asyncio.wait([errors])
-
-
-def needs_trainer() -> None:
-    """Raise ConfigError unless the packages of the extra `trainer` are installed."""
-    from importlib.util import find_spec
-
-    missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"training needs {', '.join(missing)}: pip install 'rollmesh[trainer]'")

@@ -1,9 +1,9 @@
 """Settings that differ from those of the recorded run, by dotted key.
 
-The fields of the configuration say which settings may change (`LIVE` in shared/settings.py). Settings on which the history of a run rests
-are fixed: tasks and their order, what the model is asked and allowed, rewards, batches, seeds, the model and the recipe.
-`recorded.json` in the run folder holds the settings that the ledger has recorded. It is written after the ledger, so after a crash a change
-may be sent twice. The ledger deduplicates it by its id.
+The fields of the configuration say which settings may change (`LIVE` in shared/config/settings.py). Settings on which
+the history of a run rests are fixed: tasks and their order, what the model is asked and allowed, rewards, batches,
+seeds, the model and the recipe. `recorded.json` in the run folder holds the settings that the ledger has recorded. It
+is written after the ledger, so after a crash a change may be sent twice. The ledger deduplicates it by its id.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def check_changes(changes: tuple[ConfigChange, ...]) -> None:
     if fixed:
         listed = "; ".join(f"`{change.key}` {describe(change)}" for change in fixed)
         raise ChangeRefused(
-            f"{listed}: fixed after the run began, because its history depends on it (docs/configuration.md lists what may change); "
-            "set it back, or train a new run with it",
+            f"{listed}: fixed after the run began, because its history depends on it "
+            "(docs/reference/configuration.md lists what may change); set it back, or train a new run with it",
             keys=",".join(change.key for change in fixed),
         )
 
@@ -102,9 +102,8 @@ def recorded(run_dir: Path) -> dict[str, str] | None:
 
 def note_recorded(run_dir: Path, settings: dict[str, str]) -> None:
     """Store the settings that the ledger has recorded."""
-    descriptor, partial = tempfile.mkstemp(
-        dir=run_dir, prefix=f".{RECORDED}-"
-    )  # processes of one run may start together
+    # Processes of one run may start together.
+    descriptor, partial = tempfile.mkstemp(dir=run_dir, prefix=f".{RECORDED}-")
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(settings), indent=1) + b"\n")
         file.flush()

@@ -4,10 +4,11 @@
           -> exits with 2 or 3                 -> `run` raises ConfigError or DiskFull with the error of the process
           -> exits otherwise, or cannot start  -> pause -> start ...   or, too often, ProcessGaveUp with the end of its log
 
-Invariants: when `run` has returned or raised, the process has exited. The kernel kills the process when the thread that runs this ends.
-The process leads a separate session, because the supervisor handles a Ctrl-C at the terminal.
-Collaborators: `supervisor` (owns the children), `restarts` (decides whether and when to restart), `process_events`, `child_log`.
-"""
+Invariants: when `run` has returned or raised, the process has exited. The kernel kills the process when the thread that
+runs this ends. The process leads a separate session, because the supervisor handles a Ctrl-C at the terminal.
+Collaborators: `supervisor` (owns the children), `restarts` (decides whether and when to restart), `process_events`,
+`child_log`.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class Child:
             pause_s = self._restarts.next_pause_s()
             if pause_s is None:
                 raise self._gave_up(cause)
-            self._tell("restarting", cause=cause, pause_s=pause_s, restarts=self._restarts.num_recent)
+            self._report("restarting", cause=cause, pause_s=pause_s, restarts=self._restarts.num_recent)
             await self._unless_stopped(self._clock.sleep(pause_s))
 
     async def _live(self) -> str:
@@ -98,14 +99,14 @@ class Child:
                 )  # fmt: skip
         except OSError as err:
             return f"cannot be started: {err}"
-        self._tell("started", pid=process.pid)
+        self._report("started", pid=process.pid)
         try:
             code = await self._end_of(process)
         finally:
             await _kill(process)
         error = self._log.last_error()
         cause = how_ended(code) + (f": {error}" if error else "")
-        self._tell("ended", pid=process.pid, code=code, cause=cause)
+        self._report("ended", pid=process.pid, code=code, cause=cause)
         if code in _FINAL and not self._stopping.is_set():
             raise _FINAL[code](error or f"{self.name} {cause}; its log is {self._log.path}")
         return cause if code else ""
@@ -140,7 +141,7 @@ class Child:
                 task.cancel()
 
     def _gave_up(self, cause: str) -> ProcessGaveUp:
-        self._tell("gave_up", cause=cause)
+        self._report("gave_up", cause=cause)
         config = self._config
         return ProcessGaveUp(
             f"{self.name} {cause}: more than restarts_max = {config.restarts_max} failures within window_s = "
@@ -149,7 +150,7 @@ class Child:
             process=self.name,
         )
 
-    def _tell(self, what: str, **fields: object) -> None:
+    def _report(self, what: str, **fields: object) -> None:
         event = ProcessEvent(time_s=self._events.now_s(), process=self.name, what=what, **fields)  # type: ignore[arg-type]
         _log.log(logging.WARNING if what in ("restarting", "gave_up") else logging.INFO, "%s", event.text())
         self._events.add(event)

@@ -1,8 +1,8 @@
 """Interpreter settings for a process that runs an event loop and model compute side by side.
 
-A busy event loop releases the interpreter lock only every `switchinterval`, and a compute thread needs it after every tensor
-operation. At Python's default of 5 ms a small model's update was measured to take six times as long beside a
-busy loop; at 0.2 ms, 1.2 times (`rollmesh bench switch_interval`).
+A busy event loop releases the interpreter lock only every `switchinterval`, and a compute thread needs it after every
+tensor operation. At Python's default of 5 ms a small model's update was measured to take six times as long beside a
+busy loop; at 0.2 ms, 1.2 times.
 
 A collection visits every object of every service. Objects that exist since the start (400,000 in a mesh with torch) are
 excluded from it, and collections are rarer. In a run of the small demo in one process, collections took 6.5 % of the

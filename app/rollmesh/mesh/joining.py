@@ -121,10 +121,11 @@ async def refuse_without_tls(address: str, access: Access, *, option: str = "") 
 async def speaks_tls(address: str) -> bool:
     """Return whether a TLS server responds at the address. False if no server responds within a few seconds."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nothing is sent, and the response is not trusted.
     context.check_hostname, context.verify_mode = (
         False,
         ssl.CERT_NONE,
-    )  # nothing is sent, and the response is not trusted
+    )
     first = split_addresses(address)[0]
     try:
         async with asyncio.timeout(TLS_S_MAX):

@@ -5,11 +5,10 @@
         channel = open_channel(mesh.gateway_address, access=mesh.access)     # any RunService client, the built-in learner is one
         await mesh.finished()                                              # until the learner is done
 
-The servicers, the bus and the engines are those of a cluster. Only the number of processes differs. Calls between the services skip the
-socket (`rollmesh.shared.rpc.direct`), unless `network.direct` is off. Model compute runs in separate
-threads, so that a busy engine does not expire a lease. On entry the services start in the order of `service_names`, and the run is created or
-resumed. On exit they stop in reverse order. Entry also sets the interpreter's switch interval and collector thresholds for the whole
-process (`tuning`).
+The servicers, the calls, the bus and the engines are those of a cluster. Only the number of processes differs. Model
+compute runs in separate threads, so that a busy engine does not expire a lease. On entry the services start in the
+order of `service_names`, and the run is created or resumed. On exit they stop in reverse order. Entry also sets the
+interpreter's switch interval and collector thresholds for the whole process (`interpreter_tuning`).
 
 | service | waits for | unblocked by |
 | --- | --- | --- |
@@ -17,7 +16,7 @@ process (`tuning`).
 | rollout | episode leases | the coordinator: admission under the published step |
 | inference | weights | the learner's first publication, through depot and Join |
 | coordinator | tasks, group decisions | data, reward |
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

@@ -24,17 +24,12 @@ from rollmesh.shared.telemetry.metrics import Metric, Reading, Source, gauge
 
 VALUES_LISTED_MAX = 9
 """Labels with more fixed values are listed without them."""
-_READERS: dict[str, Callable[[Any], Awaitable[Iterable[Reading]]]] = {
-    "coordinator": coordinator_readings.read,
-    "data": data_readings.read,
-    "inference": inference_readings.read,
-    "endpoint": inference_readings.read,
-    "learner": learner_readings.read,
-    "reward": reward_readings.read,
-    "rollout": rollout_readings.read,
-    "sandbox": sandbox_readings.read,
+_READINGS = {
+    name: f"rollmesh.services.{'inference' if name == 'endpoint' else name}.readings"
+    for name in ("coordinator", "data", "inference", "endpoint", "learner", "reward", "rollout", "sandbox")
 }
-"""Readers by kind of node. The gateway and the depot have none, because they only count events and calls."""
+"""Modules that read a node by its kind, imported with its service. Gateway and depot have none: they only count events
+and calls."""
 
 
 DISK_FREE = gauge(
@@ -50,7 +45,8 @@ def source_of(name: str, node: Any, folder: Path, tls: Tls | None) -> Source:
     """Return the reader of the service `name`, whose process writes below `folder` and uses `tls`. ConfigError if a
     certificate is not valid."""
     fixed = [] if tls is None else [Reading(CERTIFICATE_EXPIRY, tls.check())]
-    return partial(_read, _READERS.get(name.partition("-")[0]), node, folder, fixed)
+    module = _READINGS.get(name.partition("-")[0])
+    return partial(_read, import_module(module).read if module else None, node, folder, fixed)
 
 
 async def _read(

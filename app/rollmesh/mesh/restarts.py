@@ -54,19 +54,19 @@ class Restarts:
     def __init__(self, config: ProcessesConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._deaths_s: deque[float] = deque()
+        self._crashes_s: deque[float] = deque()
 
     @property
     def num_recent(self) -> int:
         """Number of restarts in the current window."""
-        return len(self._deaths_s)
+        return len(self._crashes_s)
 
     def next_pause_s(self) -> float | None:
         """Return the pause before the next start after a failure; None if there were too many."""
         now_s = self._clock.monotonic_s()
-        while self._deaths_s and now_s - self._deaths_s[0] > self._config.window_s:
-            self._deaths_s.popleft()
-        if len(self._deaths_s) >= self._config.restarts_max:
+        while self._crashes_s and now_s - self._crashes_s[0] > self._config.window_s:
+            self._crashes_s.popleft()
+        if len(self._crashes_s) >= self._config.restarts_max:
             return None
-        self._deaths_s.append(now_s)
-        return pause_after(len(self._deaths_s), self._config.backoff_s, self._config.backoff_s_max)
+        self._crashes_s.append(now_s)
+        return pause_after(len(self._crashes_s), self._config.backoff_s, self._config.backoff_s_max)

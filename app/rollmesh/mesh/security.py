@@ -64,11 +64,10 @@ class NetworkConfig(Settings):
     """Port of a service whose `server.address` names none, for a process that runs one service, as in a container. 0:
     any free port."""
     probes: str = ""
-    """IP:PORT of a second server without TLS and token that has the gRPC health service alone, for probes of a scheduler that cannot present
-    a certificate. Check(``) is SERVING while the process runs, Check(`ready`) while it takes work. Empty: none."""
-    direct: bool = True
-    """Whether calls between services that share a process and an event loop skip the socket. They keep their deadlines, limits and errors.
-    Calls with TLS, between processes and between event loops use gRPC in either case."""
+    """IP:PORT of a second server without TLS and token that has the gRPC health service alone, for probes of a
+    scheduler that cannot present a certificate. Check(``) is SERVING while the process runs, Check(`ready`) while it
+    takes work. Empty: none."""
+    removed = {"direct": "every call uses gRPC"}
 
     def check_fields(self) -> None:
         if is_wildcard(self.host) and not self.advertise:
@@ -80,7 +79,6 @@ class NetworkConfig(Settings):
 
     def listening(self, server: ServerConfig) -> ServerConfig:
         """Return the server of a service, on this host's address unless it names another."""
-        server = msgspec.structs.replace(server, direct=server.direct or self.direct)
         if server.address == _FREE_LOOPBACK_PORT:
             address = join_host_port(self.host, self.port)
             return msgspec.structs.replace(server, address=address, advertise=server.advertise or self.advertise)

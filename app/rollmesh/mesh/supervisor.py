@@ -10,10 +10,10 @@ restart. On exit, clients stop before the servers that they call: learner, rollo
 coordinator, nats; each within `stop_s`. An unusable configuration, or a process that fails too often, stops the mesh,
 and `finished` raises the cause.
 
-Enter it in a thread that runs as long as the mesh, preferably the main thread. When that thread ends, the kernel kills every process
-and the processes that they started (nats-server, sandboxes, workers). So no process is left after kill -9 of this one.
-Collaborators: `child` (one process), `layout`, `run_lock`, `host` (what runs in each process).
-"""
+Enter it in a thread that runs as long as the mesh, preferably the main thread. When that thread ends, the kernel kills
+every process and the processes that they started (nats-server, sandboxes, workers). So no process is left after kill -9
+of this one. Collaborators: `child` (one process), `run_layout`, `run_lock`, `host` (what runs in each process).
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _STAGES = {"learner": 0, "rollout": 1, "coordinator": 3, NATS: 4}
 
 
 class Supervisor:
-    """The processes of a run. Implements `running.RunningMesh`."""
+    """The processes of a run. Implements `running_mesh.RunningMesh`."""
 
     def __init__(
         self,
@@ -362,9 +362,10 @@ def hosts_in_one_process(config: MeshConfig, base_dir: Path) -> dict[str, Sequen
     """Return the hosts of a run whose services share a process where they can, or None if all of them can. Raises
     ConfigError.
 
-    With `max_staleness` > 0 the learner has a separate process, because it trains while the engine generates. In one process both wait for the
-    same interpreter lock after every tensor operation (`rollmesh bench race` has the figures). Inference nodes that need another
-    interpreter have separate processes. So has the learner then, because a host exits when its learner is done, and the last evaluation follows.
+    With `max_staleness` > 0 the learner has a separate process, because it trains while the engine generates. In one
+    process both wait for the same interpreter lock after every tensor operation (`python -m benchmarks race` has the
+    figures). Inference nodes that need another interpreter have separate processes. So has the learner then, because a
+    host exits when its learner is done, and the last evaluation follows.
     """
     others = needs_processes(config, base_dir)
     if not others and config.run.max_staleness == 0:

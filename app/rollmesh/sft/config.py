@@ -19,7 +19,7 @@ class SftLearnerConfig(UpdateConfig):
 
     estimator: Extension = Extension("none")
     """Advantages are not used."""
-    loss: tuple[LossTerm, ...] = (LossTerm("imitation"),)
+    loss: tuple[LossTermChoice, ...] = (LossTermChoice("imitation"),)
     """The negative log-likelihood of the assistant's tokens."""
     update_rule: Extension = Extension("minibatches", {"num_minibatches": 1})
     """One optimizer step per update."""

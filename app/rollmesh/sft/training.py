@@ -6,10 +6,10 @@ RUN/
   checkpoints/  as those of a run of reinforcement learning  model/                      the result, in transformers format
   summary.json
 
-The batches are a function of the seed and the update, so a resumed run continues as if it had not stopped. A checkpoint names the data by
-its digest, and a resume with other conversations or another batch size is rejected.
-Collaborators: `chats` (samples), `rollmesh.trainer` (update, checkpoint).
-"""
+The batches are a function of the seed and the update, so a resumed run continues as if it had not stopped. A checkpoint
+names the data by its digest, and a resume with other conversations or another batch size is rejected. Collaborators:
+`chats` (samples), `rollmesh.trainer` (update, checkpoint).
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

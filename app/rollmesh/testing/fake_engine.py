@@ -25,6 +25,7 @@ import numpy as np
 from rollmesh.services.inference.engine import (
     NO_VERSION,
     Emit,
+    Engine,
     EngineBroken,
     EngineBusy,
     EngineLoad,
@@ -84,7 +85,7 @@ class _Running:
     queued_s: float = 0.0
 
 
-class FakeEngine:
+class FakeEngine(Engine):
     """Implements `rollmesh.services.inference.engine.Engine`."""
 
     Options: ClassVar[type[Settings]] = FakeEngineConfig

@@ -21,6 +21,7 @@ from rollmesh.services.sandbox.engine import (
     PoolCounts,
     RunOutcome,
     RunResult,
+    SandboxEngine,
     SavePiece,
     SnapshotTooLarge,
 )
@@ -32,7 +33,7 @@ PROFILE = "calc"
 _decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
-class FakeSandboxEngine:
+class FakeSandboxEngine(SandboxEngine):
     """Implements `SandboxEngine` without isolation. Never use it for code that a model wrote."""
 
     def __init__(self, config: SandboxConfig, **_: object) -> None:

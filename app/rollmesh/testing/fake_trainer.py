@@ -74,15 +74,16 @@ class FakeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Hex hash of everything it was trained on, which determines the weights."""
 
 
-class FakeTrainer:
-    """Implements `engine.TrainerEngine` and `engine.TrainerClass`."""
+class FakeTrainer(TrainerEngine):
+    """A trainer without a model."""
 
     Options: ClassVar[type[Settings]] = FakeTrainerOptions
-    trains_model = False
+    step: int
+    vocab_size: int
 
     @classmethod
     def open(cls, config: LearnerConfig, options: FakeTrainerOptions | None = None) -> Restored:
-        """Open the trainer, see `engine.TrainerClass.open`. It does not read `config.model`."""
+        """Open the trainer, see `engine.TrainerEngine.open`. It does not read `config.model`."""
         engine = cls(options or FakeTrainerOptions(), config)
         try:
             found = newest_whole(config.checkpoints)
@@ -114,7 +115,7 @@ class FakeTrainer:
         self._root = config.checkpoints
         self._keep_last = config.keep_last
         self._seed = config.seed
-        self._sources = {Source[name.upper()] for name in config.external_sources}
+        self._sources = config.sources
         self.history = hashlib.sha256(f"fake trainer {config.seed}".encode()).hexdigest()
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
@@ -204,7 +205,7 @@ class FakeTrainer:
         return len(header).to_bytes(8, "little") + header + values
 
 
-def _drop_reason(sample: TrainingSample, scored: set[str], sources: set[Source]) -> str | None:
+def _drop_reason(sample: TrainingSample, scored: set[str], sources: Collection[Source]) -> str | None:
     """Return the reason of `rollmesh.trainer.samples.drop_reason`, except those that need a model."""
     if not sample.sample.trainable:
         return "NOT_TRAINABLE"
@@ -231,12 +232,12 @@ def _measured(used: Sequence[TrainingSample], groups: Sequence[GroupContext]) ->
         mine = [(sums[s.sample.sample_id] - mean, _num_trained(s)) for s in used if s.group == group.group]
         tokens = sum(num for _, num in mine)
         if tokens:
-            yield TrainedGroup(
-                group=group.group,
-                mean_abs_advantage=sum(abs(advantage) * num for advantage, num in mine) / tokens,
-                policy_loss=-sum(advantage * num for advantage, num in mine) / tokens,
-                num_tokens=tokens,
-            )
+            measures = {
+                "mean_abs_advantage": sum(abs(advantage) * num for advantage, num in mine) / tokens,
+                "policy_loss": -sum(advantage * num for advantage, num in mine) / tokens,
+                "num_tokens": float(tokens),
+            }
+            yield TrainedGroup(group=group.group, measures=measures)
 
 
 def _after(history: str, k: int, used: Sequence[TrainingSample]) -> str:

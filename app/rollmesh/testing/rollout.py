@@ -74,7 +74,7 @@ DEMO_FORMAT = ChatFormat(
 
 
 class CharTokenizer:
-    """Encodes each character as one id, and each tag such as `<|end|>` or `</answer>` as one id, in order of first use."""
+    """Encodes each character, and each tag such as `<|end|>` or `</answer>`, as one id, in order of first use."""
 
     def __init__(self, words: FormatConfig | None = None) -> None:
         self._tags: dict[str, int] = {}

@@ -21,13 +21,12 @@ import yaml
 
 from rollmesh.app.backup.backup_file import (
     FORMAT,
-    BackedUpRecord,
+    PART_BYTES,
     BackupAbout,
     BackupSummary,
     BackupWriter,
-    FilePart,
     Kind,
-    StreamBegin,
+    StreamPart,
     verify_backup,
 )
 from rollmesh.app.config import TrainConfig
@@ -46,7 +45,6 @@ from rollmesh.shared.errors import ConfigError, DataLoss, UnknownRun
 
 _SKIPPED = ("ended.json",)
 """The marker of an ended run: the coordinator writes it again."""
-_PART_BYTES = 4 * 1024 * 1024
 _FILES = (
     "model/**/*",
     "coordinator/runs/{run}/**/*",
@@ -152,16 +150,16 @@ async def _copy(bus: Bus, run: str, kind: Kind, out: BackupWriter, *, after: int
     """Copy the records of a stream, or those after `after`. Return the sequence of the last one that it has had."""
     log = await bus.open(getattr(run_streams(run), kind).name)
     first_seq = (await log.info()).first_seq
-    if after is None:
-        out.add(StreamBegin(kind=kind, first_seq=first_seq))
-    last = max(after or 0, first_seq - 1)
+    last, records, size = max(after or 0, first_seq - 1), list[StreamRecord](), 0
     async for record in log.read_range(last + 1):
-        out.add(
-            BackedUpRecord(
-                kind=kind, seq=record.seq, msg_id=record.msg_id, headers=dict(record.headers), payload=record.payload
-            )
-        )
+        records.append(record)
+        size += len(record.payload)
         last = record.seq
+        if size >= PART_BYTES:
+            out.add(StreamPart(kind=kind, first_seq=first_seq, records=records))
+            records, size = [], 0
+    if records or after is None:
+        out.add(StreamPart(kind=kind, first_seq=first_seq, records=records))
     return last
 
 
@@ -176,19 +174,11 @@ def _copy_files(source: BackupSource, out: BackupWriter, known: dict[str, int]) 
     sizes = dict(known)
     for path, name in _files(source):
         try:
-            size = path.stat().st_size
-            if known.get(name) == size:
-                continue
-            with path.open("rb") as file:
-                offset = 0
-                while (data := file.read(_PART_BYTES)) or not offset:
-                    out.add(FilePart(path=name, offset=offset, data=data))
-                    offset += len(data)
-                    if not data:
-                        break
+            if known.get(name) != path.stat().st_size:
+                with path.open("rb") as file:
+                    sizes[name] = out.add_file(name, file)
         except FileNotFoundError:
             continue  # removed meanwhile, because it is no longer needed
-        sizes[name] = size
     return sizes
 
 

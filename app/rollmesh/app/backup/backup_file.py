@@ -1,10 +1,12 @@
-"""The file of `rollmesh backup`: its frames, and a check of the whole file.
+"""The file of `rollmesh backup`: a tar archive, and a check of the whole file.
 
-    magic, then frames: length (4 bytes, big endian) and msgpack
-    BackupAbout  StreamBegin(samples) StoredRecord...  StreamBegin(ledger) ...  StreamBegin(dead) ...  FilePart...  End
+    about.json                          what the backup is of
+    samples/SEQ.msgpack ...             records of a stream in their order, as `StreamPart`; then ledger/..., dead/...
+    files/PATH ...                      files of the run folder; a later one of the same name replaces the earlier one
+    end.json                            head of the ledger, and the SHA-256 of all bytes of the file before this member
 
-`End` has the SHA-256 of all bytes before it. The ledger's hash chain is verified when the file is written and when it is read. The file
-contains samples and no token, password or key.
+The ledger's hash chain is verified when the file is written and when it is read. The file contains samples and no
+token, password or key.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from rollmesh.shared.store.disk import disk_full_errors
 
 Kind = Literal["samples", "ledger", "dead"]
 KINDS: tuple[Kind, ...] = ("samples", "ledger", "dead")
-FORMAT = 1
-_MAGIC = b"rollmesh backup\n"
-_LENGTH = struct.Struct(">I")
-_FRAME_BYTES_MAX = 64 * 1024 * 1024
+FORMAT = 2
+PART_BYTES = 4 * 1024 * 1024
+_ABOUT, _END, _FILES = "about.json", "end.json", "files/"
+_FORMAT_1 = b"rollmesh backup\n"
+_MEMBER_BYTES_MAX = 128 * 1024 * 1024
+"""Maximum size of a member that is read whole. A part of a stream has at most `PART_BYTES` and one record."""
 
 
-class BackupAbout(msgspec.Struct, frozen=True, kw_only=True, tag="about"):
+class BackupAbout(msgspec.Struct, frozen=True, kw_only=True):
     """What the backup is of."""
 
     format: int
@@ -50,26 +54,17 @@ class BackupAbout(msgspec.Struct, frozen=True, kw_only=True, tag="about"):
     """Folder of the files that the configuration names."""
 
 
-class StreamBegin(msgspec.Struct, frozen=True, kw_only=True, tag="stream"):
-    """A stream of the run. It precedes the records of its kind."""
+class StreamPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive records of a stream of the run. Every stream has at least one part, which may be empty."""
 
     kind: Kind
     first_seq: int
-    """Sequence of the first record, or of the next one if it has no records."""
+    """Sequence of the stream's first record, or of the next one if it has no records."""
+    records: list[StreamRecord]
 
 
-class BackedUpRecord(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
-    """A record of a stream."""
-
-    kind: Kind
-    seq: int
-    msg_id: str
-    headers: dict[str, str]
-    payload: bytes
-
-
-class FilePart(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
-    """A part of a file of the run folder. A later part replaces an earlier one at the same offset."""
+class FilePart(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a file of the run folder."""
 
     path: str
     """Relative to the run folder."""
@@ -77,14 +72,14 @@ class FilePart(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
     data: bytes
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+class End(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a complete backup."""
 
     head: LedgerHead
-    digest: bytes
+    sha256: str
 
 
-Frame = BackupAbout | StreamBegin | BackedUpRecord | FilePart | End
+Part = BackupAbout | StreamPart | FilePart | End
 
 
 class BackupSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,8 +108,7 @@ class BackupWriter:
             )
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
-        self._hash = hashlib.sha256()
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
         self._head = EMPTY
 
     def __enter__(self) -> Self:
@@ -126,21 +120,36 @@ class BackupWriter:
                 f"{self._path}: cannot be written: {err.strerror}; choose another file", path=str(self._path)
             ) from err
         self._file = os.fdopen(descriptor, "wb")
-        self._write(_MAGIC)
+        self._tar = tarfile.open(fileobj=self._file, mode="w")
         return self
 
-    def add(self, frame: Frame) -> None:
-        """Write a frame. Raises DataLoss for a ledger record that does not follow the one before, DiskFull."""
-        if isinstance(frame, BackedUpRecord) and frame.kind == "ledger":
-            self._head = check_record(str(self._path), _stream_record(frame), self._head).head
-        body = msgspec.msgpack.encode(frame)
-        self._write(_LENGTH.pack(len(body)) + body)
+    def add(self, part: BackupAbout | StreamPart) -> None:
+        """Write a part. Raises DataLoss for a ledger record that does not follow the one before, DiskFull."""
+        if isinstance(part, BackupAbout):
+            self._add(_ABOUT, msgspec.json.encode(part))
+        else:
+            self._head = _checked(self._path, part, self._head)
+            self._add(f"{part.kind}/{part.records[0].seq if part.records else 0}.msgpack", msgspec.msgpack.encode(part))
+
+    def add_file(self, name: str, file: IO[bytes]) -> int:
+        """Copy an open file of the run folder, and return its size. What is appended meanwhile is not copied. Raises
+        DataLoss."""
+        member = tarfile.TarInfo(_FILES + name)
+        member.size, member.mode = os.fstat(file.fileno()).st_size, 0o600
+        try:
+            with disk_full_errors(self._path.parent):
+                self._tar.addfile(member, file)
+        except tarfile.ReadError as err:
+            raise DataLoss(f"{name} became shorter while it was copied; repeat the backup", path=name) from err
+        return member.size
 
     def finish(self) -> None:
         """Write the end, and give the file its name."""
         assert self._file is not None
-        self.add(End(head=self._head, digest=self._hash.digest()))
-        with disk_told(self._path.parent):
+        with disk_full_errors(self._path.parent):
+            self._file.flush()
+            self._add(_END, msgspec.json.encode(End(head=self._head, sha256=_sha256(self._partial, self._file.tell()))))
+            self._tar.close()
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -153,67 +162,119 @@ class BackupWriter:
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
-        with disk_told(self._path.parent):
-            self._file.write(data)
-        self._hash.update(data)
+    def _add(self, name: str, data: bytes) -> None:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = len(data), 0o600
+        with disk_full_errors(self._path.parent):
+            self._tar.addfile(member, io.BytesIO(data))
 
 
-def read_backup(path: Path) -> Iterator[Frame]:
-    """Yield the frames of a file. Raises DataLoss if it is damaged or cut off, ConfigError if it is not a backup."""
-    digest = hashlib.sha256()
+def read_backup(path: Path) -> Iterator[Part]:
+    """Yield the parts of a file. Raises DataLoss if it is damaged or cut off, ConfigError if it is not a backup of this
+    format."""
+    at = 0
     try:
         with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ConfigError(f"{path} is not a file of `rollmesh backup`", path=str(path))
-            digest.update(_MAGIC)
-            head, ended = EMPTY, False
-            while raw := file.read(_LENGTH.size):
-                at = file.tell()
-                length = _LENGTH.unpack(raw)[0] if len(raw) == _LENGTH.size else 0
-                body = file.read(length) if 0 < length <= _FRAME_BYTES_MAX else b""
-                if ended or not body or len(body) < length:
-                    raise _damaged(path, at)
-                frame = _decode(path, at, body)
-                if isinstance(frame, BackedUpRecord) and frame.kind == "ledger":
-                    head = check_record(str(path), _stream_record(frame), head).head
-                if isinstance(frame, End):
-                    ended = True
-                    if frame.digest != digest.digest() or frame.head != head:
+            if file.read(len(_FORMAT_1)) == _FORMAT_1:
+                raise ConfigError(
+                    f"{path} has format 1, and this version reads format {FORMAT}; restore it with the "
+                    "version that wrote it, resume the run with this version, and back it up again"
+                )
+            file.seek(0)
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                head = EMPTY
+                while (member := tar.next()) is not None:
+                    at = member.offset
+                    part = None
+                    for part in _parts(path, member, tar):
+                        if isinstance(part, StreamPart):
+                            head = _checked(path, part, head)
+                        yield part
+                    if (part is None) or (at == 0) != isinstance(part, BackupAbout):
                         raise _damaged(path, at)
-                digest.update(raw + body)
-                yield frame
-            if not ended:
-                raise _damaged(path, file.tell())
+                    if isinstance(part, End):
+                        if part != End(head=head, sha256=_sha256(path, at)) or not _is_last(file, member):
+                            raise _damaged(path, at)
+                        return
+                    tar.members = []  # type: ignore[attr-defined]  # nothing reads the list of all members
     except OSError as err:
         raise ConfigError(f"{path}: cannot be read: {err.strerror}", path=str(path)) from err
+    except (tarfile.TarError, ValueError, *UNDECODABLE) as err:
+        if not at and isinstance(err, tarfile.ReadError):
+            raise ConfigError(f"{path} is not a file of `rollmesh backup`", path=str(path)) from err
+        raise _damaged(path, at) from err
+    raise _damaged(path, path.stat().st_size)  # tarfile ends at a header that it cannot read
+
+
+def _parts(path: Path, member: tarfile.TarInfo, tar: tarfile.TarFile) -> Iterator[Part]:
+    """Yield what a member contains; nothing for a member that a backup does not have."""
+    file = tar.extractfile(member) if member.isreg() else None
+    if file is None:
+        return
+    if member.name.startswith(_FILES):
+        yield from _file_parts(member.name.removeprefix(_FILES), file)
+    elif member.size <= _MEMBER_BYTES_MAX:
+        if member.name == _ABOUT:
+            about = msgspec.json.decode(file.read(), type=BackupAbout)
+            if about.format != FORMAT:
+                raise ConfigError(
+                    f"{path} has format {about.format}, and this version reads format {FORMAT}; upgrade rollmesh"
+                )
+            yield about
+        elif member.name == _END:
+            yield msgspec.json.decode(file.read(), type=End)
+        elif member.name.partition("/")[0] in KINDS:
+            yield msgspec.msgpack.decode(file.read(), type=StreamPart)
+
+
+def _file_parts(name: str, file: IO[bytes]) -> Iterator[FilePart]:
+    if name in ("", ".") or name.startswith("/") or ".." in name.split("/"):
+        raise ConfigError(f"the backup contains the file name {name!r}, which is outside of the run folder")
+    yield FilePart(path=name, offset=0, data=file.read(PART_BYTES))
+    while data := file.read(PART_BYTES):
+        yield FilePart(path=name, offset=file.tell() - len(data), data=data)
+
+
+def _sha256(path: Path, size: int) -> str:
+    """Return the SHA-256 of the first bytes of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while size and (data := file.read(min(size, PART_BYTES))):
+            digest.update(data)
+            size -= len(data)
+    return digest.hexdigest()
+
+
+def _is_last(file: IO[bytes], member: tarfile.TarInfo) -> bool:
+    """Return whether only the end of a tar archive follows the member."""
+    file.seek(member.offset_data + member.size)
+    rest = file.read(2 * tarfile.RECORDSIZE)
+    return (
+        not any(rest)
+        and len(rest) >= 2 * tarfile.BLOCKSIZE
+        and not file.read(1)
+        and file.tell() % tarfile.RECORDSIZE == 0
+    )
 
 
 def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
-    """Read a whole file. Raises as `read_backup`, and ConfigError for a format of a later version."""
+    """Read a whole file. Raises as `read_backup`."""
     about: BackupAbout | None = None
     end: End | None = None
     records: Counter[str] = Counter()
     files = set()
-    for frame in read_backup(path):
-        match frame:
+    for part in read_backup(path):
+        match part:
             case BackupAbout():
-                about = frame
-                if frame.format > FORMAT:
-                    raise ConfigError(
-                        f"{path} has format {frame.format}, and this version reads up to {FORMAT}; upgrade rollmesh"
-                    )
-            case BackedUpRecord():
-                records[frame.kind] += 1
+                about = part
+            case StreamPart():
+                records[part.kind] += len(part.records)
             case FilePart():
-                files.add(frame.path)
+                files.add(part.path)
             case End():
-                end = frame
-            case StreamBegin():
-                pass
-    if about is None or end is None:
-        raise _damaged(path, len(_MAGIC))
+                end = part
+    assert about is not None, path
+    assert end is not None, path
     return about, BackupSummary(
         run=about.run,
         created_unix_s=about.created_unix_s,
@@ -222,21 +283,18 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
         num_records={kind: records[kind] for kind in KINDS},
         num_files=len(files),
         num_bytes=path.stat().st_size,
-        digest=end.digest.hex(),
+        digest=end.sha256,
     )
 
 
-def _decode(path: Path, at: int, body: bytes) -> Frame:
-    try:
-        found: Frame = msgspec.msgpack.decode(body, type=Frame)
-    except UNDECODABLE as err:
-        raise _damaged(path, at) from err
-    return found
+def _checked(path: Path, part: StreamPart, head: LedgerHead) -> LedgerHead:
+    """Return the head of the ledger after the part. Raises DataLoss for a record that does not follow the one
+    before."""
+    if part.kind == "ledger":
+        for record in part.records:
+            head = check_record(str(path), record, head).head
+    return head
 
 
 def _damaged(path: Path, at: int) -> DataLoss:
     return DataLoss(f"{path} is damaged or cut off at byte {at}; use another backup", path=str(path))
-
-
-def _stream_record(frame: BackedUpRecord) -> StreamRecord:
-    return StreamRecord(seq=frame.seq, payload=frame.payload, msg_id=frame.msg_id, headers=frame.headers)

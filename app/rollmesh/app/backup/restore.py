@@ -16,12 +16,11 @@ import msgspec
 
 from rollmesh.app.backup.backup_file import (
     KINDS,
-    BackedUpRecord,
     BackupAbout,
     BackupSummary,
     FilePart,
     Kind,
-    StreamBegin,
+    StreamPart,
     read_backup,
     verify_backup,
 )
@@ -118,17 +117,18 @@ async def _restore(path: Path, summary: BackupSummary, folder: RunFolder, config
                     "(`rollmesh delete`), or use another NATS"
                 )
             writers: dict[Kind, _StreamWriter] = {}
-            for frame in read_backup(path):
-                match frame:
-                    case StreamBegin():
-                        log, _ = await bus.begin_restore(
-                            specs[frame.kind], first_seq=frame.first_seq, backup=summary.digest
-                        )
-                        writers[frame.kind] = _StreamWriter(log, (await log.info()).last_seq)
-                    case BackedUpRecord():
-                        await writers[frame.kind].write(frame)
+            for part in read_backup(path):
+                match part:
+                    case StreamPart():
+                        if part.kind not in writers:
+                            log, _ = await bus.begin_restore(
+                                specs[part.kind], first_seq=part.first_seq, backup=summary.digest
+                            )
+                            writers[part.kind] = _StreamWriter(log, (await log.info()).last_seq)
+                        for record in part.records:
+                            await writers[part.kind].write(record)
                     case FilePart():
-                        await asyncio.to_thread(_write_part, folder.root, frame)
+                        await asyncio.to_thread(_write_part, folder.root, part)
                     case _:
                         pass
             for writer in writers.values():
@@ -150,18 +150,19 @@ class _StreamWriter:
         self._last = last_seq
         self._pending: deque[asyncio.Future[int]] = deque()
 
-    async def write(self, frame: BackedUpRecord) -> None:
-        if frame.seq <= self._stored:
-            if frame.seq == self._stored and (await self._log.read(frame.seq)).msg_id != frame.msg_id:
+    async def write(self, record: StreamRecord) -> None:
+        if record.seq <= self._stored:
+            if record.seq == self._stored and (await self._log.read(record.seq)).msg_id != record.msg_id:
                 raise DataLoss(
-                    f"{self._log.name}: record {frame.seq} is not that of the backup; delete the stream, and restore again"
+                    f"{self._log.name}: record {record.seq} is not that of the backup; delete the stream, and restore "
+                    "again"
                 )
             return
-        while self._last < frame.seq - 1:  # purged while the backup was written
+        while self._last < record.seq - 1:  # purged while the backup was written
             await self._append(b"", f"purged-{self._last + 1}", {})
-        await self._append(frame.payload, frame.msg_id, frame.headers)
+        await self._append(record.payload, record.msg_id, record.headers)
 
-    async def _append(self, payload: bytes, msg_id: str, headers: dict[str, str]) -> None:
+    async def _append(self, payload: bytes, msg_id: str, headers: Mapping[str, str]) -> None:
         future = await self._log.append_pipelined(payload, msg_id=msg_id, expected_last_seq=self._last, headers=headers)
         self._last += 1
         self._pending.append(future)
@@ -174,11 +175,8 @@ class _StreamWriter:
 
 
 def _write_part(root: Path, part: FilePart) -> None:
-    path = PurePosixPath(part.path)
-    if path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"the backup contains the file name {part.path!r}, which is outside of the run folder")
-    target = root / path
-    with disk_told(root):
+    target = root / part.path
+    with disk_full_errors(root):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with target.open("r+b" if part.offset else "wb") as file:
             file.seek(part.offset)

@@ -115,7 +115,7 @@ def notes(config: TrainConfig, base_dir: Path) -> list[str]:
     lines = (
         *_missing_nodes(config, pools[Split.TRAIN]),
         *_unusual_values(config, len(pools[Split.TRAIN])),
-        *_contradictions(config, base_dir, pools),
+        *_contradictions(config, base_dir, survey_tasks(pools)),
     )
     found = [f"note: {line}" for line in lines]
     size = len(pools[Split(run.eval_split)])
@@ -193,19 +193,12 @@ def _unusual_values(config: TrainConfig, num_tasks: int) -> Iterator[str]:
         )
 
 
-def _contradictions(config: TrainConfig, base_dir: Path, pools: Mapping[Split, TaskPool]) -> Iterator[str]:
+def _contradictions(config: TrainConfig, base_dir: Path, tasks: TaskSurvey) -> Iterator[str]:
     """Yield a line about prompts that several tasks have, with different answers."""
-    tasks: dict[tuple[Message, ...], list[PoolTask]] = {}
-    for pool in pools.values():
-        for position in range(len(pool)):
-            task = pool.task(position)
-            if task.oracle_ref.startswith("jsonl:"):
-                tasks.setdefault(task.messages, []).append(task)
-    repeated = [same for same in tasks.values() if len(same) > 1]
-    if not repeated:
+    if not tasks.repeated:
         return
     resolve = JsonlOracle(reward_config(config).answer_files, base_dir).resolve
-    wrong = [same for same in repeated if len({repr(resolve(_rest(task)).answers) for task in same}) > 1]
+    wrong = [same for same in tasks.repeated if len({repr(resolve(_rest(task)).answers) for task in same}) > 1]
     if wrong:
         names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
         yield (
@@ -250,7 +243,9 @@ class _Check:
         if pools:
             with self._collected("data.selector"):
                 build_selector(config.data, pools[Split.TRAIN], base_dir)
-            self._tools(pools)
+        tasks = survey_tasks(pools)
+        if pools:
+            self._tools(tasks.tools)
         with self._collected():
             self._evaluation(pools)
         self._rewards(has_tasks=bool(pools))
@@ -274,12 +269,11 @@ class _Check:
                 with self._collected(f"sandbox.egress.{name}.retrieval.backend"):
                     BACKENDS.options(policy.retrieval.backend, base_dir)
         if self._learner or config.counts.inference:
-            self._learning(pools)
+            self._learning(tasks)
 
-    def _tools(self, pools: dict[Split, TaskPool]) -> None:
+    def _tools(self, listed: frozenset[str]) -> None:
         """Check the tools that tasks list, and the profiles in which this host runs them."""
         config = self._config
-        listed = {name for pool in pools.values() for at in range(len(pool)) for name in pool.task(at).tools}
         for name in sorted(listed):
             with self._collected():
                 _check_tool(config, name)
@@ -297,7 +291,7 @@ class _Check:
             with self._collected("sandbox.engine"):
                 self.mistakes += check_profiles(config.sandbox.located(self._base_dir), own)
 
-    def _learning(self, pools: dict[Split, TaskPool]) -> None:
+    def _learning(self, tasks: TaskSurvey) -> None:
         """Check what needs torch: engine, learner and model."""
         config, base_dir = self._config, self._base_dir
         engine = None
@@ -313,7 +307,7 @@ class _Check:
             with self._collected():
                 check_made_model(config, base_dir, engine)
         else:
-            self.mistakes += check_model(config, base_dir, engine, pools)
+            self.mistakes += check_model(config, base_dir, engine, tasks)
 
     def _method(self) -> None:
         """Check the trainer, and what the parts of an update need of the run."""
@@ -381,11 +375,13 @@ class _Check:
     def _rewards(self, *, has_tasks: bool) -> None:
         config, before = self._config, len(self.mistakes)
         names: list[str] = []
+        num_bytes = 0
         known = ("logprobs", *array_names(config.rollout.outputs))
         for index, scorer in enumerate(config.reward.scorers):
             with self._collected():
                 configured = _scorer(scorer, index, self._base_dir)
                 names += configured.reward_names
+                num_bytes += sum(reward_bytes(name, configured.label) for name in configured.reward_names)
                 if missing := [name for name in configured.columns if name not in known]:
                     self.mistakes.append(_missing_column(index, missing, known))
         for logger in config.run.loggers:
@@ -404,6 +400,16 @@ class _Check:
             self._collected() if has_tasks else suppress(InvalidInput)
         ):  # the answers are often in the file of the tasks
             asyncio.run(build_reward_engine(reward_config(config), self._base_dir).close())
+        if num_bytes * config.run.group_size > REWARDS_BYTES_MAX:
+            self.mistakes.append(
+                ConfigError(
+                    f"`run.group_size`: the rewards of a group must have at most {REWARDS_BYTES_MAX} bytes, and "
+                    f"{config.run.group_size} episodes with {len(names)} rewards each have at least "
+                    f"{num_bytes * config.run.group_size}; lower run.group_size to {REWARDS_BYTES_MAX // num_bytes}, "
+                    "or let the scorers return fewer rewards",
+                    key="run.group_size",
+                )
+            )
         if config.run.success_reward not in names:
             self.mistakes.append(
                 ConfigError(
@@ -516,9 +522,7 @@ def _scorer(scorer: ScorerConfig, index: int, base_dir: Path) -> ConfiguredScore
         configured = build_scorer(scorer, base_dir)
     except ConfigError as err:
         raise at_key(err, f"reward.scorers[{index}]") from err
-    close = getattr(configured.scorer, "close", None)
-    if close is not None:
-        asyncio.run(close())
+    asyncio.run(configured.scorer.close())
     return configured
 
 

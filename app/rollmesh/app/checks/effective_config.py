@@ -93,6 +93,7 @@ def _as_config(words: ChatFormat) -> FormatConfig:
         tool_call_start=words.tool_call_start,
         tool_call_end=words.tool_call_end,
         tool_call_body=words.tool_call_body,
+        tool_call_separator=words.tool_call_separator,
         observation=words.observation,
         tool_role=words.tool_role,
         assistant_role=words.assistant_role,

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rollmesh.trainer.memory_plan import MemoryPlan
 
 _ENGINE_DEVICE = "inference.engine.options.device"
-PROMPTS_CHECKED = 64
-"""Prompts whose length is compared with the context: the longest of all tasks, by their characters."""
 
 
 def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
@@ -55,8 +53,9 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
         raise mistake
 
 
-def check_model(config: TrainConfig, base_dir: Path, engine: Any, pools: Mapping[Split, TaskPool]) -> list[MeshError]:
-    """Return every mistake about the model in a folder. `engine` are the settings of an engine that runs it, otherwise None."""
+def check_model(config: TrainConfig, base_dir: Path, engine: Any, tasks: TaskSurvey) -> list[MeshError]:
+    """Return every mistake about the model in a folder. `engine` are the settings of an engine that runs it, otherwise
+    None."""
     mistakes: list[MeshError] = list(_devices(config, base_dir, engine))
     if engine is None and not _trains_model(config, base_dir):
         return mistakes
@@ -79,9 +78,9 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, pools: Mapping
         tokenizer = load_tokenizer(folder, config.rollout.format)
         _ = tokenizer.format
         check_vocabulary(folder, tokenizer, vocabulary)
-        if config.rollout.agent.name == "tool_calling" and pools and _lists_tools(pools):
+        if config.rollout.agent.name == "tool_calling" and tasks.tools and not config.rollout.format.names_calls:
             _refuse_unread(tokenizer)
-        _check_prompts(config, tokenizer, pools)
+        _check_prompts(config, tokenizer, tasks)
     except InvalidInput as err:
         mistakes.append(err)
     return mistakes
@@ -154,9 +153,9 @@ def check_reference(config: TrainConfig, base_dir: Path) -> None:
 
 def _check_served(config: TrainConfig, base_dir: Path, folder: Path, engine: Any) -> None:
     """Check what the engine can serve."""
-    check = getattr(INFERENCE_ENGINES.find(config.inference.engine.name, base_dir), "check_model", None)
-    if engine is not None and check is not None:
-        check(msgspec.structs.replace(engine, model=str(folder)))
+    if engine is not None:
+        cls: type[Engine] = INFERENCE_ENGINES.find_class(config.inference.engine.name, base_dir)
+        cls.check_model(msgspec.structs.replace(engine, model=str(folder)))
 
 
 def _trains_model(config: TrainConfig, base_dir: Path) -> bool:
@@ -186,12 +185,13 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
         model = load_model(folder)
     except ValueError as err:
         raise ConfigError(f"`model`: {err}; the folder must be one that transformers loads", key="model") from err
+    spread = SpreadCopy(model)
     try:
-        choice = choose_forward(model)
+        choice = choose_forward(model, spread)
     except ValueError as err:
         raise ConfigError(f"`model`: {err}", key="model") from err
     if config.learner.packing.shared_row_tokens:
-        check_shared(model, choice)
+        check_shared(model, choice, spread)
     if config.learner.lora.rank:
         inject(model, config.learner.lora)
 
@@ -229,16 +229,17 @@ def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPla
     )
 
 
-def _lists_tools(pools: Mapping[Split, TaskPool]) -> bool:
-    return any(pool.task(position).tools for pool in pools.values() for position in range(len(pool)))
-
-
 def _refuse_unread(tokenizer: ChatTokenizer) -> None:
-    """Raise ConfigError if the agent `tool_calling` does not read the calls that the chat template writes."""
+    """Raise ConfigError if the agent `tool_calling` does not read the calls that the chat template writes.
+
+    It writes no call through the template, so settings of `rollout.format` that name other calls hold for a model that
+    writes those.
+    """
     if why := why_unread(tokenizer, tool_call_parser(tokenizer.format)):
         raise ConfigError(
-            f"`rollout.format`: tasks list tools, and their calls would be taken for answers: {why}; set `tool_call_start`, `tool_call_end` "
-            "and `tool_call_body` to what the template writes if one of the bodies fits, or take an agent that reads these calls",
+            f"`rollout.format`: tasks list tools, and their calls would be taken for answers: {why}; set "
+            "`tool_call_start`, `tool_call_end` and `tool_call_body` to what the model writes if one of the bodies "
+            "fits, or take an agent that reads these calls",
             key="rollout.format",
         )
 
@@ -256,14 +257,12 @@ def call_note(config: TrainConfig, base_dir: Path) -> list[str]:
     )
 
 
-def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, pools: Mapping[Split, TaskPool]) -> None:
+def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, tasks: TaskSurvey) -> None:
     limit = config.rollout.limits.context_tokens_max
     tools = rollout_config(config).tools
-    tasks = (pool.task(position) for pool in pools.values() for position in range(len(pool)))
-    longest = heapq.nlargest(PROMPTS_CHECKED, tasks, key=lambda task: sum(len(one.content) for one in task.messages))
     found = [
         (task.task_id, length)
-        for task in longest
+        for task in tasks.longest
         if (
             length := tokenizer.encode_prompt(
                 task.messages, [tool_schema(name, tools[name]) for name in task.tools if name in tools]

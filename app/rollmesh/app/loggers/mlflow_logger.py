@@ -27,7 +27,7 @@ class MlflowOptions(Settings):
     """Experiment of the run. It is created if it does not exist."""
 
 
-class MlflowLogger:
+class MlflowLogger(RunLogger):
     """A run in MLflow, whose step is the update. A resumed run continues it."""
 
     Options: ClassVar[type[Settings]] = MlflowOptions

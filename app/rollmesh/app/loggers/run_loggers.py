@@ -56,27 +56,33 @@ class LoggedRun:
     """The id that `RunLogger.tracker_id` had when this run was logged before; empty for a new run."""
 
 
-class RunLogger(Protocol):
-    """A connection to a tracker. Constructed as `cls(run=LoggedRun, options=...)`; the constructor raises ConfigError if it cannot work.
+class RunLogger(Plugin):
+    """Base of connections to a tracker. Constructed as `cls(run=LoggedRun, options=...)`, without `options` if the
+    class has no `Options`; the constructor raises ConfigError if it cannot work.
 
     All calls come from one thread, and may block.
     """
 
-    tracker_id: str
+    tracker_id: str = ""
     """Id by which a later instance continues the same run in the tracker; may be empty."""
 
+    @required
     def add(self, update: int, time_unix_s: float, values: Mapping[str, float]) -> None:
-        """Log finite values by name, e.g. `kl/behavior`, `seconds/train` or `heldout_success`. After a roll-back, updates repeat."""
-        ...
+        """Log finite values by name, e.g. `kl/behavior`, `seconds/train` or `heldout_success`. After a roll-back,
+        updates repeat."""
 
+    @required
     def close(self, *, finished: bool) -> None:
         """Send what is pending and end. `finished`: the run needs no further updates; otherwise it can be resumed."""
-        ...
 
 
 LOGGERS = Registry(
     "logger",
-    {"wandb": "rollmesh.app.loggers.wandb_logger:WandbLogger", "mlflow": "rollmesh.app.loggers.mlflow_logger:MlflowLogger"},
+    {
+        "wandb": "rollmesh.app.loggers.wandb_logger:WandbLogger",
+        "mlflow": "rollmesh.app.loggers.mlflow_logger:MlflowLogger",
+    },
+    RunLogger,
 )
 
 

@@ -25,7 +25,7 @@ class WandbOptions(Settings):
     """Maximum time to reach the service at the start."""
 
 
-class WandbLogger:
+class WandbLogger(RunLogger):
     """A run in Weights & Biases, whose x-axis is the update. A resumed run continues it."""
 
     Options: ClassVar[type[Settings]] = WandbOptions

@@ -93,7 +93,7 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
 
 def _check_scorers(engine: RewardEngine) -> None:
     for configured in engine.scorers:
-        if isinstance(configured.scorer, UsesPolicy):
+        if overrides(configured.scorer, Scorer.use_policy):
             raise ConfigError(
                 f"the scorer of the reward `{configured.name}` ({configured.label}) asks the policy, which only a mesh "
                 "serves; score it with `rollmesh rollout`, or remove it from reward.scorers"

@@ -1,6 +1,7 @@
 """The display of a running run: a live panel on a terminal, plain lines elsewhere.
 
-Both read the newest state of the recorder and neither slows the run down nor makes it fail. Collaborators: `watch.Recorder`.
+Both read the newest state of the recorder and neither slows the run down nor makes it fail. Collaborators:
+`watch.RunRecorder`.
 """
 
 from __future__ import annotations

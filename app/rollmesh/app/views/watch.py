@@ -62,7 +62,7 @@ class RunRecorder:
         """Set when the run has ended."""
         self.stalled = asyncio.Event()
         """Set while the run is stalled; `now.stalled` is the cause."""
-        self.hopeless = asyncio.Event()
+        self.fatal = asyncio.Event()
         """Set when the first samples have all failed with the same kind of error; `failure` is the cause."""
         self.failure: AllFailed | None = None
         self.silent_s = 0.0
@@ -116,7 +116,7 @@ class RunRecorder:
             )
         except AllFailed as err:
             self.failure = err
-            self.hopeless.set()
+            self.fatal.set()
 
     def unused(self) -> dict[str, int]:
         """Return the number of samples that ended since the newest update, by reason."""

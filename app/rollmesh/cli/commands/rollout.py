@@ -18,7 +18,6 @@ from rollmesh.cli.app import (
     console,
     print_json,
     report_errors,
-    set_up_compute,
 )
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ class CalcSource(GeneratedSource):
         return demonstrate(key)
 
 
-class CalcOracle:
+class CalcOracle(Oracle):
     """Computes integer expressions of `+`, `-` and `*` with Python's precedence."""
 
     def resolve(self, rest: str) -> AnswerKey:

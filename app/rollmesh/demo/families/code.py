@@ -348,7 +348,7 @@ class CodeSource(GeneratedSource):
         return Demonstration((), code_task(key).solution)
 
 
-class CodeOracle:
+class CodeOracle(Oracle):
     """Resolves a specification to hidden tests of the function."""
 
     def resolve(self, rest: str) -> AnswerKey:

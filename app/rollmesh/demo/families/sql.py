@@ -272,7 +272,7 @@ class SqlSource(GeneratedSource):
         return Demonstration((), sql_task(key).query)
 
 
-class SqlOracle:
+class SqlOracle(Oracle):
     """Resolves a key to the hidden databases, with the result of the exemplary query on each."""
 
     def resolve(self, rest: str) -> AnswerKey:

@@ -1,0 +1,1 @@
+"""Checks of a configuration, its model, its tools and this host, before a run starts."""

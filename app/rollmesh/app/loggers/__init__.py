@@ -1,0 +1,1 @@
+"""Loggers of runs outside the run folder."""

@@ -1,0 +1,1 @@
+"""Samples of a run: recorded ones, exports of a run without a learner, and scores."""

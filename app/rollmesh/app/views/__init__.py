@@ -1,0 +1,1 @@
+"""What a run shows: its measures over time, the live display, the summary, figures and the report."""
