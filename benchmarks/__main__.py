@@ -1,4 +1,4 @@
-"""`rollmesh bench`: measurements on this machine, as ratios to baselines of the same run."""
+"""`python -m benchmarks`: measurements on this machine, as ratios to baselines of the same run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from benchmarks.methods.bench import MethodsOptions, MethodsOutcome
 
 Number = TypeVar("Number", int, float)
+ROOT = Path(__file__).parents[1]
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
@@ -51,13 +53,11 @@ def bench(
             show_default=False,
         ),
     ] = "",
-    seeds: Annotated[
-        str, typer.Option(help="With `methods`, `race` and `demo_time`: seeds, separated by commas.")
-    ] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="With `methods` and `race`: seeds, separated by commas.")] = "0,1,2",
     old: Annotated[
         Path | None,
         typer.Option(
-            help="With `race` and `demo_time`: another checkout with an environment in .venv, to compare with.",
+            help="With `race`: another checkout with an environment in .venv, to compare with.",
             show_default=False,
         ),
     ] = None,
@@ -84,13 +84,16 @@ def bench(
         typer.Option("--any-commit", help="With `methods`: accept records of other commits with the same settings."),
     ] = False,
 ) -> None:
-    """Measure engine and mesh against baselines of the same run. docs/benchmarks.md explains the results.
+    """Measure engine and mesh against baselines of the same run. benchmarks/README.md explains the results.
 
-    A bench that misses one of its targets fails with exit code 1. `rollmesh bench methods` trains tiny models with recipes and compares each with its baseline. It writes a record when a run ends, and
-    resumes.
+    A bench that misses one of its targets fails with exit code 1. `python -m benchmarks methods` trains tiny models
+    with recipes and compares each with its baseline. It writes a record when a run ends, and resumes.
     """
     with report_errors():
         set_up_compute()
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )  # for processes
         if names != ["methods"]:
             from benchmarks.runner import run_benches
 
@@ -171,3 +174,7 @@ def _numbers(option: str, text: str, number: Callable[[str], Number]) -> tuple[N
     except ValueError as err:
         kind = "integers" if number is int else "numbers"
         raise InvalidInput(f"{option} must be {kind} separated by commas, got {text!r}") from err
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")

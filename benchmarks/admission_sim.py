@@ -115,7 +115,7 @@ class _Simulation:
         )
 
     def run(self) -> Result:
-        self._ask(i.CreateRun(ticket=next(self._tickets), spec=self._spec), lambda _: None)
+        self._ask(m.CreateRun(ticket=next(self._tickets), spec=self._spec), lambda _: None)
         attach = i.AttachTrainer(
             ticket=next(self._tickets), last_update=0, digest="", keeps_no_checkpoints=True, **NAMES
         )
@@ -192,7 +192,7 @@ class _Simulation:
             group=lease.group,
             episode=lease.episode,
             attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.COMPLETED,
+            outcome=m.EpisodeOutcome.COMPLETED,
             payload=PayloadRef(sequence=ticket, size_bytes=1),
             samples=(sample,),
         )
@@ -217,7 +217,7 @@ class _Simulation:
         request = i.LeaseBatch(ticket=ticket, trainer_epoch=self._epoch, update=update, wait_s=NEVER_S, **NAMES)
         self._ask(request, self._leased)
 
-    def _leased(self, grant: i.BatchGrant) -> None:
+    def _leased(self, grant: m.LeaseBatchResponse) -> None:
         if self._update:
             self._result.waited_s += self._now - self._asked_at
         self._result.lags.update(sample.staleness for sample in grant.samples)

@@ -58,8 +58,9 @@ class History:
         self._epoch = 0
 
     def updates(self, num_updates: int) -> Iterator[list[tuple[Fact, ...]]]:
-        """Yield the decisions update by update, one ledger record each. `core` then holds the state after the last one."""
-        self._ask(i.CreateRun(ticket=self._next(), spec=SPEC))
+        """Yield the decisions update by update, one ledger record each. `core` then holds the state after the last
+        one."""
+        self._ask(m.CreateRun(ticket=self._next(), spec=SPEC))
         attached: i.Attached = self._ask(i.AttachTrainer(ticket=self._next(), last_update=0, digest="", **NAMES))
         self._epoch = attached.trainer_epoch
         self._publish(0)
@@ -122,7 +123,7 @@ class History:
             group=lease.group,
             episode=lease.episode,
             attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.COMPLETED,
+            outcome=m.EpisodeOutcome.COMPLETED,
             payload=PayloadRef(sequence=self._sequence, size_bytes=4500),
             samples=(sample,),
         )
@@ -151,7 +152,7 @@ class History:
         assert batch.lease_id, f"no batch of update {update}: it waits for {batch.waiting_for}"
         committed = self._ask(self._request(i.CommitUpdate, update=update, lease_ids=(batch.lease_id,)))
         if update % CHECKPOINT_EVERY == 0:
-            self._ask(self._request(i.ReportCheckpoint, update=update, digest=committed.digest))
+            self._ask(self._request(m.ReportCheckpoint, update=update, digest=committed.digest))
         self._publish(update)
         self._answer()
 

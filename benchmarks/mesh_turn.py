@@ -1,16 +1,16 @@
-"""CPU seconds per episode turn outside model code, by hop, of the whole mesh on one host, over sockets and with direct calls.
+"""CPU seconds per episode turn outside model code, by hop, of the whole mesh on one host.
 
-A real Mesh: every service behind its gRPC stubs, a real nats-server, jailed tool sessions; only engine and trainer are fakes, which
-compute almost nothing and are excluded. With direct calls (`network.direct`, the default) services of one event loop skip the socket. Agents make 6 turns of 20 tokens, with no tool or with a calculator call after each turn but the last.
-All costs of an episode are divided by its turns: admission, lease, prompt, sandbox session, scores, payload, report, ledger, batch,
-fetch, commit, weights.
+A real Mesh: every service behind its gRPC stubs, a real nats-server, jailed tool sessions; only engine and trainer are
+fakes, which compute almost nothing and are excluded. Agents make 6 turns of 20 tokens, with no tool or with a
+calculator call after each turn but the last. All costs of an episode are divided by its turns: admission, lease,
+prompt, sandbox session, scores, payload, report, ledger, batch, fetch, commit, weights.
 
-How to read it: all values are CPU of all processes together, so that other load on the machine matters little. The baseline is gRPC
-itself: an empty unary call through the mesh's client and server, both sides together, measured before and after the meshes of the same
-run, over a socket and as a direct call. A turn over sockets may cost at most `TARGETS` of the calls over a socket; the bench fails if it
-costs more. A hop is the nearest frame of a service. `grpc, asyncio` is the time of the libraries
-between handlers, which cannot be assigned to a service. The share of the jail is fork, exec and exit of sessions and calls, in the zygote
-and its children.
+How to read it: all values are CPU of all processes together, so that other load on the machine matters little. The
+baseline is gRPC itself: an empty unary call through the mesh's client and server, both sides together, measured before
+and after the meshes of the same run. A turn may cost at most `TARGETS` of these calls; the bench fails if it costs
+more. A hop is the nearest frame of a service. `grpc, asyncio` is the time of the libraries between handlers, which
+cannot be assigned to a service. The share of the jail is fork, exec and exit of sessions and calls, in the zygote and
+its children.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ MODEL = "model (fakes, left out)"
 NEW_TOKENS = 20
 LIMIT_S = 240.0
 TARGETS = {"no tool": 1.4, "tool call": 4.2}
-"""Most CPU of a turn outside the model over sockets, in empty unary calls over a socket of the same run."""
-TRANSPORTS = {"sockets": False, "direct": True}
-"""Value of `network.direct` by name."""
+"""Most CPU of a turn outside the model, in empty unary calls of the same run."""
 SHOWN_S = 1e-5
 """Hops below this time per turn in every column are only in the total."""
 NUM_PINGS, PINGS_AT_ONCE = 2000, 16
@@ -56,43 +54,33 @@ def run(quick: bool) -> Report:
         "mesh_turn",
         f"6 turns of {NEW_TOKENS} tokens per episode; {measured:,} turns after {warm:,}; ms of CPU per turn",
     )
-    pings_s = [_pings_s()]
+    pings_s = [asyncio.run(asyncio.wait_for(_ping_cpu_s(), LIMIT_S))]
     columns: dict[str, Profile] = {}
-    for transport, direct in TRANSPORTS.items():
-        for name in TARGETS:
-            with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-                measuring = _measure(Path(folder), name == "tool call", direct, warm, measured)
-                columns[f"{transport}, {name}"] = asyncio.run(asyncio.wait_for(measuring, LIMIT_S))
-    pings_s.append(_pings_s())
-    call_s = {name: sum(pings[name] for pings in pings_s) / len(pings_s) for name in TRANSPORTS}
+    for name in TARGETS:
+        with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
+            measuring = _measure(Path(folder), name == "tool call", warm, measured)
+            columns[name] = asyncio.run(asyncio.wait_for(measuring, LIMIT_S))
+    pings_s.append(asyncio.run(asyncio.wait_for(_ping_cpu_s(), LIMIT_S)))
+    call_s = sum(pings_s) / len(pings_s)
     hops = {name: _by_hop(profile) for name, profile in columns.items()}
-    calls = {name: _outside_s(column) / measured / call_s["sockets"] for name, column in hops.items()}
+    calls = {name: _outside_s(column) / measured / call_s for name, column in hops.items()}
     report.rows = [
-        _row("empty unary call", {name: call_s[name.partition(",")[0]] for name in columns}, 1),
-        {"hop": "a turn outside the model, in empty unary calls over a socket", **calls},
+        _row("empty unary call", dict.fromkeys(columns, call_s), 1),
+        {"hop": "a turn outside the model, in empty unary calls", **calls},
         *_table(hops, measured),
     ]
-    for name in TRANSPORTS:
-        report.notes.append(
-            f"empty unary calls, {name}, before and after: {' and '.join(f'{1e3 * s[name]:.2f}' for s in pings_s)} ms"
-        )
+    report.notes = [f"empty unary calls, before and after: {' and '.join(f'{1e3 * s:.2f}' for s in pings_s)} ms"]
     report.notes += [_dearest(name, profile, measured) for name, profile in columns.items()]
     report.targets = [
-        BenchTarget(
-            f"a turn outside the model over sockets, {name}, in empty unary calls", calls[f"sockets, {name}"], bound
-        )
+        BenchTarget(f"a turn outside the model, {name}, in empty unary calls", calls[name], bound)
         for name, bound in TARGETS.items()
     ]
     return report
 
 
-def _pings_s() -> dict[str, float]:
-    return {name: asyncio.run(asyncio.wait_for(_ping_cpu_s(direct), LIMIT_S)) for name, direct in TRANSPORTS.items()}
-
-
-async def _ping_cpu_s(direct: bool) -> float:
+async def _ping_cpu_s() -> float:
     """Return the CPU seconds of one empty unary call, both sides."""
-    async with RpcServer(access=Access(token="bench"), config=ServerConfig(direct=direct)) as server:
+    async with RpcServer(access=Access(token="bench")) as server:
         await server.start()
         async with open_channel(server.address, access=Access(token="bench")) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -107,8 +95,8 @@ async def _ping_cpu_s(direct: bool) -> float:
             return (time.process_time() - start_s) / NUM_PINGS
 
 
-async def _measure(folder: Path, tools: bool, direct: bool, warm: int, measured: int) -> Profile:
-    async with _mesh(folder, tools, direct):
+async def _measure(folder: Path, tools: bool, warm: int, measured: int) -> Profile:
+    async with _mesh(folder, tools):
         start = TURNS.value
         await TURNS.until(start + warm)
         with CpuProfile(owner_of) as profile:
@@ -117,21 +105,20 @@ async def _measure(folder: Path, tools: bool, direct: bool, warm: int, measured:
 
 
 @asynccontextmanager
-async def _mesh(folder: Path, tools: bool, direct: bool) -> AsyncIterator[Mesh]:
+async def _mesh(folder: Path, tools: bool) -> AsyncIterator[Mesh]:
     model = folder / "model"
     model.mkdir()
     save_tokenizer(build_tokenizer(), model)
-    async with Mesh(_config(model, tools, direct), run_dir=folder / "run", base_dir=folder) as mesh:
+    async with Mesh(_config(model, tools), run_dir=folder / "run", base_dir=folder) as mesh:
         yield mesh
 
 
-def _config(model: Path, tools: bool, direct: bool) -> MeshConfig:
+def _config(model: Path, tools: bool) -> MeshConfig:
     return config_from_dict(
         MeshConfig,
         {
             "run": {"name": "bench", "batch_groups": 8, "group_size": 16, "updates_max": 0, "eval_every": 0},
             "counts": {"sandbox": int(tools)},
-            "network": {"direct": direct},
             "inference": {
                 "engine": {"name": "fake", "options": {"vocab_size": 112, "slots_max": 256}},
             },
@@ -152,7 +139,7 @@ owner_of = by_source(
     (r"rollmesh/services/(?:inference|learner)/engines/|rollmesh/testing/fake_", MODEL),
     (r"rollmesh/services/(\w+)/", r"\1"),
     (r"rollmesh/shared/(\w+)", r"shared.\1"),
-    (r"rollmesh/bench/turns\.py", "rollout"),
+    (r"benchmarks/turns\.py", "rollout"),
     (r"/selectors\.py", WAITING),
     (r"/(?:grpc|asyncio)/", "grpc, asyncio"),
     (r"/(nats|tokenizers)/", r"\1"),
@@ -176,7 +163,7 @@ def _outside_s(hops: dict[str, float]) -> float:
 
 def _table(hops: dict[str, dict[str, float]], turns: int) -> list[dict[str, Any]]:
     names = sorted(
-        {hop for column in hops.values() for hop in column}, key=lambda hop: -hops["sockets, tool call"].get(hop, 0.0)
+        {hop for column in hops.values() for hop in column}, key=lambda hop: -hops["tool call"].get(hop, 0.0)
     )
     shown = [
         name for name in names if name != MODEL and any(h.get(name, 0.0) >= SHOWN_S * turns for h in hops.values())

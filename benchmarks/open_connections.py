@@ -7,8 +7,8 @@ is `STREAMS` WatchRun streams through the gateway, which are read, and `HALF_OPE
 and not repeated; a half request that the server closes is sent again after `AGAIN_S`. Windows without and with load
 alternate in one mesh, and the order changes from pair to pair.
 
-How to read it: `ratio` is the rate with load over that without it. Clients and services share the machine, so the ratio contains the CPU
-time of the clients; the notes say how many cores clients, gateway and coordinator used.
+How to read it: `ratio` is the rate with load over that without it. Clients and services share the machine, so the ratio
+contains the CPU time of the clients; the notes say how many cores clients, gateway and coordinator used in each.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Load:
     get_run_failed: int = 0
     threads: int = 0
     """Threads of the coordinator at the end of the window."""
-    cores: dict[str, float] = field(default_factory=dict)
-    """CPU seconds per second of the window, by process."""
+    cores: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """CPU seconds per second of the windows without and with load, by process."""
 
 
 def run(quick: bool) -> Report:
@@ -97,9 +97,10 @@ def _note(pair: int, load: Load, threads_before: int) -> str:
     if load.get_run_s:
         calls = f"GetRun {1e3 * median(load.get_run_s):.0f} ms (max {1e3 * max(load.get_run_s):.0f})"
     return (
-        f"pair {pair}, under load: {calls}, {load.get_run_failed} calls failed; streams: {load.opened} open, {load.rejected} rejected, "
-        f"{load.ended} ended early; {load.sent} half requests sent, {load.refused} refused; threads of the coordinator: {threads_before} before, {load.threads} during; "
-        f"cores: {', '.join(f'{name} {value:.2f}' for name, value in load.cores.items())}"
+        f"pair {pair}, under load: {calls}, {load.get_run_failed} calls failed; streams: {load.opened} open, "
+        f"{load.rejected} rejected, {load.ended} ended early; {load.sent} half requests sent, {load.refused} refused; "
+        f"threads of the coordinator: {threads_before} before, {load.threads} during; cores: "
+        f"{', '.join(f'{name} {free:.2f} -> {loaded:.2f}' for name, (free, loaded) in load.cores.items())}"
     )
 
 
@@ -115,16 +116,18 @@ async def _measure(folder: Path, pairs: int, updates: int) -> tuple[list[tuple[f
         with _many_files():  # after the start, because processes inherit the limit
             for pair in range(pairs):
                 found: dict[bool, float] = {}
+                cores: dict[bool, dict[str, float]] = {}
                 for loaded in (False, True) if pair % 2 == 0 else (True, False):
                     async with AsyncExitStack() as stack:
                         if loaded:
                             loads.append(await stack.enter_async_context(_load(mesh.layout)))
                         begin_s, begin_cpu_s = time.perf_counter(), _cpu_s(mesh)
                         found[loaded] = await _updates_per_minute(mesh.layout, updates)
+                        wall_s = time.perf_counter() - begin_s
+                        cores[loaded] = {n: (s - begin_cpu_s[n]) / wall_s for n, s in _cpu_s(mesh).items()}
                         if loaded:
-                            wall_s = time.perf_counter() - begin_s
-                            loads[-1].cores = {n: (s - begin_cpu_s[n]) / wall_s for n, s in _cpu_s(mesh).items()}
                             loads[-1].threads = _num_threads(mesh.pids["coordinator"])
+                loads[-1].cores = {name: (free, cores[True][name]) for name, free in cores[False].items()}
                 rates.append((found[False], found[True]))
     return rates, loads, threads
 

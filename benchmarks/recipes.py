@@ -47,7 +47,7 @@ LEARNING_RATE = 3e-3
 MODEL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 
 
-class DigitShare:
+class DigitShare(Scorer):
     """The reward: the share of digits among the characters, 0 for an empty response."""
 
     async def score(self, item: ScoreItem) -> float:

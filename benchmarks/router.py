@@ -235,7 +235,7 @@ class _Nodes:
                 directory=str(self._folder / f"node-{number}"),
                 engine=Extension("torch", {"model": str(self._folder), **options}),
                 capacity=SLOTS,
-                server=ServerConfig(direct=True, stop_s=0.0),
+                server=ServerConfig(stop_s=0.0),
             )
             node = InferenceNode(config, node_id=f"node-{number}", access=_ACCESS)
             self._nodes.append(await self._stack.enter_async_context(node))

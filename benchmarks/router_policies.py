@@ -1,4 +1,5 @@
-"""Policies for the choice of a node that `rollmesh bench router` compares with the router's: round robin and consistent hashing."""
+"""Policies for the choice of a node that `python -m benchmarks router` compares with the router's: round robin and
+consistent hashing."""
 
 from __future__ import annotations
 

@@ -14,16 +14,12 @@ from rollmesh.shared.errors import InvalidInput
 BENCHES = (
     "engine",
     "prefix",
-    "versions",
     "admission",
-    "admission_latency",
     "rows_per_step",
     "shared_prefix",
     "mesh_turn",
     "router",
     "sandbox",
-    "switch_interval",
-    "telemetry",
     "staleness",
     "handover",
     "ledger",
@@ -32,10 +28,14 @@ BENCHES = (
     "recipes",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm", "race", "weights", "demo_time", "publish_to_active", "open_connections")
-"""Modules that run by name only: they need another environment, another checkout, 12 GB of memory, or 2,000 open files. `methods` is a command with its own options."""
-WITH_OPTIONS = ("race", "demo_time")
+BY_NAME = ("vllm", "race", "weights", "publish_to_active", "open_connections")
+"""Modules that run by name only: they need another environment, 12 GB of memory, or 2,000 open files. `methods` is a
+command with its own options."""
+WITH_OPTIONS = ("race",)
 """Modules whose `run` has further options."""
+FOLDERS = {name: f"{name}.bench" for name in ("handover", "race", "sandbox", "vllm", "weights")}
+MODULES = FOLDERS | {"publish_to_active": "weights.publish_to_active"}
+"""Modules of benches that are not named like the bench."""
 METHODS = "methods"
 
 
@@ -59,7 +59,7 @@ def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None, op
 
 def _run(name: str, quick: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     before = machine()
-    report: Report = importlib.import_module(f"rollmesh.bench.{name}").run(quick, **options)
+    report: Report = importlib.import_module(f"benchmarks.{MODULES.get(name, name)}").run(quick, **options)
     after = machine()
     print(report.text(judged=not quick))
     print(

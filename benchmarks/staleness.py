@@ -24,7 +24,7 @@ from benchmarks.report import Report
 ETAS = (0, 1, 2, 4)
 LATENCY = ("distribution=pareto", "mean_s=0.4", "shape=1.3", "max_s=6")
 TIMEOUT_S = 600
-CONFIG = Path(__file__).parent / "demo_small.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "demo_small.yaml"
 
 
 def run(quick: bool) -> Report:

@@ -31,7 +31,7 @@ class TurnCount:
 TURNS = TurnCount()
 
 
-class Talking:
+class Talking(Agent):
     """Turns without tools. An observation follows each turn, as the response of a simulated user would."""
 
     async def run(self, task: Task, env: Environment) -> None:
@@ -43,7 +43,7 @@ class Talking:
         TURNS.add()
 
 
-class Calling:
+class Calling(Agent):
     """Turns that call the calculator, except for the last one."""
 
     async def run(self, task: Task, env: Environment) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CONFIG = Path(__file__).parent / "demo_small.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "demo_small.yaml"
 TIMEOUT_S = 900
 
 

@@ -98,7 +98,7 @@ def _row(num_bytes: int, ours: list[Rate], rays: list[Rate]) -> dict[str, Any]:
 
 
 def _ray(python: str, num_bytes: int, num_batches: int) -> Rate:
-    script = Path(__file__).with_name("ray_handover.py")
+    script = Path(__file__).with_name("ray.py")
     command = [python, "-I", str(script), *map(str, (num_bytes, BATCH, num_batches, WARM))]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     return Rate(**json.loads(done.stdout.splitlines()[-1]))

@@ -1,4 +1,4 @@
-"""Agents of the tasks of `rollmesh bench methods`."""
+"""Agents of the tasks of `python -m benchmarks methods`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One arm of `rollmesh bench methods`, and the process that runs arms.
+"""One arm of `python -m benchmarks methods`, and the process that runs arms.
 
 The process reads one JSON `ArmWork` per line from standard input and writes one JSON `Made` per line to standard
 output:

@@ -1,12 +1,12 @@
 """Every method against its baseline, on small tasks and with exact lag: what the papers lead one to expect, and what
 happens here.
 
-An arm trains a tiny model with one recipe on one task (`methods_tasks`) in the bare loop (`bare_loop`): generation, reward and update in
-one process without services. At lag n the weights of n updates ago generate. Arms of one task, lag and seed have the same initial model,
-the same order of prompts and the same evaluations; they differ in the method. `about.baseline` of a recipe names the method with which it
-is compared, and `about.expected` the expected differences.
+An arm trains a tiny model with one recipe on one task (`tasks`) in the bare loop (`race.bare_loop`): generation, reward
+and update in one process without services. At lag n the weights of n updates ago generate. Arms of one task, lag and
+seed have the same initial model, the same order of prompts and the same evaluations; they differ in the method.
+`expectations` says with which method it is compared, and which differences are expected.
 
-    arms to run -> processes of `methods_arm`, one arm at a time each -> records.jsonl -> comparisons (`methods_verdict`) -> report
+    arms to run -> processes of `arm`, one arm at a time each -> records.jsonl -> comparisons (`verdict`) -> report
 
 A record is written when its arm ends, and arms with a record are not run again. The budget is in CPU seconds, which
 exclude the waiting for a busy core. Rewards of groups without variance stay in the batch, because the bare loop has no
@@ -101,26 +101,20 @@ def planned(options: MethodsOptions) -> list[MethodArm]:
     arms: dict[MethodArm, None] = {}
     for seed in options.seeds:
         for method in options.methods or recipe_names():
-            about = about_of(method)
-            for task, lag in cases_of(about, options):
-                for lr, name in product(options.lrs, (about.baseline, method)):
+            wanted = expected_of(method)
+            for task, lag in cases_of(wanted, options):
+                for lr, name in product(options.lrs, (wanted.baseline, method)):
                     arms[MethodArm(method=name, task=task, lag=lag, seed=seed, lr=lr)] = None
     return list(arms)
 
 
-def cases_of(about: About, options: MethodsOptions) -> list[tuple[str, int]]:
+def cases_of(wanted: Expected, options: MethodsOptions) -> list[tuple[str, int]]:
     """Return the tasks and lags on which a method is run."""
     cases = []
-    for task in options.tasks or tuple(dict.fromkeys(one.task for one in about.expected)) or ("calc",):
-        stale = any(one.lag_min for one in about.expected if one.task == task)
+    for task in options.tasks or tuple(dict.fromkeys(one.task for one in wanted.expected)) or ("calc",):
+        stale = any(one.lag_min for one in wanted.expected if one.task == task)
         cases += [(task, lag) for lag in options.lags or (LAGS if stale else LAGS[:1])]
     return cases
-
-
-@cache
-def about_of(method: str) -> About:
-    """Return the `about` section of a recipe. Raises ConfigError."""
-    return read_recipe(find_recipe(method))[0]
 
 
 def read_outcome(options: MethodsOptions) -> MethodsOutcome:
@@ -133,8 +127,8 @@ def read_outcome(options: MethodsOptions) -> MethodsOutcome:
     rows = [
         row
         for method in options.methods or recipe_names()
-        if method != about_of(method).baseline
-        for row in compare(method, about_of(method), records, cases_of(about_of(method), options))
+        if method != expected_of(method).baseline
+        for row in compare(method, expected_of(method), records, cases_of(expected_of(method), options))
     ]
     return MethodsOutcome(records, [arm for arm in arms if arm not in records], rows)
 

@@ -1,4 +1,5 @@
-"""The curves of `rollmesh bench methods`: one figure per task, with a column per lag and learning rate, and a row per measure.
+"""The curves of `python -m benchmarks methods`: one figure per task, with a column per lag and learning rate, and a row
+per measure.
 
 A line is the mean over the seeds of a method. The band is from the smallest to the largest seed.
 """

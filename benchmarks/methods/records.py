@@ -1,4 +1,4 @@
-"""Records of `rollmesh bench methods`: one JSON line for each arm, with its curves and its measures.
+"""Records of `python -m benchmarks methods`: one JSON line for each arm, with its curves and its measures.
 
 Measures, all over evaluations on held-out tasks by sampling at temperature 1, except for `ess`:
 
@@ -9,8 +9,9 @@ Measures, all over evaluations on held-out tasks by sampling at temperature 1, e
     kl          nats per token from the initial policy, KL(pi || pi_0), by the k3 estimate of `rollmesh.trainer.metrics.kl_k3`
     ess         effective sample size of the updates, `ess` of `rollmesh.trainer.metrics`
 
-The measure of an arm is the mean of its last three evaluations, and for `ess` that of the updates since the first of these.
-"""
+The measure of an arm is the mean of its last three evaluations, and for `ess` that of the updates since the first of
+these.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 

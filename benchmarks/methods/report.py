@@ -1,4 +1,4 @@
-"""The report of `rollmesh bench methods` in Markdown: verdicts, all arms of the table, and failures."""
+"""The report of `python -m benchmarks methods` in Markdown: verdicts, all arms of the table, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scorers of the tasks of `rollmesh bench methods`."""
+"""Scorers of the tasks of `python -m benchmarks methods`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class IdealTurns(ExactScorer):
     The ideal episode has one call for each operator of the expression, from left to right, and then the answer.
     """
 
-    rewards: ClassVar[tuple[str, ...]] = ("turn",)
+    rewards = ("turn",)
 
     async def score(self, item: ScoreItem) -> list[Reward]:  # type: ignore[override]
         shown = demonstrate(item.task.messages[-1].content)
@@ -73,8 +73,9 @@ class LevelPriorOptions(Settings):
     """Predicted success of a task of level 1. That of level n is its n-th power."""
 
 
-class LevelPrior:
-    """The success that the level of a task alone predicts, for recipes that assume a prediction of the reward from the prompt."""
+class LevelPrior(Scorer):
+    """The success that the level of a task alone predicts, for recipes that assume a prediction of the reward from the
+    prompt."""
 
     Options: ClassVar[type[msgspec.Struct]] = LevelPriorOptions
 

@@ -1,4 +1,4 @@
-"""The tasks of `rollmesh bench methods`: small, and each for one kind of difference between methods.
+"""The tasks of `python -m benchmarks methods`: small, and each for one kind of difference between methods.
 
 All are calculator tasks of `rollmesh.demo.families.calc` with a tiny warm-started model. Tasks with the same `model`
 share it.

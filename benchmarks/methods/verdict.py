@@ -1,4 +1,4 @@
-"""Compare methods with their baselines, from the records of `rollmesh bench methods`.
+"""Compare methods with their baselines, from the records of `python -m benchmarks methods`.
 
 Arms of a method and of its baseline are paired by seed. For n >= 2 pairs with differences d of a measure (method minus
 baseline):
@@ -8,7 +8,7 @@ baseline):
 A difference is shown if |mean| > 2 standard errors. It then `agrees` with or `contradicts` the direction that the recipe expects.
 Otherwise it is `not shown`. With 3 seeds, 18 % of the comparisons without a true difference exceed 2 standard errors (Student's t with 2
 degrees of freedom), and with 10 seeds 8 %. So a verdict on few seeds is a hint.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(
-    method: str, about: About, records: Mapping[MethodArm, ArmRecord], cases: Collection[tuple[str, int]]
+    method: str, wanted: Expected, records: Mapping[MethodArm, ArmRecord], cases: Collection[tuple[str, int]]
 ) -> list[MethodComparison]:
     """Return the comparisons of a method on the (task, lag) of `cases`: its expected measures, or success if it expects
     nothing there.
@@ -61,15 +61,15 @@ def compare(
     """
     rows = []
     for task, lag in cases:
-        expected = [one for one in about.expected if one.task == task and lag >= one.lag_min]
-        wanted: list[Expectation | None] = [*_widest(expected)]
-        for lr, one in product(sorted({arm.lr for arm in records}, reverse=True), wanted or [None]):
+        expected = [one for one in wanted.expected if one.task == task and lag >= one.lag_min]
+        measures: list[Expectation | None] = [*_widest(expected)]
+        for lr, one in product(sorted({arm.lr for arm in records}, reverse=True), measures or [None]):
             measure: Measure = one.measure if one is not None else "success"
             pairs = _pairs(
-                MethodArm(method=method, task=task, lag=lag, seed=0, lr=lr), about.baseline, measure, records
+                MethodArm(method=method, task=task, lag=lag, seed=0, lr=lr), wanted.baseline, measure, records
             )
             if pairs:
-                rows.append(_comparison(method, about.baseline, (task, lag, lr), measure, pairs, one))
+                rows.append(_comparison(method, wanted.baseline, (task, lag, lr), measure, pairs, one))
     return rows
 
 

@@ -78,7 +78,7 @@ async def _parts(arm: RaceArm, last: int) -> tuple[dict[str, float], float | Non
     return shares, model_s / total_s if model_s is not None and total_s else None
 
 
-# The arms --------------------------------------------------------------------------------------------------------------
+# The arms -------------------------------------------------------------------------------------------------------------
 
 
 class BareArm:

@@ -1,7 +1,8 @@
 """The ports that an episode needs, without a mesh: direct calls of the engine, rewards computed here, payloads in a
 list.
 
-Each implements the port of `rollout.ports` that its docstring names. For tools there is `rollout.testing.LocalSandbox`.
+Each implements the port of `rollout.ports` that its docstring names. For tools there is
+`rollmesh.testing.rollout.LocalSandbox`.
 """
 
 from __future__ import annotations

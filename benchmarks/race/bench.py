@@ -62,7 +62,7 @@ from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.loader import config_from_dict, read_tree
 
-CONFIG = Path(__file__).parents[1] / "cli" / "demo.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 """The demo: its model, tasks and schedule."""
 
 
@@ -128,7 +128,7 @@ def run(
     return report
 
 
-# Running ---------------------------------------------------------------------------------------------------------------
+# Running --------------------------------------------------------------------------------------------------------------
 
 
 class _Race:
@@ -204,7 +204,7 @@ class _Race:
         command = [python, "-m", module]
         if plan.old:
             assert self._old is not None
-            here = f"import rollmesh.bench, runpy; rollmesh.bench.__path__.insert(0, {str(Path(__file__).parent)!r})"
+            here = f"import runpy, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})"
             command = [
                 str(self._old / ".venv/bin/python"), "-c", f"{here}; runpy.run_module({module!r}, run_name='__main__')",
             ]  # fmt: skip

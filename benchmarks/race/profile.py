@@ -20,7 +20,7 @@ LIBRARIES = "grpc, asyncio"
 _TRAINER = "trainer"
 owner_of = by_source(
     (r"rollmesh/services/learner/engines/|rollmesh/trainer/", _TRAINER),
-    (r"rollmesh/bench/", "bench (loop, stand-ins)"),
+    (r"benchmarks/", "bench (loop, stand-ins)"),
     (r"rollmesh/services/weights/", "depot"),
     (r"rollmesh/services/(\w+)/", r"\1"),
     (r"rollmesh/sandbox_runtime/", "sandbox"),

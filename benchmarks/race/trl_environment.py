@@ -1,4 +1,5 @@
-"""The environment of TRL for `rollmesh bench race`: a virtual environment in the checkout, with TRL, rollmesh and the torch of `constraints.txt`."""
+"""The environment of TRL for `python -m benchmarks race`: a virtual environment in the checkout, with TRL, rollmesh and
+the torch of `constraints.txt`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from rollmesh.shared.errors import FailedPrecondition
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TRL = "trl==1.16.0"
 INSTALL_S_MAX = 900.0
 _OUTPUT_CHARS = 2000

@@ -80,7 +80,8 @@ def _arm(name: str, folder: Path) -> Iterator[EngineArm]:
 def run(quick: bool) -> Report:
     if importlib.util.find_spec("vllm") is None:
         raise InvalidInput(
-            "the bench `vllm` needs vLLM in this environment; run make setup-vllm, then .venv-vllm/bin/rollmesh bench vllm"
+            "the bench `vllm` needs vLLM in this environment; run make setup-vllm, then .venv-vllm/bin/python -m "
+            "benchmarks vllm"
         )
     report = Report("vllm", f"359k parameters, float32, 1 thread, prompt 32, {NUM_NEW} new tokens, temperature 1")
     with tiny_folder() as (folder, _), ExitStack() as stack:

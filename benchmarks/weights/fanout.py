@@ -1,7 +1,8 @@
 """Time and traffic of one version on its way from the depot to 1 and to 8 nodes: a part of the bench `weights`.
 
-A real coordinator plans, a real depot serves, and each node is a process (`weights_sink`) with the fetcher and the store of an inference
-node, but without engine. Everything is on one host over real gRPC, with a token bucket for the ingress and the egress of each process.
+A real coordinator plans, a real depot serves, and each node is a process (`sink`) with the fetcher and the store of an
+inference node, but without engine. Everything is on one host over real gRPC, with a token bucket for the ingress and
+the egress of each process.
 """
 
 from __future__ import annotations

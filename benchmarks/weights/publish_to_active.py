@@ -35,7 +35,7 @@ from benchmarks.warm_model import warm_model
 from benchmarks.weights.publish_arm import PublishSeen, PublishWork
 from benchmarks.weights.publish_client import Arrival
 
-CONFIG = Path(__file__).parents[1] / "cli" / "demo.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 """The demo."""
 NUM_VERSIONS = 50
 ARM_S_MAX = 900.0

@@ -67,11 +67,11 @@ class WeightSink(JoinedNode):
             await asyncio.wait(self._tasks)
 
     async def on_weights(self, command: WeightCommand) -> None:
-        task = asyncio.create_task(self._obey(command))
+        task = asyncio.create_task(self._execute(command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _obey(self, command: WeightCommand) -> None:
+    async def _execute(self, command: WeightCommand) -> None:
         """An error ends the process, and so the bench."""
         version, phase = decode_version(command.version), WeightReport.PHASE_ACTIVE
         if command.verb == WeightCommand.VERB_PREPARE:

@@ -1,0 +1,1 @@
+"""`python -m benchmarks handover`: samples from worker to learner, against Ray."""

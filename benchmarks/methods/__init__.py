@@ -1,0 +1,1 @@
+"""`python -m benchmarks methods`: recipes against their baselines on small tasks."""

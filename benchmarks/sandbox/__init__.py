@@ -1,0 +1,1 @@
+"""`python -m benchmarks sandbox`: a session against a bare fork and other isolations."""

@@ -1,0 +1,1 @@
+"""`python -m benchmarks weights` and `publish_to_active`: fan-out, deltas, and the time from publication to use."""

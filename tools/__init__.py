@@ -1,0 +1,1 @@
+"""Generators of reference pages, dashboards and alerts: what developers run. Not in the wheel."""
