@@ -166,7 +166,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
         ({"max_position_embeddings": 64}, r"context_max`: 512 is beyond the 64 positions .*at most 64"),
     ],
 )
-def test_a_model_that_the_engine_cannot_serve_is_told_by_check(
+def test_a_model_that_the_engine_cannot_serve_is_reported_by_check(
     tmp_path: Path, model: Path, change: dict[str, object], expected: str
 ) -> None:
     folder = tmp_path / "changed"
@@ -178,13 +178,13 @@ def test_a_model_that_the_engine_cannot_serve_is_told_by_check(
     assert re.search(expected, done.stderr)
 
 
-def test_fewer_held_out_tasks_than_an_evaluation_wants_are_told(tmp_path: Path, model: Path) -> None:
+def test_fewer_held_out_tasks_than_an_evaluation_wants_are_reported(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 1, eval_split: train}}\n")
     done = command("check", str(path))
     assert "note: run.eval_tasks is 320, but the train split has 40 tasks" in done.stderr
 
 
-def test_a_prompt_longer_than_the_context_is_told(tmp_path: Path, model: Path) -> None:
+def test_a_prompt_longer_than_the_context_is_reported(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\n")
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": "1" * 600, "answer": "2"}) + "\n" + TASKS)
     message = refused("check", str(path))
@@ -192,7 +192,7 @@ def test_a_prompt_longer_than_the_context_is_told(tmp_path: Path, model: Path) -
 
 
 def test_demo_needs_no_file_outside_the_package() -> None:
-    package = ROOT / "services" / "rollmesh" / "cli"
+    package = ROOT / "app" / "rollmesh" / "app"
     assert DEMO_CONFIG.resolve().is_relative_to(package)
     assert (ROOT / "configs" / "demo.yaml").resolve() == DEMO_CONFIG.resolve()
 
@@ -253,7 +253,7 @@ def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) 
         ("reward.scorers.0.name=exakt", r"there is no scorer `exakt`; known: exact, math"),
     ],
 )  # fmt: skip
-def test_mistake_in_a_setting_is_told_with_its_place_and_remedy(override: str, expected: str) -> None:
+def test_mistake_in_a_setting_is_reported_with_its_place_and_remedy(override: str, expected: str) -> None:
     assert re.search(expected, refused("check", str(DEMO_CONFIG), override))
 
 
@@ -289,7 +289,7 @@ def test_a_part_of_a_user_that_needs_what_the_run_does_not_have(tmp_path: Path, 
         assert re.search(expected, refused("check", str(path), *chosen))
 
 
-def test_a_reference_model_that_does_not_fit_is_told_before_the_run(tmp_path: Path, model: Path) -> None:
+def test_a_reference_model_that_does_not_fit_is_reported_before_the_run(tmp_path: Path, model: Path) -> None:
     path = config_file(
         tmp_path, f"model: {model}\nrun: {{eval_every: 0, success_reward: exact}}\nreward: {{scorers: [exact]}}\n"
     )
@@ -310,7 +310,7 @@ def test_a_reference_model_that_does_not_fit_is_told_before_the_run(tmp_path: Pa
         assert re.search(expected, command(*arguments).stderr.replace("\n", " "))
 
 
-def test_a_mistake_in_a_recipe_is_told_with_its_file(tmp_path: Path, model: Path) -> None:
+def test_a_mistake_in_a_recipe_is_reported_with_its_file(tmp_path: Path, model: Path) -> None:
     """The user's file does not show the wrong value, so the message names the recipe and the line."""
     (tmp_path / "method.yaml").write_text(
         "about: {summary: A method}\n"
@@ -354,13 +354,13 @@ def test_a_mistake_in_a_recipe_is_told_with_its_file(tmp_path: Path, model: Path
     )
 
 
-def test_missing_configuration_is_told() -> None:
+def test_missing_configuration_is_reported() -> None:
     assert re.search(
         r"nope.yaml: cannot read the configuration file: .*; check the path", refused("check", "nope.yaml")
     )
 
 
-def test_missing_task_file_is_told(tmp_path: Path, model: Path) -> None:
+def test_missing_task_file_is_reported(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, f"model: {model}\n")
     (tmp_path / "tasks.jsonl").unlink()
     assert re.search(
@@ -368,14 +368,14 @@ def test_missing_task_file_is_told(tmp_path: Path, model: Path) -> None:
     )
 
 
-def test_malformed_task_line_is_told_with_line_and_field(tmp_path: Path, model: Path) -> None:
+def test_malformed_task_line_is_reported_with_line_and_field(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, f"model: {model}\n")
     (tmp_path / "tasks.jsonl").write_text(TASKS + '{"question": "3+3"}\n')
     message = refused("check", str(path))
     assert re.search(r'tasks.jsonl:3: field "answer": is missing; the line has question', message)
 
 
-def test_missing_model_is_told(tmp_path: Path) -> None:
+def test_missing_model_is_reported(tmp_path: Path) -> None:
     path = config_file(tmp_path, "run: {eval_every: 0}\n")
     assert "`model`: name a folder with a model in transformers format, or give `made_model`" in refused(
         "check", str(path)
@@ -385,7 +385,7 @@ def test_missing_model_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_model_that_does_not_load_is_told(tmp_path: Path, model: Path) -> None:
+def test_model_that_does_not_load_is_reported(tmp_path: Path, model: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     weights = broken / "model.safetensors"

@@ -50,7 +50,7 @@ def test_an_absent_optional_finding_is_no_failure() -> None:
     assert doctor.is_fit([doctor.HostFinding(name="x", holds=False)])
 
 
-def test_an_unknown_user_is_told_once() -> None:
+def test_an_unknown_user_is_reported_once() -> None:
     done = CliRunner().invoke(app, ["doctor", "--user", "no-such-user"])
     assert done.exit_code == 2
     assert "--user" in done.output

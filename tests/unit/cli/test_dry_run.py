@@ -40,7 +40,7 @@ def test_the_estimator_gets_a_group_of_copies_and_its_error_fails_the_dry_run() 
         call_estimator("/tmp/e.py:Raises", Raises(weights={}), [LINE])
 
 
-class NeverAwaits:
+class NeverAwaits(Agent):
     async def run(self, task: object, env: Environment) -> None:
         env.generate()  # type: ignore[unused-coroutine]
 

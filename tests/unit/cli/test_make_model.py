@@ -34,7 +34,7 @@ async def test_model_is_made_in_a_process_that_tells_its_steps(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["again", "model"]
 
 
-async def test_target_out_of_reach_is_told_and_leaves_no_model(tmp_path: Path) -> None:
+async def test_target_out_of_reach_is_reported_and_leaves_no_model(tmp_path: Path) -> None:
     config = msgspec.structs.replace(CONFIG, warm_start={**QUICK, "target_success": 1.0, "steps_max": 2})
     with pytest.raises(ModelNotMade, match="success stayed below 1.0 in 2 steps"):
         await make_in_process(config, tmp_path / "model", seed=0, limit_s=60, on_step=lambda _: None)

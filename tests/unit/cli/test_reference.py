@@ -22,27 +22,29 @@ from tools.proto_reference import proto_pages
 from tools.reference import commands
 
 ROOT = Path(__file__).parents[3]
+configuration, methods = functools.cache(reference.configuration), functools.cache(reference.methods)
+"""Each takes seconds."""
 REMEDY = "run: python -m tools.reference docs"
 
 
 def test_the_reference_pages_are_current() -> None:
-    assert (ROOT / "docs/configuration.md").read_text() == configuration(), REMEDY
-    assert (ROOT / "docs/cli.md").read_text() == commands(), REMEDY
-    guide = (ROOT / "docs/methods_guide.md").read_text()
-    assert (ROOT / "docs/methods.md").read_text() == methods(guide), REMEDY
+    assert (ROOT / "docs/reference/configuration.md").read_text() == configuration(), REMEDY
+    assert (ROOT / "docs/reference/cli.md").read_text() == commands(), REMEDY
+    guide = (ROOT / "docs/_parts/methods_guide.md").read_text()
+    assert (ROOT / "docs/reference/methods.md").read_text() == methods(guide), REMEDY
 
 
 def test_the_pages_of_the_protocol_are_current() -> None:
     pages = proto_pages(ROOT / "protos")
     for name, page in pages.items():
-        assert (ROOT / f"docs/protos/{name}.md").read_text() == page, REMEDY
-    assert {path.stem for path in (ROOT / "docs/protos").iterdir()} == pages.keys()
+        assert (ROOT / f"docs/reference/protos/{name}.md").read_text() == page, REMEDY
+    assert {path.stem for path in (ROOT / "docs/reference/protos").iterdir()} == pages.keys()
     assert "UNKNOWN_ORACLE: the oracle reference does not resolve" in pages["reward"]
     assert "[Sample](types.md#sample)" in pages["reward"]
 
 
 def test_the_guide_and_the_catalog_name_the_same_recipes() -> None:
-    guide = (ROOT / "docs/methods_guide.md").read_text()
+    guide = (ROOT / "docs/_parts/methods_guide.md").read_text()
     situations = guide.partition("## Which method")[2].partition("\n## ")[0].splitlines()
     table = [line.split("|")[2] for line in situations if line.startswith("| ") and "`" in line]
     named = re.findall(r"`(\w+)`", " ".join(table))
@@ -78,6 +80,19 @@ def test_the_commands_include_subcommands() -> None:
     page = commands()
     assert "rollmesh dead replay [OPTIONS] {run}" in page
     assert "\n\n\n" not in page
+
+
+def test_the_table_of_the_readme_and_the_figure_have_the_curves_of_the_demo(tmp_path: Path) -> None:
+    found = curves((ROOT / "docs/demo.md").read_text())
+    assert sorted(found) == [0, 1, 2]
+    assert curves((ROOT / "README.md").read_text()) == found
+    draw(found, tmp_path / "curve.svg")
+    stored = (ROOT / "docs/pictures/demo_curve.svg").read_text()
+    lines = re.compile(r'<path d="(M [^"]+)" clip-path')
+    assert lines.findall(stored) == lines.findall((tmp_path / "curve.svg").read_text()), (
+        "run: python -m tools.curve_figure docs"
+    )
+    assert "@font-face" not in stored
 
 
 def test_every_setting_is_described() -> None:

@@ -78,7 +78,7 @@ def test_the_mean_of_graded_rewards_is_not_called_success(tmp_path: Path) -> Non
         assert "held-out success" not in text
 
 
-def test_summary_counts_the_updates_of_a_checkpoint_that_nobody_watched(tmp_path: Path) -> None:
+def test_summary_counts_the_updates_of_a_checkpoint_that_was_not_watched(tmp_path: Path) -> None:
     folder, config = recorded_folder(tmp_path / "run")
     assert [path.name for path in list_checkpoints(folder.checkpoints)] == ["update-00000012.0"]
     assert summarize(folder, config, Series(), outcome="interrupted", warm_start_s=0.0).updates == 12

@@ -21,7 +21,7 @@ def test_new_folders_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.Mo
     assert [root.name for root in roots] == [f"mine-20250101-101500{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_folder_of_a_run_is_not_overwritten_and_the_way_on_is_told(tmp_path: Path) -> None:
+def test_folder_of_a_run_is_not_overwritten_and_the_way_on_is_reported(tmp_path: Path) -> None:
     out = tmp_path / "run"
     new_folder(CONFIG, origin_now([], tmp_path), out)
     with pytest.raises(RunExistsHere, match=rf"holds a run; resume it with `rollmesh train {out}`"):
@@ -34,7 +34,7 @@ def test_folder_of_something_else_is_not_taken(tmp_path: Path) -> None:
         new_folder(CONFIG, origin_now([], tmp_path), tmp_path)
 
 
-def test_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
+def test_file_in_the_place_of_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another --out"):
         new_folder(CONFIG, origin_now([], tmp_path), tmp_path / "file")

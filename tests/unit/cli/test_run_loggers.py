@@ -25,7 +25,7 @@ class RecorderOptions(Settings):
     """Update whose entry raises."""
 
 
-class Recorder:
+class Recorder(RunLogger):
     """A logger that keeps what it gets."""
 
     Options: ClassVar[type[Settings]] = RecorderOptions

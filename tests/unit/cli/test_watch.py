@@ -108,7 +108,7 @@ async def test_a_gateway_that_never_answers_is_a_stall_of_its_own(tmp_path: Path
     assert "no response from the gateway at 127.0.0.1:1 for" in seen.now.stalled
 
 
-async def test_silence_is_told_within_seconds_and_ends_with_the_next_state(tmp_path: Path) -> None:
+async def test_silence_is_reported_within_seconds_and_ends_with_the_next_state(tmp_path: Path) -> None:
     clock = ManualClock()
     seen = recorder(tmp_path, clock)
     async with Watcher("127.0.0.1:1", Access(token="t"), "r", seen, clock):
@@ -130,7 +130,7 @@ async def test_a_stall_ends_the_work_only_where_the_config_says_so(
     async def work() -> None:
         await go.wait()
 
-    running = asyncio.create_task(unless_hopeless(work(), seen, on_stall))
+    running = asyncio.create_task(unless_fatal(work(), seen, on_stall))
     await asyncio.sleep(0)
     seen.see(stalled_state("sandbox-0 silent for 9 s"))
     await asyncio.sleep(0)
@@ -150,7 +150,7 @@ async def test_a_failure_of_the_work_passes_through(tmp_path: Path) -> None:
         raise Unavailable("gone")
 
     with pytest.raises(Unavailable):
-        await unless_hopeless(work(), seen, "exit")
+        await unless_fatal(work(), seen, "exit")
     seen.close()
 
 
@@ -173,12 +173,12 @@ def limited(path: Path) -> RunRecorder:
 async def test_a_session_ends_with_the_users_traceback_when_the_first_samples_all_fail_alike(tmp_path: Path) -> None:
     seen = limited(tmp_path)
     seen.see(failing(7))
-    assert not seen.hopeless.is_set()
+    assert not seen.fatal.is_set()
     seen.see(failing(8))
     with pytest.raises(
         AllFailed, match=r"first 8 samples all failed with the same kind of error: scorer correct"
     ) as caught:
-        await unless_hopeless(asyncio.Event().wait(), seen, "warn")  # type: ignore[arg-type]
+        await unless_fatal(asyncio.Event().wait(), seen, "warn")  # type: ignore[arg-type]
     assert 'File "scorer.py", line 7' in str(caught.value)
     seen.close()
 
@@ -191,7 +191,7 @@ def test_a_run_that_has_scored_a_sample_or_fails_in_many_ways_continues(
 ) -> None:
     seen = limited(tmp_path)
     seen.see(found)
-    assert not seen.hopeless.is_set()
+    assert not seen.fatal.is_set()
     seen.close()
 
 
@@ -200,7 +200,7 @@ def test_scored_samples_whose_groups_all_fail_end_the_session(tmp_path: Path) ->
     found = failing(8, tokens=5, alike=2)
     found.failed_attempts.num_undecided = 7
     seen.see(found)
-    assert not seen.hopeless.is_set()
+    assert not seen.fatal.is_set()
     found.failed_attempts.num_undecided = 8
     seen.see(found)
     assert "last 8 samples all failed in the decision on their group: scorer correct" in str(seen.failure)
@@ -213,9 +213,9 @@ def test_failures_before_this_session_do_not_end_it(tmp_path: Path) -> None:
     before.close()
     seen = limited(tmp_path)
     seen.see(failing(9))
-    assert not seen.hopeless.is_set()
+    assert not seen.fatal.is_set()
     seen.see(failing(16))
-    assert seen.hopeless.is_set()
+    assert seen.fatal.is_set()
     seen.close()
 
 

@@ -84,7 +84,7 @@ SETTINGS: list[tuple[str, str]] = [
 ]  # fmt: skip
 
 
-def test_wrong_settings_are_told_together_and_nothing_else(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_settings_are_reported_together_and_nothing_else(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more))
     done = check(mine, *(override for override, _ in SETTINGS))
@@ -104,7 +104,7 @@ def test_wrong_settings_are_told_together_and_nothing_else(mine: Path, monkeypat
         ("{type: object, properties: {a: {type: string}}, required: [b]}", r"its `required` must list keys of `properties` \(a\), got \['b'\]"),
     ],
 )  # fmt: skip
-def test_parameters_of_a_tool_that_are_not_a_schema_are_told(mine: Path, parameters: str, expected: str) -> None:
+def test_parameters_of_a_tool_that_are_not_a_schema_are_reported(mine: Path, parameters: str, expected: str) -> None:
     done = check(mine, f"rollout.tools.calculator={{profile: calc, function: call, parameters: {parameters}}}")
     assert done.exit_code == 2
     expected = f"`rollout.tools.calculator.parameters` must be the JSON schema of an object, .*: {expected}"
@@ -122,7 +122,7 @@ def test_parameters_of_a_tool_that_are_not_a_schema_are_told(mine: Path, paramet
         pytest.param("[python, called.py, out.py]", "", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_a_program_that_does_not_exist_is_told(mine: Path, command: str, expected: str) -> None:
+def test_a_program_that_does_not_exist_is_reported(mine: Path, command: str, expected: str) -> None:
     done = check(mine, f"rollout.agent={{name: program, options: {{command: {command}}}}}")
     assert done.exit_code == (2 if expected else 0), done.stderr
     assert re.search(expected, done.stderr), done.stderr
@@ -224,7 +224,7 @@ def more_tokens(model: Path) -> None:
         (lambda model: (model / "tokenizer.json").unlink(), r"`model`: .*tokenizer.json does not exist; copy the tokenizer of the model"),
     ],
 )  # fmt: skip
-def test_a_model_whose_files_do_not_fit_is_told(mine: Path, wrong: Callable[[Path], None], expected: str) -> None:
+def test_a_model_whose_files_do_not_fit_is_reported(mine: Path, wrong: Callable[[Path], None], expected: str) -> None:
     wrong(mine / "model")
     done = check(mine)
     assert done.exit_code == 2, done.output
@@ -233,7 +233,7 @@ def test_a_model_whose_files_do_not_fit_is_told(mine: Path, wrong: Callable[[Pat
 
 
 @pytest.mark.parametrize("name", ["q.gguf", "models/q.gguf", "model/model.safetensors"])
-def test_a_file_in_place_of_a_model_folder_is_told(mine: Path, name: str) -> None:
+def test_a_file_in_place_of_a_model_folder_is_reported(mine: Path, name: str) -> None:
     done = check(mine, f"model={name}")
     assert re.search(
         rf"`model` must be a folder with a model .*got the file .*{name}; name the folder, or convert", done.stderr
@@ -253,9 +253,44 @@ def test_calls_that_no_parser_reads_are_a_mistake_of_a_run_with_tools(mine: Path
         done.stderr,
     )
     assert check(mine).exit_code == 0, "without tools there are no calls"
+    assert check(mine, tools, "rollout.format.tool_call_body=json").exit_code == 0, (
+        "the agent reads what the user names"
+    )
     program = check(mine, "rollout.agent={name: program, options: {command: [python, called.py]}}")
     assert program.exit_code == 0
     assert "note: requests with tools will be rejected: the chat template writes a call as" in program.stderr
+
+
+class Counting:
+    """A pool that counts how often each task is read."""
+
+    def __init__(self, pool: TaskPool, num_reads: Counter[tuple[str, int]]) -> None:
+        self._pool, self._num_reads, self.digest = pool, num_reads, pool.digest
+
+    def __len__(self) -> int:
+        return len(self._pool)
+
+    def task(self, position: int) -> PoolTask:
+        self._num_reads[self.digest, position] += 1
+        return self._pool.task(position)
+
+    def position(self, task_id: str) -> int | None:
+        return self._pool.position(task_id)
+
+    def label(self, position: int, name: str) -> str:
+        return self._pool.label(position, name)
+
+
+def test_each_task_is_read_once_for_all_mistakes(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_reads: Counter[tuple[str, int]] = Counter()
+
+    def counting(*arguments: Any) -> Mapping[Split, TaskPool]:
+        return {split: Counting(pool, num_reads) for split, pool in build_pools(*arguments).items()}
+
+    monkeypatch.setattr(config_checks, "build_pools", counting)
+    config = load_train_config(mine / "mine.yaml", ["data.source.options.tools=[calculator]"])
+    assert config_checks.find_mistakes(config, mine) == []
+    assert (num_reads.total(), set(num_reads.values())) == (len(TASKS), {1})
 
 
 def test_an_engine_that_does_not_exist_hides_no_other_mistake(mine: Path) -> None:
@@ -271,7 +306,7 @@ def test_an_engine_that_does_not_exist_hides_no_other_mistake(mine: Path) -> Non
 
 
 @pytest.mark.slow  # it checks the model several times
-def test_a_host_without_a_nats_server_is_told_at_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_a_nats_server_is_reported_at_once(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name, **more: None if name == "nats-server" else real(name, **more))
     for command in (["check"], ["train"], ["train", "--out", str(mine / "run")]):

@@ -38,7 +38,7 @@ class CoreRun:
         self._tickets = itertools.count(1)
         self._payloads = itertools.count(1)
         values: dict[str, Any] = {"max_staleness": 1, "batch_groups": 2, "group_size": 2} | spec
-        self.ask(i.CreateRun, spec=endless_spec(**values))
+        self.ask(m.CreateRun, spec=endless_spec(**values))
 
     @property
     def facts(self) -> list[Fact]:
@@ -109,7 +109,7 @@ class CoreRun:
                     group=lease.group,
                     episode=lease.episode,
                     attempt=lease.attempt,
-                    outcome=i.EpisodeOutcome.COMPLETED,
+                    outcome=m.EpisodeOutcome.COMPLETED,
                     payload=PayloadRef(sequence=next(self._payloads), size_bytes=10),
                     samples=(meta,),
                 )
@@ -117,8 +117,8 @@ class CoreRun:
         self.ask(i.ReportEpisodes, node_id="w", reports=tuple(reports))
         return [report.samples[0].sample_id for report in reports]
 
-    def lease(self, update: int) -> i.BatchGrant:
-        batch: i.BatchGrant = self.ask(i.LeaseBatch, **NAMES, trainer_epoch=self.epoch, update=update)
+    def lease(self, update: int) -> m.LeaseBatchResponse:
+        batch: m.LeaseBatchResponse = self.ask(i.LeaseBatch, **NAMES, trainer_epoch=self.epoch, update=update)
         return batch
 
     def commit(self, update: int, lease_id: str) -> str:
@@ -133,4 +133,4 @@ class CoreRun:
         return self.commit(update, self.lease(update).lease_id)
 
     def checkpoint(self, update: int, digest: str) -> None:
-        self.ask(i.ReportCheckpoint, **NAMES, trainer_epoch=self.epoch, update=update, digest=digest)
+        self.ask(m.ReportCheckpoint, **NAMES, trainer_epoch=self.epoch, update=update, digest=digest)

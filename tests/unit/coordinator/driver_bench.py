@@ -170,7 +170,7 @@ class Bench:
         return asyncio.create_task(self.ask(kind, **fields))
 
     async def begin(self, **changes: Any) -> None:
-        await self.ask(i.CreateRun, spec=msgspec.structs.replace(SPEC, **changes))
+        await self.ask(m.CreateRun, spec=msgspec.structs.replace(SPEC, **changes))
         attached = await self.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
         version = PolicyVersion(policy="main", step=0, weights_digest="w")
         await self.ask(i.PublishVersion, **NAMES, trainer_epoch=attached.trainer_epoch, version=version)
@@ -179,19 +179,19 @@ class Bench:
         acquired: i.Acquired = await self.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=100.0)
         return acquired
 
-    async def fail_all(self, leases: tuple[i.EpisodeLease, ...], **changes: Any) -> i.Reported:
+    async def fail_all(self, leases: tuple[i.EpisodeLease, ...], **changes: Any) -> m.ReportEpisodesResponse:
         reports = tuple(
             i.EpisodeReport(
                 lease_id=lease.lease_id,
                 group=lease.group,
                 episode=lease.episode,
                 attempt=lease.attempt,
-                outcome=i.EpisodeOutcome.INFRA_FAILURE,
+                outcome=m.EpisodeOutcome.INFRA_FAILURE,
                 **changes,
             )
             for lease in leases
         )
-        reported: i.Reported = await self.ask(i.ReportEpisodes, node_id="w", reports=reports)
+        reported: m.ReportEpisodesResponse = await self.ask(i.ReportEpisodes, node_id="w", reports=reports)
         return reported
 
 

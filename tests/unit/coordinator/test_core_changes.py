@@ -19,13 +19,13 @@ from rollmesh.shared.errors import MeshError
 from .core_run import CoreRun
 
 
-def change(run: CoreRun, change_id: str = "c1", **fields: Any) -> i.Changed:
+def change(run: CoreRun, change_id: str = "c1", **fields: Any) -> m.ChangeRunResponse:
     spec = msgspec.structs.replace(run.core.state.the_spec, **fields)
     changes = tuple(
         ConfigChange(key=f"run.{k}", old=str(getattr(run.core.state.the_spec, k)), new=str(v))
         for k, v in fields.items()
     )
-    changed: i.Changed = run.ask(i.ChangeRun, spec=spec, changes=changes, change_id=change_id)
+    changed: m.ChangeRunResponse = run.ask(m.ChangeRun, spec=spec, changes=changes, change_id=change_id)
     return changed
 
 
@@ -38,8 +38,8 @@ def audited(run: CoreRun) -> Audit:
 
 def test_change_is_one_fact_and_a_repetition_none() -> None:
     run = CoreRun(updates_max=5)
-    assert change(run, updates_max=9) == i.Changed(recorded=True, reopened=False)
-    assert change(run, updates_max=9) == i.Changed(recorded=False, reopened=False)
+    assert change(run, updates_max=9) == m.ChangeRunResponse(recorded=True, reopened=False)
+    assert change(run, updates_max=9) == m.ChangeRunResponse(recorded=False, reopened=False)
     found = [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
     assert [(fact.changes, fact.spec.updates_max) for fact in found] == [
         ((ConfigChange(key="run.updates_max", old="5", new="9"),), 9)
@@ -57,7 +57,7 @@ def test_change_is_one_fact_and_a_repetition_none() -> None:
 def test_settings_that_the_history_depends_on_cannot_change(name: str) -> None:
     run = CoreRun()
     values: dict[str, Any] = {"beyond": BoundPolicy.MASK, "success_reward": "other"}
-    with pytest.raises(Refusal, match=f"run.{name}: .* cannot change after the run began") as refused:
+    with pytest.raises(MeshError, match=f"run.{name}: .* cannot change after the run began") as refused:
         change(run, "c1", **{name: values.get(name, 7)})
     assert refused.value.reason == "CHANGE_REFUSED"
     assert not [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
@@ -84,7 +84,7 @@ def test_run_that_ended_at_a_limit_continues_when_it_is_raised() -> None:
 
 def test_run_that_someone_stopped_stays_stopped() -> None:
     run = CoreRun(updates_max=5)
-    run.ask(i.StopRun, reason="enough")
+    run.ask(m.StopRun, reason="enough")
     assert not change(run, updates_max=9).reopened
     assert run.core.state.ended == "STOPPED: enough"
 
@@ -114,7 +114,7 @@ def test_batch_in_doubt_is_rolled_forward_under_the_bound_it_was_leased_under() 
     run.lease(3)
     change(run, max_staleness=0)  # the trainer was killed after its checkpoint with update 3, before its commit
     attached = run.attach(3, next_digest(digest, 3, sorted(samples)))
-    assert attached.resolution is i.Resolution.ROLLED_FORWARD
+    assert attached.resolution is m.AttachResolution.ROLLED_FORWARD
     report = audited(run).report()
     assert report.holds, report.to_text()
     assert report.lag_max == 2
@@ -141,7 +141,7 @@ def test_a_change_that_the_caller_does_not_list_is_recorded_with_what_it_changed
     run = CoreRun(updates_max=5)
     spec = msgspec.structs.replace(run.core.state.the_spec, max_staleness=50, updates_max=9, stall_s=2.5)
     listed = ConfigChange(key="run.updates_max", old="5", new="9")
-    run.ask(i.ChangeRun, spec=spec, changes=(listed,), change_id="c1")
+    run.ask(m.ChangeRun, spec=spec, changes=(listed,), change_id="c1")
     (found,) = [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
     assert found.changes == (
         listed,

@@ -37,8 +37,8 @@ from .core_run import NAMES, CoreRun
 SAMPLES, TOKENS = i.GeometryUnit.SAMPLES, i.GeometryUnit.TOKENS
 
 
-def refusal(run: CoreRun, kind: type, **fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as caught:
+def refusal(run: CoreRun, kind: type, **fields: Any) -> MeshError:
+    with pytest.raises(MeshError) as caught:
         run.ask(kind, **fields)
     return caught.value
 
@@ -47,7 +47,7 @@ def trainer(run: CoreRun, **fields: Any) -> dict[str, Any]:
     return {**NAMES, "trainer_epoch": run.epoch, **fields}
 
 
-def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, i.BatchGrant]:
+def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, m.LeaseBatchResponse]:
     """A run with `num` READY samples of step 0, and the batch of update 1."""
     run = CoreRun(**spec)
     run.begin()
@@ -57,7 +57,7 @@ def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, i.BatchGrant]:
     return run, batch
 
 
-def ids(batch: i.BatchGrant) -> list[str]:
+def ids(batch: m.LeaseBatchResponse | m.GetBatchResponse) -> list[str]:
     return [sample.meta.sample_id for sample in batch.samples]
 
 
@@ -66,10 +66,10 @@ def ids(batch: i.BatchGrant) -> list[str]:
 
 def test_a_lease_id_is_never_reused_so_a_late_release_has_no_effect() -> None:
     run, first = leased()
-    run.ask(i.ReleaseBatch, **trainer(run, lease_id=first.lease_id))
+    run.ask(m.ReleaseBatch, **trainer(run, lease_id=first.lease_id))
     second = run.lease(1)
     assert second.lease_id != first.lease_id
-    run.ask(i.ReleaseBatch, **trainer(run, lease_id=first.lease_id))  # the repetition of the first release, late
+    run.ask(m.ReleaseBatch, **trainer(run, lease_id=first.lease_id))  # the repetition of the first release, late
     assert run.lease(1).lease_id == second.lease_id
     assert refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=(first.lease_id,))).reason == "UNKNOWN_LEASE"
     recovered = Core()
@@ -81,10 +81,22 @@ def test_a_lease_id_is_never_reused_so_a_late_release_has_no_effect() -> None:
 def test_a_repeated_lease_says_how_long_it_still_runs_and_keeps_its_geometry() -> None:
     run, batch = leased(batch_lease_s=60.0)
     run.now += 40.0
-    again: i.BatchGrant = run.ask(i.LeaseBatch, **trainer(run, update=1, unit=SAMPLES, amount=1))
+    again: m.LeaseBatchResponse = run.ask(i.LeaseBatch, **trainer(run, update=1, unit=SAMPLES, amount=1))
     assert (again.lease_id, ids(again), again.lease_s) == (batch.lease_id, ids(batch), 20.0)
-    run.ask(i.RenewBatch, **trainer(run, lease_id=batch.lease_id))
+    run.ask(m.RenewBatch, **trainer(run, lease_id=batch.lease_id))
     assert run.lease(1).lease_s == 60.0
+
+
+def test_an_episode_lease_is_renewed_by_its_worker_alone() -> None:
+    run = CoreRun(episode_lease_s=10.0)
+    run.begin()
+    (lease,) = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0).leases
+    names = (lease.lease_id, f"{lease.episode}#2", "g9.0#1", "nonsense")
+    run.now += 6.0
+    assert run.ask(m.RenewLeases, node_id="another", lease_ids=names).gone == names
+    assert run.core.ephemeral.episode_deadlines[lease.lease_id] == run.now + 4.0, "not renewed"
+    assert run.ask(m.RenewLeases, node_id="w", lease_ids=names).gone == names[1:]
+    assert run.core.ephemeral.episode_deadlines[lease.lease_id] == run.now + 10.0
 
 
 def ahead(run: CoreRun, known: set[str], **fields: Any) -> list[str]:
@@ -105,18 +117,18 @@ def test_the_samples_ahead_are_those_of_the_next_batch_each_once_and_are_not_lea
     assert len(run.facts) == facts, "reading ahead decides nothing"
     assert ids(run.lease(1)) == made[:2]
     assert ahead(run, known) == made[2:]
-    run.ask(i.ReleaseBatch, **trainer(run, lease_id=run.lease(1).lease_id))
+    run.ask(m.ReleaseBatch, **trainer(run, lease_id=run.lease(1).lease_id))
     assert ahead(run, known) == made[:2], "they were leased in between"
 
 
 def test_a_fenced_trainer_and_an_ended_run_read_nothing_ahead() -> None:
     run = CoreRun()
     run.begin()
-    with pytest.raises(Refusal, match="fenced") as fenced:
+    with pytest.raises(MeshError, match="fenced") as fenced:
         ahead(run, set(), trainer_epoch=run.epoch - 1)
     assert fenced.value.reason == "FENCED"
-    run.ask(i.StopRun, reason="enough")
-    with pytest.raises(Refusal, match="has ended") as ended:
+    run.ask(m.StopRun, reason="enough")
+    with pytest.raises(MeshError, match="has ended") as ended:
         ahead(run, set())
     assert ended.value.reason == "RUN_ENDED"
 
@@ -124,9 +136,9 @@ def test_a_fenced_trainer_and_an_ended_run_read_nothing_ahead() -> None:
 def test_a_gateway_reads_only_the_samples_that_it_names() -> None:
     run, batch = leased()
     wanted = ids(batch)[1:3]
-    fields = {"policy": "", "learner": "", "trainer_epoch": run.epoch, "lease_id": batch.lease_id}
-    assert ids(run.ask(i.GetBatch, **fields)) == ids(batch)
-    assert ids(run.ask(i.GetBatch, **fields, sample_ids=tuple(wanted))) == wanted
+    fields = {"trainer_epoch": run.epoch, "lease_id": batch.lease_id}
+    assert ids(run.ask(m.GetBatch, **fields)) == ids(batch)
+    assert ids(run.ask(m.GetBatch, **fields, sample_ids=tuple(wanted))) == wanted
 
 
 @pytest.mark.parametrize(
@@ -137,7 +149,11 @@ def test_an_amount_that_admission_never_supplies_is_refused_with_the_largest(uni
     run = CoreRun()
     run.begin()
     error = refusal(run, i.LeaseBatch, **trainer(run, update=1, unit=unit, amount=most + 1))
-    assert (error.reason, error.field, error.metadata["amount_max"]) == ("INVALID_INPUT", "geometry.amount", str(most))
+    assert (error.reason, error.violations[0].field, error.metadata["amount_max"]) == (
+        "INVALID_INPUT",
+        "geometry.amount",
+        str(most),
+    )
     run.ask(i.LeaseBatch, **trainer(run, update=1, unit=unit, amount=most, wait_s=1.0))
 
 
@@ -153,7 +169,7 @@ def test_when_nothing_more_can_become_ready_what_is_ready_is_leased(unit: i.Geom
     run = CoreRun(max_staleness=0, batch_groups=1)
     run.begin()
     ask = trainer(run, update=1, unit=unit, amount=500)
-    waiting: i.BatchGrant = run.ask(i.LeaseBatch, **ask)
+    waiting: m.LeaseBatchResponse = run.ask(i.LeaseBatch, **ask)
     assert (
         waiting.waiting_for
         == f"READY {unit.name.lower()}: 0 of 500, 0 groups on their way: the run waits for a rollout worker that requests episodes"
@@ -178,7 +194,7 @@ def test_a_trainer_that_waits_reads_that_the_nodes_rejected_its_weights_until_ot
     assert "learner/main" not in run.core.waiting()
     run.ask(i.LeaseBatch, **ask, wait_s=5.0)
     assert "tensor a has a NaN" in run.core.waiting()["learner/main"]
-    run.ask(i.StopRun, reason="enough")
+    run.ask(m.StopRun, reason="enough")
     assert run.core.waiting() == {}
 
 
@@ -212,7 +228,7 @@ def test_a_commit_names_the_lease_that_is_out() -> None:
     error = refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=()))
     assert error.reason == "LEASE_OUT"
     assert batch.lease_id in error.message
-    run.ask(i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
+    run.ask(m.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
     empty = run.ask(i.CommitUpdate, **trainer(run, update=1, lease_ids=()))
     assert empty.digest == next_digest("", 1, [])
 
@@ -230,18 +246,18 @@ def test_an_empty_commit_beside_an_expired_lease_is_expired() -> None:
 def test_releasing_again_is_ok_within_the_epoch_alone() -> None:
     run, batch = leased()
     for _ in range(2):
-        run.ask(i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
-    assert refusal(run, i.ReleaseBatch, **trainer(run, lease_id="b9.9.9.9")).reason == "UNKNOWN_LEASE"
+        run.ask(m.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
+    assert refusal(run, m.ReleaseBatch, **trainer(run, lease_id="b9.9.9.9")).reason == "UNKNOWN_LEASE"
     run.attach()
     run.publish(0)
-    assert refusal(run, i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id)).reason == "UNKNOWN_LEASE"
+    assert refusal(run, m.ReleaseBatch, **trainer(run, lease_id=batch.lease_id)).reason == "UNKNOWN_LEASE"
 
 
 def test_update_0_has_the_empty_digest() -> None:
     run = CoreRun()
     run.begin()
     run.checkpoint(0, "")
-    error = refusal(run, i.ReportCheckpoint, **trainer(run, update=0, digest="0" * 64))
+    error = refusal(run, m.ReportCheckpoint, **trainer(run, update=0, digest="0" * 64))
     assert error.reason == "DIGEST_MISMATCH"
 
 
@@ -280,11 +296,11 @@ def test_an_update_with_dropped_samples_or_skipped_is_rolled_forward(applied: bo
     foreign = outcome | {"named": ("foreign",)}
     assert refusal(run, i.AttachTrainer, **NAMES, last_update=1, digest=digest, **foreign).reason == "UNKNOWN_UPDATE"
     attached: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **outcome)
-    assert (attached.resolution, attached.next_update) == (i.Resolution.ROLLED_FORWARD, 2)
+    assert (attached.resolution, attached.next_update) == (m.AttachResolution.ROLLED_FORWARD, 2)
     (committed,) = [fact for fact in run.facts if isinstance(fact, f.UpdateCommitted)]
     assert (committed.used, committed.applied) == (tuple(rest) if applied else (), applied)
     again: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **outcome)
-    assert (again.resolution, again.next_update) == (i.Resolution.CONTINUED, 2)
+    assert (again.resolution, again.next_update) == (m.AttachResolution.CONTINUED, 2)
 
 
 # The end --------------------------------------------------------------------------------------------------------------
@@ -302,13 +318,13 @@ def test_a_batch_that_is_held_at_the_end_is_committed_or_ends_with_the_run(how: 
     if how == "in doubt before":
         run.now += 6.0
         run.take(run.core.handle(i.Tick(), run.now))
-    run.ask(i.StopRun, reason="enough")
+    run.ask(m.StopRun, reason="enough")
     assert run.core.state.counters.live == (0 if how == "in doubt before" else 4)
     if how == "commit":
         assert run.lease(1).lease_id == batch.lease_id
         run.checkpoint(1, run.commit(1, batch.lease_id))
     elif how == "release":
-        run.ask(i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
+        run.ask(m.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
     elif how == "expire":
         run.now += 6.0
         run.take(run.core.handle(i.Tick(), run.now))
@@ -323,16 +339,16 @@ def test_a_batch_that_is_held_at_the_end_is_committed_or_ends_with_the_run(how: 
 
 def test_a_checkpoint_with_the_batch_that_was_held_at_the_end_still_rolls_forward() -> None:
     run, batch = leased()
-    run.ask(i.StopRun, reason="enough")
+    run.ask(m.StopRun, reason="enough")
     attached: i.Attached = run.attach(1, next_digest("", 1, ids(batch)))
-    assert attached.resolution is i.Resolution.ROLLED_FORWARD
+    assert attached.resolution is m.AttachResolution.ROLLED_FORWARD
     assert end_reasons(run) == {"trained": 4}
 
 
 def test_samples_undone_after_the_end_do_not_stay_live() -> None:
     run, batch = leased()
     run.commit(1, batch.lease_id)
-    run.ask(i.StopRun, reason="enough")
+    run.ask(m.StopRun, reason="enough")
     run.attach(0)
     assert run.core.state.counters.live == 0
     assert end_reasons(run) == {"cancelled/RUN_ENDED": 4}
@@ -344,7 +360,7 @@ def test_a_run_that_a_bug_ended_leaves_nothing_live_and_decides_nothing() -> Non
     assert run.core.state.ended == "FAILED: ValueError: x"
     assert run.core.state.counters.live == 0
     assert refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=(batch.lease_id,))).reason == "RUN_ENDED"
-    run.ask(i.StopRun, reason="")
+    run.ask(m.StopRun, reason="")
     run.take(run.core.handle(i.Tick(), run.now))
 
 
@@ -353,7 +369,7 @@ def test_stopping_a_run_takes_time_in_proportion_to_its_episodes() -> None:
     run.begin()
     run.ask(i.AcquireRollouts, node_id="w", num_max=2000, wait_s=1.0)
     began = time.process_time()
-    run.ask(i.StopRun, reason="")
+    run.ask(m.StopRun, reason="")
     took = time.process_time() - began
     assert run.core.state.counters.live == 0
     assert took < 1.0
@@ -383,7 +399,7 @@ def report_of(run: CoreRun, **changes: Any) -> tuple[str, str]:
         "group": lease.group,
         "episode": lease.episode,
         "attempt": lease.attempt,
-        "outcome": i.EpisodeOutcome.COMPLETED,
+        "outcome": m.EpisodeOutcome.COMPLETED,
         "samples": (meta,),
     }
     report = i.EpisodeReport(**(values | changes))
@@ -520,7 +536,7 @@ def test_an_error_shows_where_two_digests_differ() -> None:
     known = run.commit(1, batch.lease_id)
     other = known[:-1] + ("0" if known[-1] != "0" else "1")
     for kind, fields in (
-        (i.ReportCheckpoint, trainer(run, update=1, digest=other)),
+        (m.ReportCheckpoint, trainer(run, update=1, digest=other)),
         (i.AttachTrainer, {"policy": "main", "learner": "main", "last_update": 1, "digest": other}),
     ):
         error = refusal(run, kind, **fields)

@@ -172,7 +172,7 @@ def test_a_change_of_the_setting_takes_effect_at_once() -> None:
         generate_all(run, step=number)
     assert demand.ahead_groups(run.core.state, run.core.ephemeral.demand)["demand"] == BATCH
     spec = msgspec.structs.replace(run.core.state.the_spec, admit_early=True)
-    run.ask(i.ChangeRun, spec=spec, changes=(), change_id="c1")
+    run.ask(m.ChangeRun, spec=spec, changes=(), change_id="c1")
     assert generate_all(run, step=ETA + 2) == (ETA - 1) * BATCH
     assert demand.ahead_groups(run.core.state, run.core.ephemeral.demand) == {
         "admitted": ETA * BATCH,

@@ -32,7 +32,7 @@ def make_world(*, eta: int = 1, updates_max: int = 0, eval_every: int = 0, batch
         batch_lease_s=batch_lease_s,
     )
     world = World(spec=spec, rng=random.Random(0))
-    world.ask(i.CreateRun(ticket=0, spec=spec))
+    world.ask(m.CreateRun(ticket=0, spec=spec))
     world.attach()
     world.checkpoint(report=True)
     return world
@@ -54,7 +54,7 @@ def trained(world: World, updates: int) -> World:
 def test_attach_at_the_ledgers_end_continues() -> None:
     world = trained(make_world(), 2)
     answer = world.ask(attach_request(world, 2, world.trainer.digest))
-    assert answer == i.Attached(trainer_epoch=2, next_update=3, incarnation=0, resolution=i.Resolution.CONTINUED)
+    assert answer == i.Attached(trainer_epoch=2, next_update=3, incarnation=0, resolution=m.AttachResolution.CONTINUED)
 
 
 def test_attach_behind_the_ledger_rolls_back_and_requires_publication() -> None:
@@ -63,7 +63,7 @@ def test_attach_behind_the_ledger_rolls_back_and_requires_publication() -> None:
     world.train()
     answer = world.ask(attach_request(world, 1, first.digest))
     assert isinstance(answer, i.Attached)
-    assert (answer.next_update, answer.incarnation, answer.resolution) == (2, 1, i.Resolution.ROLLED_BACK)
+    assert (answer.next_update, answer.incarnation, answer.resolution) == (2, 1, m.AttachResolution.ROLLED_BACK)
     lease = i.LeaseBatch(ticket=9, trainer_epoch=answer.trainer_epoch, update=2, **NAMES)
     assert refused(world, lease) == "NOT_PUBLISHED"
 
@@ -95,7 +95,7 @@ def test_checkpoint_that_holds_the_doubtful_update_rolls_forward() -> None:
     assert len(world.core.state.training_groups(GroupPhase.IN_DOUBT)) == 2
     answer = world.ask(attach_request(world, 2, next_digest(world.trainer.digest, 2, used)))
     assert isinstance(answer, i.Attached)
-    assert (answer.next_update, answer.resolution) == (3, i.Resolution.ROLLED_FORWARD)
+    assert (answer.next_update, answer.resolution) == (3, m.AttachResolution.ROLLED_FORWARD)
     assert world.core.state.the_clock.checkpoint == 2
 
 
@@ -104,7 +104,7 @@ def generate(world: World) -> None:
     world.acquire(8)
     world.serve_questions()
     while world.leases:
-        world.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+        world.finish_episode(outcome=m.EpisodeOutcome.COMPLETED)
     world.serve_questions()
     world.advance(0.1)
 
@@ -161,10 +161,10 @@ def test_older_epoch_is_fenced_from_every_verb() -> None:
     old = {"ticket": 9, "trainer_epoch": 1, **NAMES}
     for request in (
         i.LeaseBatch(update=1, **old),
-        i.RenewBatch(lease_id=lease.lease_id, **old),
+        m.RenewBatch(lease_id=lease.lease_id, **old),
         i.CommitUpdate(update=1, lease_ids=(lease.lease_id,), **old),
-        i.ReleaseBatch(lease_id=lease.lease_id, **old),
-        i.ReportCheckpoint(update=0, digest="", **old),
+        m.ReleaseBatch(lease_id=lease.lease_id, **old),
+        m.ReportCheckpoint(update=0, digest="", **old),
     ):
         assert refused(world, request) == "FENCED"
 
@@ -218,7 +218,7 @@ def test_episodes_that_wait_for_undone_weights_are_called_back_and_leased_within
     assert {lease.step_min for lease in waiting.leases} == {2}
     assert digest
     attached = run.attach(last_update=0)
-    assert attached.resolution is i.Resolution.ROLLED_BACK
+    assert attached.resolution is m.AttachResolution.ROLLED_BACK
     run.publish(0, incarnation=1)
     again: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)
     assert {lease.episode for lease in again.leases} == {lease.episode for lease in waiting.leases}
@@ -252,7 +252,7 @@ async def test_a_roll_back_cancels_open_evaluations_and_nodes_take_the_new_weigh
     run, first = two_updates_then_an_evaluation()
     if leased:
         run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
-    assert run.attach(last_update=1, digest=first).resolution is i.Resolution.ROLLED_BACK
+    assert run.attach(last_update=1, digest=first).resolution is m.AttachResolution.ROLLED_BACK
     run.publish(1, incarnation=1)
     state = run.core.state
     assert run.core.pinned() == [] == state.open_evals()
@@ -272,7 +272,7 @@ def test_after_a_roll_back_to_an_evaluated_step_its_new_weights_are_evaluated() 
     second = run.core.state.the_clock.digest
     run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)  # a worker holds the evaluation
     run.commit(3, lease_of_one(run, 3))
-    assert run.attach(last_update=2, digest=second).resolution is i.Resolution.ROLLED_BACK
+    assert run.attach(last_update=2, digest=second).resolution is m.AttachResolution.ROLLED_BACK
     run.publish(2, incarnation=1)
     assert run.core.pinned() == [(2, 1)]
 

@@ -31,7 +31,7 @@ def failed(run: CoreRun, lease: i.EpisodeLease) -> None:
         group=lease.group,
         episode=lease.episode,
         attempt=lease.attempt,
-        outcome=i.EpisodeOutcome.INFRA_FAILURE,
+        outcome=m.EpisodeOutcome.INFRA_FAILURE,
         cause="the jail broke",
     )
     run.ask(i.ReportEpisodes, node_id="w", reports=(report,))
@@ -87,7 +87,7 @@ def test_an_episode_that_fails_for_good_is_counted_and_the_run_ends_without_it()
 def test_a_stop_keeps_what_was_exported() -> None:
     run = export()
     run.generate(3, step=0)
-    run.ask(i.StopRun, reason="enough")
+    run.ask(m.StopRun, reason="enough")
     assert run.core.state.counters.reasons == {"exported": 3, "cancelled/RUN_ENDED": 1}
     assert run.core.state.counters.conserved
 
@@ -117,7 +117,7 @@ def test_a_data_service_that_is_away_ends_nothing() -> None:
 )
 def test_there_is_nothing_to_train_on(kind: type, fields: dict[str, Any]) -> None:
     run = export()
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(MeshError) as caught:
         run.ask(kind, **NAMES, trainer_epoch=run.epoch, **fields)
     assert caught.value.reason == "NO_LEARNER"
 

@@ -28,7 +28,7 @@ def fail(run: CoreRun, cause: str, num: int = 1) -> list[DeadLetter]:
             group=lease.group,
             episode=lease.episode,
             attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.INFRA_FAILURE,
+            outcome=m.EpisodeOutcome.INFRA_FAILURE,
             cause=cause,
             traceback="line 7",
         )

@@ -52,7 +52,7 @@ def evaluate(run: CoreRun, *, solved: int, scored: int, step: int, value: float 
             group=lease.group,
             episode=lease.episode,
             attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.COMPLETED,
+            outcome=m.EpisodeOutcome.COMPLETED,
             payload=PayloadRef(sequence=1000 + number, size_bytes=1),
             samples=(meta,) if number < scored else (),
         )
@@ -77,7 +77,7 @@ def test_reached_limit_lets_the_update_under_way_finish_and_begins_no_other() ->
     assert (run.core.state.stopping, run.core.state.ended) == ("SECONDS_MAX", "")
     assert run.core.state.training_groups() == []
     digest = run.commit(1, batch.lease_id)
-    with pytest.raises(Refusal, match="SECONDS_MAX") as refused:
+    with pytest.raises(MeshError, match="SECONDS_MAX") as refused:
         run.lease(2)
     assert refused.value.reason == "RUN_ENDED"
     assert run.core.state.ended == ""
@@ -145,7 +145,7 @@ def test_reached_success_stays_reached_when_the_last_weights_do_worse() -> None:
     for lease in acquired.leases:
         run.ask(i.ReportEpisodes, node_id="v", reports=(i.EpisodeReport(
             lease_id=lease.lease_id, group=lease.group, episode=lease.episode, attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.COMPLETED, payload=PayloadRef(sequence=900, size_bytes=1),
+            outcome=m.EpisodeOutcome.COMPLETED, payload=PayloadRef(sequence=900, size_bytes=1),
             samples=(SampleMeta(sample_id=f"{lease.episode}.0", policy="main", num_tokens=8,
                 num_sampled_tokens=4,
                                 steps=(StepSpan(step=0, num_tokens=4),), rewards=(Reward(name="correct", value=1.0),)),),

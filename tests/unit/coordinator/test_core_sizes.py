@@ -56,7 +56,7 @@ def test_a_batch_above_the_limit_is_refused_before_it_is_recorded() -> None:
     ticket, decision = lease(run, bytes_max=39)
     (reply,) = [effect for effect in decision.effects if isinstance(effect, Reply)]
     assert reply.ticket == ticket
-    assert isinstance(reply.value, Refusal)
+    assert isinstance(reply.value, MeshError)
     assert reply.value.reason == "PAYLOAD_TOO_LARGE"
     for text in ("40 bytes", "at most 39", "`run.batch_groups` (now 2)", "`run.group_size` (now 2)"):
         assert text in reply.value.message
@@ -86,9 +86,11 @@ def test_a_held_batch_above_a_lowered_limit_is_refused_with_its_lease() -> None:
     run.begin()
     run.generate(4, step=0)
     lease(run, bytes_max=40)
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(MeshError) as caught:
         lease(run, bytes_max=39)
-    assert caught.value.metadata["lease_id"] in run.core.state.batches
+    lease_id = caught.value.metadata["lease_id"]
+    assert lease_id in run.core.state.batches
+    assert f"batch lease {lease_id} remains held; release it, then lower `run.batch_groups`" in caught.value.message
 
 
 def _ask_for(run: CoreRun, num: int, text: str) -> list[i.EpisodeLease]:
@@ -164,7 +166,7 @@ def test_the_evidence_is_in_the_fact_of_the_episode_only() -> None:
             group=lease.group,
             episode=lease.episode,
             attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.COMPLETED,
+            outcome=m.EpisodeOutcome.COMPLETED,
             payload=PayloadRef(sequence=1, size_bytes=1),
             samples=(SampleMeta(sample_id=f"{lease.episode}.0", policy="main", rewards=(reward,)),),
         )

@@ -35,12 +35,12 @@ from .driver_bench import LIMITS, NAMES, SPEC, Bench, bench, settle
 async def test_nothing_is_answered_before_it_is_stored() -> None:
     async with bench() as b:
         b.log.holding = True
-        created = b.asking(i.CreateRun, spec=SPEC)
+        created = b.asking(m.CreateRun, spec=SPEC)
         await settle()
         assert b.core.state.spec == SPEC
         assert not created.done()
         b.log.release()
-        assert await created is True
+        assert (await created).created
 
 
 async def test_reads_and_refusals_wait_for_what_they_judged_by() -> None:
@@ -63,8 +63,8 @@ async def test_reads_and_refusals_wait_for_what_they_judged_by() -> None:
 
 async def test_an_answer_names_the_position_at_which_it_became_true() -> None:
     async with bench() as b:
-        _, created = await b.driver.submit_with_head(lambda t: i.CreateRun(ticket=t, spec=SPEC))
-        _, again = await b.driver.submit_with_head(lambda t: i.CreateRun(ticket=t, spec=SPEC))
+        _, created = await b.driver.submit_with_head(lambda t: m.CreateRun(ticket=t, spec=SPEC))
+        _, again = await b.driver.submit_with_head(lambda t: m.CreateRun(ticket=t, spec=SPEC))
         _, attached = await b.driver.submit_with_head(
             lambda t: i.AttachTrainer(ticket=t, **NAMES, last_update=0, digest="")
         )
@@ -127,7 +127,7 @@ async def test_calls_to_others_begin_only_when_their_reason_is_stored() -> None:
         b.services.asked.clear()
         leases = (await acquired).leases
         b.log.holding = True
-        samples = [b.asking(i.StopRun, reason="x")]
+        samples = [b.asking(m.StopRun, reason="x")]
         await settle()
         assert not b.services.cancelled, "the cancelled episodes are not stored as such yet"
         b.log.release()
@@ -182,7 +182,7 @@ async def test_leases_without_a_receiver_are_returned_without_counting_an_attemp
 
 async def test_a_wait_ends_at_its_time() -> None:
     async with bench() as b:
-        await b.ask(i.CreateRun, spec=SPEC)
+        await b.ask(m.CreateRun, spec=SPEC)
         waiting = b.asking(i.AcquireRollouts, node_id="w", num_max=1, wait_s=3.0)
         await settle()
         await b.clock.run_for(2.9)
@@ -210,6 +210,132 @@ async def test_a_watcher_gets_the_newest_state_at_most_once_per_interval() -> No
         assert await idle == 8
 
 
+class Watchers:
+    """Watchers that share their reads, each with the states that it got."""
+
+    def __init__(self, b: Bench, num: int) -> None:
+        self.num_reads = 0
+        self.states: list[list[tuple[int, str]]] = [[] for _ in range(num)]
+        self.tasks = [asyncio.create_task(self._watch(b, states)) for states in self.states]
+
+    async def _watch(self, b: Bench, states: list[tuple[int, str]]) -> None:
+        def read(core: Core, head: LedgerHead) -> tuple[int, str]:
+            self.num_reads += 1
+            return head.position, core.state.ended
+
+        async for state in b.driver.watch(read, is_shared=True):
+            states.append(state)
+
+    @property
+    def newest(self) -> set[tuple[int, str]]:
+        return {states[-1] for states in self.states}
+
+    async def close(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+async def test_watchers_share_one_read_per_change() -> None:
+    async with bench() as b:
+        await b.begin()
+        watchers = Watchers(b, 50)
+        await settle()
+        assert (watchers.newest, watchers.num_reads) == ({(3, "")}, 1)
+        for num in range(1, 4):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+            await b.clock.run_for(1.0)
+            assert (watchers.newest, watchers.num_reads) == ({(3 + num, "")}, 1 + num)
+        await b.clock.run_for(LIMITS.watch_idle_s)
+        assert watchers.num_reads == 5, "waits change without a fact, and the read of one watcher serves all"
+        await watchers.close()
+
+
+async def test_many_watchers_get_states_at_a_limited_rate_and_each_gets_the_last_one() -> None:
+    num = 2 * STATES_PER_S
+    async with bench() as b:
+        await b.begin()
+        watchers = Watchers(b, num)
+        await settle()
+        for _ in range(12):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+            await b.clock.run_for(0.25)
+        num_states = sum(map(len, watchers.states)) - num
+        assert 0.8 * 2.75 * STATES_PER_S < num_states <= 2.75 * STATES_PER_S + 1
+        assert watchers.num_reads <= 1 + 12
+        assert min(map(len, watchers.states)) >= 2, "each gets its turn"
+        await b.ask(m.StopRun, reason="x")
+        await b.clock.run_for(LIMITS.watch_interval_s + 2 * num / STATES_PER_S)
+        final = await b.driver.read(lambda core, head: (head.position, core.state.ended))
+        assert final[1]
+        assert watchers.newest == {final}
+        await watchers.close()
+
+
+async def test_a_late_watcher_begins_with_the_current_state_and_reads_only_after_a_change() -> None:
+    async with bench() as b:
+        await b.begin()
+        first = Watchers(b, 1)
+        await settle()
+        late = Watchers(b, 1)
+        await settle()
+        assert (late.states, late.num_reads) == ([[(3, "")]], 0)
+        await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+        later = Watchers(b, 1)
+        await settle()
+        assert (later.states, later.num_reads) == ([[(4, "")]], 1), "also before the interval is over"
+        for watchers in (first, late, later):
+            await watchers.close()
+
+
+async def test_a_cancelled_watcher_does_not_end_the_read_that_others_share() -> None:
+    async with bench() as b:
+        await b.begin()
+        b.log.holding = True
+        b.asking(i.AttachTrainer, **NAMES, last_update=0, digest="")  # reads wait until it is stored
+        await settle()
+        watchers = Watchers(b, 3)
+        await settle()
+        watchers.tasks[0].cancel()
+        await settle()
+        b.log.release()
+        await settle()
+        assert watchers.states == [[], [(4, "")], [(4, "")]]
+        assert watchers.num_reads == 1
+        await watchers.close()
+
+
+async def test_the_error_of_a_shared_read_and_the_close_reach_every_watcher() -> None:
+    async with bench() as b:
+        await b.begin()
+
+        async def watch() -> None:
+            async for _ in b.driver.watch(lambda core, _: 1 // 0, is_shared=True):
+                pass
+
+        ends = await asyncio.gather(*(watch() for _ in range(3)), return_exceptions=True)
+        assert [str(end) for end in ends if isinstance(end, Internal) and "ZeroDivisionError" in str(end)] == [
+            str(ends[0])
+        ] * 3
+        await b.clock.run_for(LIMITS.watch_interval_s)
+        watchers = Watchers(b, 3)
+        await settle()
+        await b.driver.close()
+        await b.clock.run_for(LIMITS.watch_interval_s + 1.0)
+        ends = await asyncio.gather(*watchers.tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [NotReady] * 3
+
+
+async def test_reads_that_are_rejected_hold_no_memory() -> None:
+    async with bench(msgspec.structs.replace(LIMITS, inputs_max=1)) as b:
+        await b.begin()
+        reads = await asyncio.gather(
+            *(b.driver.read(lambda core, head: head) for _ in range(9)), return_exceptions=True
+        )
+        assert sum(isinstance(found, Overloaded) for found in reads) == 8
+        assert not b.driver._reading
+
+
 # Failure --------------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +347,7 @@ async def test_a_foreign_record_in_the_ledger_ends_the_driver() -> None:
             await b.acquire()
         assert isinstance(b.failures[0], Fenced)
         with pytest.raises(NotReady):
-            await b.ask(i.CreateRun, spec=SPEC)
+            await b.ask(m.CreateRun, spec=SPEC)
 
 
 async def test_a_ledger_that_takes_nothing_ends_the_driver() -> None:
@@ -243,7 +369,7 @@ async def test_a_bug_in_the_core_stops_the_driver_after_what_was_decided_before(
         before = b.asking(i.AttachTrainer, **NAMES, last_update=0, digest="")
         await settle()
         b.core.state.groups = None  # type: ignore[assignment]
-        asked, other = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0), b.asking(i.StopRun, reason="")
+        asked, other = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0), b.asking(m.StopRun, reason="")
         await settle()
         assert not asked.done()
         b.log.release()
@@ -353,7 +479,7 @@ async def test_a_full_ledger_ends_the_run_in_the_room_that_is_made_for_it(caplog
         assert {lease for one in b.services.cancelled for lease in one.lease_ids} == {x.lease_id for x in leases}
         assert (b.failures, b.lost) == ([], [])
         assert len([r for r in caplog.records if "ledger nearly full: run=r used=8" in r.getMessage()]) == 1
-        await b.ask(i.StopRun, reason="")
+        await b.ask(m.StopRun, reason="")
         assert (await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")).trainer_epoch > 1
 
 
@@ -370,7 +496,7 @@ async def test_a_record_that_the_server_has_no_room_for_ends_the_run_too() -> No
 async def test_an_ended_run_without_room_rejects_requests_and_stays_readable() -> None:
     async with bench() as b:
         await b.begin()
-        await b.ask(i.StopRun, reason="enough")
+        await b.ask(m.StopRun, reason="enough")
         b.room_bytes = 2_000
         b.log.spec = replace(b.log.spec, bytes_max=(await b.log.info()).num_bytes)
         with pytest.raises(NotReady):  # the server rejects it, then the ledger gets room

@@ -139,7 +139,7 @@ async def test_a_group_that_vanished_settles_its_question() -> None:
         b.services.decisions_failing = 1
         await _score_all(b, (await b.acquire()).leases)
         await settle()
-        await b.ask(i.StopRun, reason="x")
+        await b.ask(m.StopRun, reason="x")
         await b.clock.run_for(1.1)
         await settle()
         assert not b.core.ephemeral.finalizing
@@ -182,7 +182,7 @@ async def _score_all(b: Bench, leases: tuple[i.EpisodeLease, ...]) -> None:
             group=lease.group,
             episode=lease.episode,
             attempt=lease.attempt,
-            outcome=i.EpisodeOutcome.COMPLETED,
+            outcome=m.EpisodeOutcome.COMPLETED,
             samples=(meta,),
         )
         await b.ask(i.ReportEpisodes, node_id="w", reports=(report,))
@@ -195,7 +195,7 @@ def test_only_reports_of_purged_payloads_are_refused() -> None:
             group="g",
             episode="e",
             attempt=1,
-            outcome=i.EpisodeOutcome.COMPLETED,
+            outcome=m.EpisodeOutcome.COMPLETED,
             payload=PayloadRef(sequence=sequence),
         )
         for sequence in (0, 4, 5)

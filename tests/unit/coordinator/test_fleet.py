@@ -387,7 +387,7 @@ def test_superseded_preparation_is_discarded_first() -> None:
     assert commands(events) == [("a", WeightVerb.DISCARD, 1), ("a", WeightVerb.PREPARE, 2)]
 
 
-def test_unanswered_command_is_sent_again() -> None:
+def test_a_command_without_a_reply_is_sent_again() -> None:
     fleet, v = fleet_of("a"), version(0)
     fleet.plan(goal(v), 0.0)
     fleet.reported("a", num_running=0, num_waiting=0, waiting_for="", now=120.0)

@@ -33,6 +33,14 @@ def measured(group: str, advantage: float = 0.5, loss: float = -0.1, tokens: int
     return events_pb2.TrainedGroup(group=group, mean_abs_advantage=advantage, policy_loss=loss, num_tokens=tokens)
 
 
+def by_name(old: dict[str, Any] | None = None, /, **measures: float) -> run_pb2.CommitUpdateRequest:
+    return commit(groups=[events_pb2.TrainedGroup(group="a", **(old or {}), measures=measures)])
+
+
+def named(name: str, value: float = 1.0) -> run_pb2.CommitUpdateRequest:
+    return by_name(**{name: value})
+
+
 REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
     (validation.check_trainer, run_pb2.LeaseBatchRequest(trainer_epoch=1), "run"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(run="r"), "trainer_epoch"),
@@ -62,6 +70,19 @@ REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
     (validation.check_commit, commit(groups=[measured("a", loss=-math.inf)]), "groups[0].policy_loss"),
     (validation.check_commit, commit(groups=[measured("a", tokens=0)]), "groups[0].num_tokens"),
     (validation.check_commit, commit(groups=[measured("a", tokens=2**60)]), "groups[0].num_tokens"),
+    (validation.check_commit, named("regret", math.nan), "groups[0].measures[regret]"),
+    (validation.check_commit, named("regret", -math.inf), "groups[0].measures[regret]"),
+    (validation.check_commit, named(""), "groups[0].measures"),
+    (validation.check_commit, named("two words"), "groups[0].measures"),
+    (validation.check_commit, named("x" * 65), "groups[0].measures"),
+    (validation.check_commit, by_name(**{f"m{n}": 1.0 for n in range(17)}), "groups[0].measures"),
+    (validation.check_commit, named("mean_abs_advantage", -0.1), "groups[0].measures[mean_abs_advantage]"),
+    (validation.check_commit, named("num_tokens", 0.0), "groups[0].measures[num_tokens]"),
+    (validation.check_commit, named("num_tokens", 1.5), "groups[0].measures[num_tokens]"),
+    (validation.check_commit, named("num_tokens", math.inf), "groups[0].measures[num_tokens]"),
+    (validation.check_commit, by_name({"policy_loss": 0.25}, policy_loss=0.5), "groups[0].policy_loss"),
+    (validation.check_commit, by_name({"policy_loss": math.nan}, policy_loss=0.5), "groups[0].policy_loss"),
+    (validation.check_commit, by_name({"num_tokens": 7}, regret=0.5), "groups[0].num_tokens"),
     (validation.check_commit, commit(groups=[measured(str(n)) for n in range(131_073)]), "groups"),
     (validation.check_commit, commit(groups=[measured("a")], outcome=run_pb2.UPDATE_OUTCOME_SKIPPED), "groups"),
     (validation.check_checkpoint, run_pb2.ReportCheckpointRequest(**HELD, update=-1), "update"),
@@ -101,6 +122,8 @@ def test_a_run_that_evaluates_needs_tasks() -> None:
 def test_a_sound_commit_passes() -> None:
     validation.check_commit(commit(samples=[disposed("a"), disposed("b", DROPPED, "TOO_LONG")]))
     validation.check_commit(commit(groups=[measured("a"), measured("b", 0.0, 3.5, 1)]))
+    validation.check_commit(by_name({"num_tokens": 3}, num_tokens=3, mean_abs_advantage=0.0, regret=-2.0))
+    validation.check_commit(by_name(**{"x" * 64: 1e300}, **{f"a.b:c/d-{n}": 0.0 for n in range(15)}))
 
 
 # Reports --------------------------------------------------------------------------------------------------------------

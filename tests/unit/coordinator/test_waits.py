@@ -59,7 +59,7 @@ class Scene:
         return acquired
 
     def fail(self, leases: tuple[i.EpisodeLease, ...], cause: str) -> None:
-        failed = i.EpisodeOutcome.INFRA_FAILURE
+        failed = m.EpisodeOutcome.INFRA_FAILURE
         reports = tuple(
             i.EpisodeReport(
                 lease_id=x.lease_id, group=x.group, episode=x.episode, attempt=x.attempt, outcome=failed, cause=cause
@@ -212,7 +212,7 @@ def test_groups_that_cannot_be_finalised_wait_for_the_reward_service() -> None:
 
 def test_a_run_that_has_ended_has_no_wait_chain() -> None:
     scene = Scene()
-    scene.run.ask(i.StopRun, reason="x")
+    scene.run.ask(m.StopRun, reason="x")
     assert scene.links() == []
 
 
@@ -252,7 +252,7 @@ def test_without_a_limit_and_after_the_end_nothing_stalls() -> None:
     run.now = 1e9
     assert not run.core.is_stalled(run.now)
     ended = CoreRun(stall_s=1.0)
-    ended.ask(i.StopRun, reason="x")
+    ended.ask(m.StopRun, reason="x")
     ended.now = 1e9
     assert not ended.core.is_stalled(ended.now)
 
@@ -276,12 +276,12 @@ def test_a_replayed_task_is_a_new_group_before_any_fresh_draw_and_only_once() ->
     leases = scene.acquire(1).leases
     scene.fail(leases, "sandbox: no jail")
     dead = i.DeadTask(dead_id=7, task=leases[0].task, draw=0)
-    assert run.ask(i.ReplayDead, tasks=(dead,)) == i.Replayed(dead_ids=(7,))
-    assert run.ask(i.ReplayDead, tasks=(dead,)) == i.Replayed(dead_ids=())
+    assert run.ask(i.ReplayDead, tasks=(dead,)) == m.ReplayDeadResponse(dead_ids=(7,))
+    assert run.ask(i.ReplayDead, tasks=(dead,)) == m.ReplayDeadResponse(dead_ids=())
     (again,) = scene.acquire(1).leases
     assert (again.task.task_id, again.attempt) == (leases[0].task.task_id, 1)
     assert again.group != leases[0].group
-    assert run.ask(i.ReplayDead, tasks=(dead,)) == i.Replayed(dead_ids=())
+    assert run.ask(i.ReplayDead, tasks=(dead,)) == m.ReplayDeadResponse(dead_ids=())
     (fresh,) = scene.acquire(1).leases
     assert fresh.task.task_id == "t1"
     assert not run.core.state.replays

@@ -27,7 +27,7 @@ STALL_S = 30.0
 async def watched() -> AsyncIterator[tuple[Bench, Watchdog]]:
     """A run with published weights, no fleet, and a worker's lease."""
     async with bench() as b:
-        await b.ask(i.CreateRun, spec=msgspec.structs.replace(SPEC, stall_s=STALL_S))
+        await b.ask(m.CreateRun, spec=msgspec.structs.replace(SPEC, stall_s=STALL_S))
         attached = await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
         version = PolicyVersion(policy="main", step=0, weights_digest="w")
         await b.ask(i.PublishVersion, **NAMES, trainer_epoch=attached.trainer_epoch, version=version)
@@ -81,7 +81,7 @@ async def score_one(b: Bench) -> None:
         group=lease.group,
         episode=lease.episode,
         attempt=lease.attempt,
-        outcome=i.EpisodeOutcome.COMPLETED,
+        outcome=m.EpisodeOutcome.COMPLETED,
         samples=(meta,),
     )
     await b.ask(i.ReportEpisodes, node_id="w", reports=(report,))

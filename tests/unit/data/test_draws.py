@@ -33,7 +33,7 @@ from .builders import (
 EXTEND, FILTER = reward_pb2.GROUP_DECISION_EXTEND, reward_pb2.GROUP_DECISION_FILTER
 
 
-class Recorder:
+class Recorder(Selector):
     """A selector that draws the index itself and stores the results."""
 
     def __init__(self, tasks: TaskPool) -> None:
@@ -267,9 +267,22 @@ def test_a_selector_gets_the_measurements_of_a_group_once_its_update_is_committe
     assert [result.trained for result in recorder.results] == [None, None]
     assert recorder.trained == []
     fold(draws, committed(1, g0=0.5))
-    measurement = TrainedGroup(group="g0", mean_abs_advantage=0.5, policy_loss=-0.5, num_tokens=10)
+    measures = {"mean_abs_advantage": 0.5, "policy_loss": -0.5, "num_tokens": 10.0}
+    measurement = TrainedGroup(group="g0", measures=measures)
     assert recorder.trained == [GroupResult(position=7, successes=1.25, failures=0.75, trained=measurement)]
     assert len(recorder.results) == 2, "the commit is not a second result"
+
+
+def test_a_selector_gets_the_measures_by_name_and_the_old_fields_only_without_them() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t7"), reserved(1, "t4"), finalized(0, 1.0), finalized(1, 0.0))
+    fact = committed(1, g0=0.5, g1=0.25)
+    fact.update_committed.groups[1].measures.update({"mean_abs_advantage": 0.25, "regret": -2.0})
+    fold(draws, fact)
+    old, new = [result.trained for result in recorder.trained if result.trained is not None]
+    assert old.measures == {"mean_abs_advantage": 0.5, "policy_loss": -0.5, "num_tokens": 10.0}
+    assert new.measures == {"mean_abs_advantage": 0.25, "regret": -2.0}
+    assert (new.mean_abs_advantage, new.policy_loss, new.num_tokens) == (0.25, 0.0, 0)
 
 
 def test_a_group_without_the_success_reward_is_measured_all_the_same() -> None:

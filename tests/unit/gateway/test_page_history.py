@@ -51,7 +51,8 @@ def test_an_update_has_its_staleness_rewards_and_measurements() -> None:
     old, new = records.group("g0", [1.0, 0.0], step=1), records.group("g1", [1.0, 1.0], step=3)
     measured = [
         ev.TrainedGroup(group="g0", mean_abs_advantage=1.0, policy_loss=-0.5, num_tokens=30),
-        ev.TrainedGroup(group="g1", mean_abs_advantage=0.0, policy_loss=0.5, num_tokens=10),
+        ev.TrainedGroup(group="g1", measures={"mean_abs_advantage": 0.0, "policy_loss": 0.5, "num_tokens": 10}),
+        ev.TrainedGroup(group="g2", measures={"regret": 1.0}),
     ]
     records.train(4, ["g0", "g1"], [*old, *new], groups=measured)
     (point,) = records.history.updates

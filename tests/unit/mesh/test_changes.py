@@ -70,6 +70,13 @@ def test_a_setting_that_the_recording_release_did_not_have_is_a_change_only_if_i
     )
 
 
+def test_a_setting_that_only_the_recording_release_had_may_go_away() -> None:
+    new = settings_of(MeshConfig(), Path("/"))
+    changes = diff({**new, "gateway.server.direct": "false", "network.direct": "true"}, new)
+    check_changes(changes)
+    assert [change.key for change in changes] == ["gateway.server.direct", "network.direct"]
+
+
 def _set_optionals(node: Any, seen: set[type]) -> Iterator[str]:
     """Yield the optional fields whose default is a value."""
     if isinstance(node, msgspec.inspect.StructType) and node.cls not in seen:

@@ -83,14 +83,14 @@ async def test_an_end_in_good_order_is_final(tmp_path: Path) -> None:
     assert (tmp_path / "part.log").read_text() == "done\n"
 
 
-async def test_a_config_error_is_told_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
+async def test_a_config_error_is_reported_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
     made = ward(tmp_path, "import sys; print('error: run.seed: no\\n  and more'); sys.exit(2)")
     with pytest.raises(ConfigError, match=r"^run\.seed: no\n  and more$"):
         await made.ended()
     assert made.story == ["started", "ended"]
 
 
-async def test_a_full_disk_is_told_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
     made = ward(tmp_path, "import sys; print('error: /runs: no space left'); sys.exit(3)")
     with pytest.raises(DiskFull, match=r"^/runs: no space left$"):
         await made.ended()
@@ -156,7 +156,7 @@ async def test_a_stop_does_not_wait_for_a_pause(tmp_path: Path) -> None:
     await made.ended()
 
 
-def test_pauses_double_within_the_window_and_begin_anew_after_it() -> None:
+def test_pauses_double_within_the_window_and_begin_again_after_it() -> None:
     clock = ManualClock()
     restarts = Restarts(ProcessesConfig(restarts_max=4, window_s=60.0, backoff_s=1.0, backoff_s_max=3.0), clock)
     assert [restarts.next_pause_s() for _ in range(5)] == [1.0, 2.0, 3.0, 3.0, None]

@@ -74,6 +74,14 @@ def test_status_shows_node_ids_whole_on_a_narrow_terminal() -> None:
     assert name in console.export_text()
 
 
+def test_status_reports_how_many_nodes_it_does_not_list() -> None:
+    status = MeshStatus(nodes=[node("reward")], runs=[], nodes_omitted=3)
+    console = Console(width=80, record=True)
+    console.print(status_view(status))
+    assert "3 nodes not listed: the response has no room for more" in console.export_text()
+    assert json.loads(status_json(status))["nodes_omitted"] == 3
+
+
 def test_status_reports_a_wrong_clock_once_per_host() -> None:
     nodes = [node("rollout-b"), node("inference-b"), node("reward")]
     for one in nodes[:2]:

@@ -94,7 +94,7 @@ def test_what_listens_everywhere_tells_the_advertised_host_and_keeps_its_ports(t
     served = layout.served_at(layout.coordinator, config.coordinator.server)
     assert served.address == layout.coordinator.replace("mesh-a", "0.0.0.0")
     assert served.advertise == "mesh-a"
-    assert layout.served() == ServerConfig(address="0.0.0.0:0", advertise="mesh-a", direct=True)
+    assert layout.served() == ServerConfig(address="0.0.0.0:0", advertise="mesh-a")
     assert layout.bus_server().known_url() == ""
     moved = config_from_dict(MeshConfig, {"security": ALL, "network": {"host": "0.0.0.0", "advertise": "localhost"}})
     again = open_layout(moved, run_dir=tmp_path / "run", base_dir=files)

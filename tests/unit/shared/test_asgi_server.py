@@ -169,3 +169,21 @@ async def test_a_connection_beyond_the_largest_number_is_closed_and_the_others_w
             writer.write(REQUEST)
             assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
             writer.close()
+
+
+async def test_a_burst_of_connections_is_accepted_in_parts_so_that_other_work_goes_on() -> None:
+    listener = bind_http("127.0.0.1:0", "page.address")
+    server = await AsgiServer.start(app, listener)
+    opened = server._server.server_state.connections
+    clients = [socket.create_connection(listener.getsockname(), timeout=5) for _ in range(100)]  # the loop does not run
+    try:
+        found = [0]
+        async with asyncio.timeout(20):
+            while len(opened) < len(clients):
+                await asyncio.sleep(0)
+                found.append(len(opened))
+        assert max(after - before for before, after in pairwise(found)) <= asgi_server._ACCEPTED_MAX
+    finally:
+        for client in clients:
+            client.close()
+        await server.close()

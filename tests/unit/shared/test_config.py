@@ -29,6 +29,7 @@ class Remote(Settings, tag_field="kind", tag="remote"):
 
 
 class Rollout(Settings):
+    removed = {"batch": "turns are not batched"}
     turns_max: PositiveInt = 4
     """Turns of one episode."""
     optimizer: Optimizer = Optimizer()
@@ -80,8 +81,18 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_known_one(tmp_pat
     assert err.violations[0].field == "rollout.turn_max"
 
 
-def test_an_unknown_key_without_a_neighbour_lists_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_key_without_a_neighbor_lists_the_known_ones(tmp_path: Path) -> None:
     assert "known keys: rollout, seed, name" in str(error_of(write(tmp_path, "zzzzz: 1\n")))
+
+
+def test_a_setting_of_the_release_before_has_no_effect_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, "rollout:\n  turns_max: 3\n  batch: 9\n")
+    assert load_config(Config, path) == Config(rollout=Rollout(turns_max=3))
+    what = "`rollout.batch`: no effect, because turns are not batched; delete the key"
+    assert [record.message for record in caplog.records] == [f"{path}:3: {what}"]
+    assert "`rollout.batches`: unknown key" in str(error_of(path, "rollout.batches=1"))
 
 
 def test_a_wrong_type_says_what_was_expected_and_found(tmp_path: Path) -> None:

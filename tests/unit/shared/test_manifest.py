@@ -113,20 +113,35 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda m: m.ClearField("files"), "manifest.files: empty"),
-        (lambda m: setattr(m.files[0], "name", "../x"), "files[0].name: '../x' is not a bare file name"),
-        (lambda m: setattr(m.files[1], "name", m.files[0].name), "is given twice"),
-        (lambda m: setattr(m.files[0], "size_bytes", 5), "files[0].size_bytes: 5, but its chunks have"),
-        (lambda m: setattr(m.files[0].chunks[0], "digest", "x"), "files[0].chunks[0].digest: 'x'"),
-        (lambda m: setattr(m.files[0].chunks[0], "size_bytes", 65 << 20), "chunks[0].size_bytes: 68157440"),
-        (lambda m: setattr(m.probes[0], "logprobs", bytes(8)), "probes[0].logprobs: 2 values for 3 tokens"),
-        (lambda m: setattr(m, "probe_tolerance", float("nan")), "probe_tolerance: nan"),
-        (lambda m: setattr(m, "kind", 0), "manifest.kind: 0"),
-        (lambda m: setattr(m, "dtype", "bfloat16,float32"), "manifest.dtype: 'bfloat16,float32', expected one of"),
-        (lambda m: m.exceptions.add(dtype="int64"), "exceptions[0].tensors: must name at least one tensor"),
-        (lambda m: m.exceptions.add(dtype="float32", tensors=["w"]), "exceptions[0].dtype: 'float32'"),
-        (lambda m: m.exceptions.add(dtype="int64", tensors=["w", "w"]), "exceptions[0].tensors: must name"),
-        (lambda m: (m.exceptions.add(dtype="int64", tensors=["w"]), m.ClearField("dtype")), "without `dtype`"),
+        (lambda m: m.ClearField("files"), "manifest.files` must have at least one entry"),
+        (
+            lambda m: setattr(m.files[0], "name", "../x"),
+            "files[0].name` must be a file name without a directory, got '../x'",
+        ),
+        (lambda m: setattr(m.files[1], "name", m.files[0].name), "must be unique in the manifest"),
+        (lambda m: setattr(m.files[0], "size_bytes", 5), "files[0].size_bytes` must be "),
+        (
+            lambda m: setattr(m.files[0].chunks[0], "digest", "x"),
+            "files[0].chunks[0].digest` must have 64 lower-case hex digits, got 'x'",
+        ),
+        (
+            lambda m: setattr(m.files[0].chunks[0], "size_bytes", 65 << 20),
+            "chunks[0].size_bytes` must be in [1, 67108864], got 68157440",
+        ),
+        (
+            lambda m: setattr(m.probes[0], "logprobs", bytes(8)),
+            "probes[0].logprobs` must have one value for each of at least 2 tokens (`token_ids` has 3), got 2",
+        ),
+        (lambda m: setattr(m, "probe_tolerance", float("nan")), "probe_tolerance` must be finite and >= 0, got nan"),
+        (lambda m: setattr(m, "kind", 0), "manifest.kind` must be 1 (full) or 2 (adapter), got 0"),
+        (lambda m: setattr(m, "dtype", "bfloat16,float32"), "manifest.dtype` must be one of"),
+        (lambda m: m.exceptions.add(dtype="int64"), "exceptions[0].tensors` must name at least one tensor"),
+        (lambda m: m.exceptions.add(dtype="float32", tensors=["w"]), "exceptions[0].dtype` must be one of"),
+        (lambda m: m.exceptions.add(dtype="int64", tensors=["w", "w"]), "exceptions[0].tensors` must name"),
+        (
+            lambda m: (m.exceptions.add(dtype="int64", tensors=["w"]), m.ClearField("dtype")),
+            "manifest.dtype` must be set, because `exceptions` is",
+        ),
     ],
 )
 def test_a_misleading_manifest_is_refused(

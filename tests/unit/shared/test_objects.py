@@ -49,17 +49,42 @@ def test_what_does_not_load_says_why(tmp_path: Path, name: str, expected: str) -
         load_object(name, tmp_path)
 
 
-def test_what_a_users_file_or_constructor_raises_is_told_with_its_line(tmp_path: Path) -> None:
+def test_an_old_path_of_rollmesh_is_an_error_with_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a configuration, in a file that it names, and in a module that it names."""
+    old, new = "rollmesh.services.inference.engines.torch_engine", "rollmesh.services.inference.engines.torch.engine"
+    for file in ("my_file.py", "my_module.py"):
+        (tmp_path / file).write_text(f"from {old} import TorchEngine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{old}:TorchEngine", "my_file.py:Engine", "my_module:Engine"):
+        with pytest.raises(ConfigError, match=f"{old} is now {new}"):
+            load_object(name, tmp_path)
+
+
+def test_the_table_of_moved_modules_names_modules_that_exist() -> None:
+    assert [new for new in MOVED.values() if importlib.util.find_spec(new) is None] == []
+    assert [old for old in MOVED if _exists(old)] == []
+    assert moved_hint("rollmesh.shared.config.objects") == moved_hint("") == moved_hint(None) == ""
+
+
+def test_a_row_of_a_package_is_for_the_modules_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MOVED, "rollmesh.old", "rollmesh.new")
+    monkeypatch.setitem(MOVED, "rollmesh.old.part", "rollmesh.other")
+    assert moved_hint("rollmesh.old.x") == "rollmesh.old.x is now rollmesh.new.x"
+    assert moved_hint("rollmesh.old.part.x") == "rollmesh.old.part.x is now rollmesh.other.x"
+    assert moved_hint("rollmesh.older") == ""
+
+
+def test_what_a_users_file_or_constructor_raises_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text("def helper():\n    raise KeyError('mine')\nhelper()\n")
     with pytest.raises(ConfigError, match=r"(?s)KeyError: 'mine'.*breaks.py\", line 2, in helper"):
         load_object("breaks.py:Name", tmp_path)
     (tmp_path / "made.py").write_text("class Made:\n    def __init__(self):\n        open('/no/such/file')\n")
     with pytest.raises(ConfigError, match=r"(?s)thing `made.py:Made`: .*FileNotFoundError.*made.py\", line 3"):
-        Registry("thing", {}).make("made.py:Made", tmp_path)
+        Registry("thing", {}, Plugin).make("made.py:Made", tmp_path)
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_known_one() -> None:
-    registry = Registry("thing", {"grpo": "a:b", "gdpo": "a:c"})
+    registry = Registry("thing", {"grpo": "a:b", "gdpo": "a:c"}, Plugin)
     expected = r"there is no thing `grop`; known: grpo, gdpo, or your own as file.py:Name; did you mean `grpo`\?"
     with pytest.raises(ConfigError, match=expected):
         registry.find("grop")
@@ -83,3 +108,10 @@ def test_a_bare_string_names_an_extension_and_a_mapping_without_name_keeps_the_d
         config_from_dict(Config, {"many": [{"options": {}}]})
     with pytest.raises(ConfigError, match=r"`one.option`: unknown key; did you mean `options`"):
         config_from_dict(Config, {"one": {"option": {}}})
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of its package
+        return False

@@ -23,7 +23,7 @@ def test_ports_lie_outside_the_range_of_outgoing_connections_and_differ() -> Non
         assert max(found) < begin
 
 
-def test_a_port_that_somebody_listens_on_is_not_chosen_and_its_owner_is_named() -> None:
+def test_a_port_that_another_process_listens_on_is_not_chosen_and_its_owner_is_named() -> None:
     (port,) = lasting_ports(1, random.Random(7))
     assert not is_taken("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", port)):

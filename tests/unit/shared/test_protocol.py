@@ -88,7 +88,7 @@ def test_protos_that_differ_from_those_of_the_last_release_have_a_higher_version
             for field in message.field:
                 field.ClearField("json_name")  # protoc writes it, and the runtime leaves it out
     if before != now:
-        assert version(match[1]) < PROTOCOL, "the protos have changed: raise PROTOCOL in shared/protocol.py"
+        assert version(match[1]) < PROTOCOL, "the protos have changed: raise PROTOCOL in shared/domain/protocol.py"
 
 
 def _messages(found: Iterable[descriptor_pb2.DescriptorProto]) -> Iterator[descriptor_pb2.DescriptorProto]:

@@ -207,72 +207,117 @@ def array_of(episode: types_pb2.Episode, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda e: setattr(e.segments[2], "logprobs", bytes(8)), "episode.segments[2].logprobs: 2 values for 3 tokens"),
+        (
+            lambda e: setattr(e.segments[2], "logprobs", bytes(8)),
+            "`episode.segments[2].logprobs` must have 3 values, one per token, got 2",
+        ),
         (
             lambda e: setattr(e.segments[2], "loss_mask", bytes(4)),
-            "episode.segments[2].loss_mask: 4 values for 3 tokens",
+            "`episode.segments[2].loss_mask` must have 3 values, one per token, got 4",
         ),
-        (lambda e: setattr(e.segments[2], "loss_mask", b"\0\2\1"), "segments[2].loss_mask: holds 2"),
-        (lambda e: setattr(e.segments[2], "logprobs_model", bytes(4)), "segments[2].logprobs_model: 1 values"),
-        (lambda e: setattr(e.segments[2], "logprobs", NAN), "segments[2].logprobs: value 0 is nan"),
+        (
+            lambda e: setattr(e.segments[2], "loss_mask", b"\0\2\1"),
+            "segments[2].loss_mask` must contain only 0 and 1, got 2",
+        ),
+        (
+            lambda e: setattr(e.segments[2], "logprobs_model", bytes(4)),
+            "segments[2].logprobs_model` must have 3 values",
+        ),
+        (lambda e: setattr(e.segments[2], "logprobs", NAN), "segments[2].logprobs[0]` must be finite, got nan"),
         (
             lambda e: setattr(e.segments[0], "token_ids", bytes(7)),
-            "segments[0].token_ids: must be a multiple of 4 bytes for i32le, got 7",
+            "segments[0].token_ids` must be a multiple of 4 bytes for i32le, got 7",
         ),
-        (lambda e: setattr(e.segments[0], "token_ids", b"\xff" * 4), "segments[0].token_ids: token -1 is negative"),
-        (lambda e: setattr(e.segments[1], "parent", 1), "segments[1].parent: 1, expected -1 (root) or an earlier"),
-        (lambda e: setattr(e.segments[1], "parent", -2), "segments[1].parent: -2"),
-        (lambda e: setattr(e.segments[1], "role", 77), "segments[1].role: 77, expected one of: 1 CONTEXT"),
-        (lambda e: setattr(e.segments[1], "source", 0), "segments[1].source: 0, expected one of: 1 POLICY"),
-        (lambda e: setattr(e.segments[1], "finish", 9), "segments[1].finish: 9"),
-        (lambda e: setattr(e.segments[1], "sampling", 1), "segments[1].sampling: 1, but there are 1 sampling_params"),
+        (lambda e: setattr(e.segments[0], "token_ids", b"\xff" * 4), "segments[0].token_ids` must be >= 0, got -1"),
+        (
+            lambda e: setattr(e.segments[1], "parent", 1),
+            "segments[1].parent` must be -1 (root) or the index of an earlier segment, below 1, got 1",
+        ),
+        (
+            lambda e: setattr(e.segments[1], "parent", -2),
+            "segments[1].parent` must be -1 (root) or the index of an earlier segment, below 1, got -2",
+        ),
+        (lambda e: setattr(e.segments[1], "role", 77), "segments[1].role` must be one of 1 CONTEXT"),
+        (lambda e: setattr(e.segments[1], "source", 0), "segments[1].source` must be one of 1 POLICY"),
+        (lambda e: setattr(e.segments[1], "finish", 9), "segments[1].finish` must be one of"),
+        (
+            lambda e: setattr(e.segments[1], "sampling", 1),
+            "segments[1].sampling` must be -1 (not sampled) or the index of one of 1 sampling_params, got 1",
+        ),
         (
             lambda e: e.segments[1].ClearField("logprobs"),
-            "segments[1].logprobs: missing, but POLICY tokens are sampled",
+            "segments[1].logprobs` must be set, because POLICY tokens are sampled, got none",
         ),
-        (lambda e: setattr(e.segments[0], "logprobs", bytes(12)), "segments[0].logprobs: present, but PROMPT"),
-        (lambda e: e.segments[1].ClearField("version"), "segments[1].kv_step_oldest: is set exactly where"),
-        (lambda e: setattr(e.segments[1].version, "step", -1), "segments[1].version.step: -1 is negative"),
-        (lambda e: e.segments[1].arrays["new"].SetInParent(), "segments[1].arrays[new].dtype: must be one of f32le"),
+        (
+            lambda e: setattr(e.segments[0], "logprobs", bytes(12)),
+            "segments[0].logprobs` must have no values, because PROMPT",
+        ),
+        (lambda e: e.segments[1].ClearField("version"), "segments[1].kv_step_oldest` must be set exactly where"),
+        (lambda e: setattr(e.segments[1].version, "step", -1), "segments[1].version.step` must be >= 0, got -1"),
+        (lambda e: e.segments[1].arrays["new"].SetInParent(), "segments[1].arrays[new].dtype` must be one of f32le"),
         (
             lambda e: array_of(e, dtype="f64le"),
-            "segments[1].arrays[entropy].dtype: must be one of f32le, f16le, i32le, u8",
+            "segments[1].arrays[entropy].dtype` must be one of f32le, f16le, i32le, u8",
         ),
-        (lambda e: array_of(e, shape=[]), "segments[1].arrays[entropy].shape: must be [n] or [n, k], got []"),
-        (lambda e: array_of(e, shape=[2, 1, 1]), "segments[1].arrays[entropy].shape: must be [n] or [n, k]"),
-        (lambda e: array_of(e, shape=[-2]), "segments[1].arrays[entropy].shape: must be [n] or [n, k], got [-2]"),
-        (lambda e: array_of(e, shape=[2**62, 2**62]), "segments[1].arrays[entropy].inline: 8 bytes do not match f32le"),
+        (lambda e: array_of(e, shape=[]), "segments[1].arrays[entropy].shape` must be [n] or [n, k], got []"),
+        (lambda e: array_of(e, shape=[2, 1, 1]), "segments[1].arrays[entropy].shape` must be [n] or [n, k]"),
+        (lambda e: array_of(e, shape=[-2]), "segments[1].arrays[entropy].shape` must be [n] or [n, k], got [-2]"),
+        (lambda e: array_of(e, shape=[2**62, 2**62]), "segments[1].arrays[entropy].inline` must have"),
         (
             lambda e: array_of(e, shape=[3], inline=bytes(12)),
-            "segments[1].arrays[entropy].shape: must be [2] or [2, k]",
+            "segments[1].arrays[entropy].shape` must be [2] or [2, k]",
         ),
-        (lambda e: array_of(e, shape=[2, 0], inline=b""), "segments[1].arrays[entropy].shape: must be [2] or [2, k]"),
-        (lambda e: array_of(e, inline=NAN[:8]), "segments[1].arrays[entropy]: value 0 is nan"),
-        (lambda e: array_of(e, blob_digest="ab" * 32), "segments[1].arrays[entropy].blob_digest: not supported"),
+        (lambda e: array_of(e, shape=[2, 0], inline=b""), "segments[1].arrays[entropy].shape` must be [2] or [2, k]"),
+        (lambda e: array_of(e, inline=NAN[:8]), "segments[1].arrays[entropy][0]` must be finite, got nan"),
+        (lambda e: array_of(e, blob_digest="ab" * 32), "segments[1].arrays[entropy].blob_digest` must be absent"),
         (
             lambda e: array_of(e, dtype="u8", shape=[2, 2**19 + 1], inline=bytes(2**20 + 2)),
-            "segments[1].arrays[entropy]: must have at most 1048576 bytes, got 1048578",
+            "segments[1].arrays[entropy]` must have at most 1048576 bytes, got 1048578",
         ),
         (
             lambda e: e.segments[1].arrays["No!"].CopyFrom(e.segments[1].arrays["entropy"]),
-            "segments[1].arrays: a name must match [a-z][a-z0-9_]{0,63}, got 'No!'",
+            "segments[1].arrays` must have names that match [a-z][a-z0-9_]{0,63}, got 'No!'",
         ),
         (
             lambda e: [e.segments[1].arrays[f"a{i}"].CopyFrom(e.segments[1].arrays["entropy"]) for i in range(15)],
-            "segments[1].arrays: must have at most 16 entries, got 17",
+            "segments[1].arrays` must have at most 16 entries, got 17",
         ),
-        (lambda e: e.segments[1].media.add(), "segments[1].media: not supported"),
-        (lambda e: setattr(e.samples[1], "leaf", 7), "episode.samples[1].leaf: 7, but there are 7 segments"),
-        (lambda e: setattr(e.samples[1], "sample_id", "e9.0"), "samples[1].sample_id: 'e9.0' is given twice"),
-        (lambda e: setattr(e.samples[0], "weight", float("inf")), "samples[0].weight: inf"),
-        (lambda e: setattr(e.samples[0].rewards[1], "value", float("nan")), "samples[0].rewards[1].value: nan"),
-        (lambda e: setattr(e.samples[0].rewards[1], "segment", 7), "samples[0].rewards[1].segment: 7"),
-        (lambda e: setattr(e.samples[0].rewards[1], "outcome", 0), "samples[0].rewards[1].outcome: 0"),
-        (lambda e: setattr(e.sampling_params[0], "temperature", -1), "sampling_params[0].temperature: -1.0"),
-        (lambda e: setattr(e.sampling_params[0], "max_tokens", 0), "sampling_params[0].max_tokens: 0"),
-        (lambda e: setattr(e, "purpose", 0), "episode.purpose: 0"),
-        (lambda e: setattr(e.key, "run", ""), "episode.key.run: empty"),
-        (lambda e: setattr(e.key, "attempt", 0), "episode.key.attempt: 0"),
+        (lambda e: e.segments[1].media.add(), "segments[1].media` must be empty"),
+        (
+            lambda e: setattr(e.samples[1], "leaf", 7),
+            "episode.samples[1].leaf` must be the index of one of 7 segments, got 7",
+        ),
+        (
+            lambda e: setattr(e.samples[1], "sample_id", "e9.0"),
+            "samples[1].sample_id` must be unique in the episode, got 'e9.0'",
+        ),
+        (
+            lambda e: setattr(e.samples[0], "weight", float("inf")),
+            "samples[0].weight` must be finite and >= 0, got inf",
+        ),
+        (
+            lambda e: setattr(e.samples[0].rewards[1], "value", float("nan")),
+            "samples[0].rewards[1].value` must be in [-1e+30, 1e+30], got nan",
+        ),
+        (
+            lambda e: setattr(e.samples[0].rewards[1], "segment", 7),
+            "samples[0].rewards[1].segment` must be -1 (whole sample) or the index of a segment, got 7",
+        ),
+        (
+            lambda e: setattr(e.samples[0].rewards[1], "outcome", 0),
+            "samples[0].rewards[1].outcome` must be one of 1 OK",
+        ),
+        (
+            lambda e: setattr(e.sampling_params[0], "temperature", -1),
+            "sampling_params[0].temperature` must be in [0, 10], got -1.0",
+        ),
+        (
+            lambda e: setattr(e.sampling_params[0], "max_tokens", 0),
+            "sampling_params[0].max_tokens` must be >= 1, got 0",
+        ),
+        (lambda e: setattr(e, "purpose", 0), "episode.purpose` must be one of 1 TRAIN"),
+        (lambda e: setattr(e.key, "run", ""), "episode.key.run` must not be empty, got ''"),
+        (lambda e: setattr(e.key, "attempt", 0), "episode.key.attempt` must be >= 1, got 0"),
     ],
 )
 def test_a_malformed_episode_is_refused_by_field(damage: Break, message: str) -> None:
@@ -285,14 +330,14 @@ def test_a_malformed_episode_is_refused_by_field(damage: Break, message: str) ->
 
 
 def test_bytes_that_are_no_episode_are_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"cannot decode a rollmesh\.v1\.Episode from 3 bytes"):
+    with pytest.raises(InvalidInput, match=r"`episode` must be an encoded rollmesh\.v1\.Episode of 3 bytes"):
         codec.episode_from_bytes(b"\xff\xff\xff")
 
 
 def test_a_malformed_episode_is_not_even_sent() -> None:
     episode = episodes.rich_episode()
     broken = msgspec.structs.replace(episode.segments[1], logprobs=np.zeros(1, np.float32))
-    with pytest.raises(InvalidInput, match=r"segments\[1\]\.logprobs: 1 values for 2 tokens"):
+    with pytest.raises(InvalidInput, match=r"segments\[1\]\.logprobs` must have 2 values, one per token, got 1"):
         codec.encode_episode(msgspec.structs.replace(episode, segments=(episode.segments[0], broken)))
 
 
