@@ -1,4 +1,4 @@
-"""`rollmesh bench methods`: arms, records, budget, verdicts and the report."""
+"""`python -m benchmarks methods`: arms, records, budget, verdicts and the report."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def record(of: MethodArm, success: tuple[float, ...] = (0.0,), **fields: Any) ->
     return ArmRecord(**{**defaults, "arm": of, "evals": points, "updates": ess, **fields})
 
 
-# Records and measures --------------------------------------------------------------------------------------------------
+# Records and measures --------------------------------------------------------------------------------------------------  # noqa: W505
 
 
 def test_measures_are_means_of_the_last_three_evaluations_and_the_updates_since() -> None:
@@ -97,7 +97,7 @@ def test_records_count_for_their_commit_and_settings() -> None:
     assert chosen_records(records, wanted, None) == {arm(): records[0]}, "a failure of another commit is run again"
 
 
-# Verdicts --------------------------------------------------------------------------------------------------------------
+# Verdicts --------------------------------------------------------------------------------------------------------------  # noqa: W505
 
 
 def test_a_verdict_equals_the_hand_computed_value() -> None:
@@ -111,18 +111,18 @@ def test_a_verdict_equals_the_hand_computed_value() -> None:
         Expectation(task="calc", direction="up", lag_min=4),
         Expectation(task="calc", measure="ess", lag_min=64),
     )
-    (row,) = compare("mine", About(expected=expected), records, [("calc", 16), ("noisy", 0)])
+    (row,) = compare("mine", Expected(expected=expected), records, [("calc", 16), ("noisy", 0)])
     assert (row.seeds, row.measure, row.verdict) == (3, "success", "agrees")
     assert row.difference == pytest.approx(0.2)
     assert row.error == pytest.approx(0.1 / math.sqrt(3))
     assert (row.value, row.baseline_value) == pytest.approx((0.6, 0.4))
-    (row,) = compare("mine", About(expected=(Expectation(task="calc", direction="down"),)), records, [("calc", 16)])
+    (row,) = compare("mine", Expected(expected=(Expectation(task="calc", direction="down"),)), records, [("calc", 16)])
     assert row.verdict == "contradicts"
-    (row,) = compare("mine", About(), records, [("calc", 16)])
+    (row,) = compare("mine", Expected(), records, [("calc", 16)])
     assert (row.measure, row.verdict) == ("success", "no expectation")
     del records[arm("mine", lag=16, seed=1)]
     records[arm("mine", lag=16, seed=2)] = record(arm("mine", lag=16, seed=2), error="ValueError")
-    (row,) = compare("mine", About(expected=expected), records, [("calc", 16)])
+    (row,) = compare("mine", Expected(expected=expected), records, [("calc", 16)])
     assert (row.seeds, row.error, row.verdict) == (1, None, "not shown")
 
 
@@ -132,7 +132,7 @@ def test_each_learning_rate_is_compared_with_the_baseline_at_the_same_rate() -> 
         for name, lr, value in (("grpo", 5e-4, 0.4), ("mine", 5e-4, 0.6), ("grpo", 1e-4, 0.7), ("mine", 1e-4, 0.5))
         for one in (replace(arm(name), lr=lr),)
     }
-    rows = compare("mine", About(), records, [("calc", 0)])
+    rows = compare("mine", Expected(), records, [("calc", 0)])
     assert [row.lr for row in rows] == [5e-4, 1e-4]
     assert [row.difference for row in rows] == pytest.approx([0.2, -0.2])
 
@@ -145,12 +145,13 @@ def test_a_difference_of_two_standard_errors_is_not_shown() -> None:
     assert finding(-0.1, 0.0, "down") == "agrees", "all pairs have the same difference"
 
 
-# The plan --------------------------------------------------------------------------------------------------------------
+# The plan --------------------------------------------------------------------------------------------------------------  # noqa: W505
 
 
-def user_recipe(folder: Path, about: str) -> str:
+def user_recipe(folder: Path, expected: str = "{}") -> str:
     file = folder / "mine.yaml"
-    file.write_text(f"about: {about}\nlearner: {{estimator: {{options: {{std: none}}}}}}\n")
+    file.write_text("learner: {estimator: {options: {std: none}}}\n")
+    file.with_suffix(".expected.yaml").write_text(expected)
     return str(file)
 
 
@@ -168,6 +169,25 @@ def test_the_plan_has_whole_pairs_seed_by_seed(tmp_path: Path) -> None:
     assert one == arm(task="sparse", lag=64)
 
 
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ("{expected: [{task: calcs}]}", r"`expected\[0\].task` must be one of .*two_rewards, got 'calcs'"),
+        ("{expected: [{measure: ess}]}", r"expected\[0\].*task"),
+        ("{expected: [{task: calc}, {task: calc}]}", "`expected` must name each task, measure and lag_min once"),
+    ],
+)
+def test_a_mistake_in_the_expectations_of_a_recipe_names_its_key(tmp_path: Path, expected: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        expected_of(user_recipe(tmp_path, expected))
+
+
+def test_every_file_of_expectations_belongs_to_a_recipe() -> None:
+    named = {file.stem for file in FOLDER.iterdir()}
+    assert named <= set(recipe_names())
+    assert all(expected_of(name) for name in named)
+
+
 def test_options_that_cannot_be_run_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="--tasks: there is no task `calcs`.*did you mean `calc`"):
         MethodsOptions(tasks=("calcs",), out=tmp_path)
@@ -175,7 +195,7 @@ def test_options_that_cannot_be_run_are_rejected(tmp_path: Path) -> None:
         MethodsOptions(lags=(-1,), out=tmp_path)
     with pytest.raises(ConfigError, match="there is no recipe `grpoo`"):
         planned(MethodsOptions(methods=("grpoo",), out=tmp_path))
-    result = CliRunner().invoke(app, ["bench", "methods", "--lags", "4,x", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["methods", "--lags", "4,x", "--out", str(tmp_path)])
     assert (result.exit_code, "--lags must be integers" in result.output) == (2, True)
 
 
@@ -202,7 +222,7 @@ def test_a_recipe_keeps_its_group_size_and_the_number_of_samples() -> None:
     assert shape == {"grpo": (8, 8), "mssr": (64, 1), "risk_po": (10, 10)}
 
 
-# Scorers ---------------------------------------------------------------------------------------------------------------
+# Scorers ---------------------------------------------------------------------------------------------------------------  # noqa: W505
 
 
 def item(answer: str, *, sample: str = "s", calls: tuple[str, ...] = ()) -> ScoreItem:
@@ -272,7 +292,7 @@ async def test_episode_0_of_a_training_group_is_given_to_recipes_that_learn_from
     assert list(sources.values()) == [{Source.DATASET}, {Source.POLICY}, {Source.POLICY}]
 
 
-# Arms ------------------------------------------------------------------------------------------------------------------
+# Arms ------------------------------------------------------------------------------------------------------------------  # noqa: W505
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +335,7 @@ def test_a_method_that_fails_is_recorded_with_its_cause(models: Path, tmp_path: 
     assert "broken.py" in found.error
 
 
-# The command -----------------------------------------------------------------------------------------------------------
+# The command -----------------------------------------------------------------------------------------------------------  # noqa: W505
 
 
 @pytest.fixture
@@ -347,7 +367,7 @@ def test_a_resumed_call_skips_arms_with_a_record(out: Path) -> None:
 def test_the_report_has_verdicts_means_curves_and_failures(out: Path) -> None:
     mine = str(out / "mine.yaml")
     options = ["--methods", mine, "--tasks", "calc", "--out", str(out), "--json", str(out / "rows.json")]
-    result = CliRunner().invoke(app, ["bench", "methods", "--report", *options])
+    result = CliRunner().invoke(app, ["methods", "--report", *options])
     assert result.exit_code == 0, result.output
     text = (out / "report" / "methods.md").read_text()
     assert "4 arms" in text
@@ -362,5 +382,5 @@ def test_the_report_has_verdicts_means_curves_and_failures(out: Path) -> None:
 
 
 def test_the_bench_of_methods_is_a_command_of_its_own(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["bench", "engine", "methods"])
+    result = CliRunner().invoke(app, ["engine", "methods"])
     assert (result.exit_code, "NAME must be `methods` alone" in result.output) == (2, True)

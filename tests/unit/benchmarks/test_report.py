@@ -33,7 +33,7 @@ def test_owners_do_not_depend_on_the_folder_of_the_checkout(root: str) -> None:
     services, shared = root.format("services"), root.format("shared")
     assert owner_of(f"{services}/services/coordinator/core/core.py") == "coordinator"
     assert owner_of(f"{services}/services/learner/engines/torch_trainer.py") == MODEL
-    assert owner_of(f"{services}/bench/turns.py") == "rollout"
+    assert owner_of("/src/rollmesh/benchmarks/turns.py") == "rollout"
     assert owner_of(f"{shared}/shared/codec/trajectory.py") == "shared.codec"
     assert owner_of("/src/rollmesh/.venv/lib/python3.11/site-packages/grpc/aio/_call.py") == "grpc, asyncio"
     assert owner_of("/src/rollmesh/tests/x.py") == ""

@@ -165,7 +165,7 @@ class Stepper:
 
 def build_stepper(tiny: TinyModel, **fields: Any) -> Stepper:
     """Return a core in which weights 0 of the model are active as version 0."""
-    settings: dict[str, Any] = {"slots_max": 32, "context_max": 128, "torchscript": False} | fields
+    settings: dict[str, Any] = {"slots_max": 32, "context_max": 128} | fields
     config = TorchEngineConfig(model=str(tiny.folder), **settings)
     spec = read_spec(tiny.folder)
     runner = TorchRunner(
@@ -174,7 +174,6 @@ def build_stepper(tiny: TinyModel, **fields: Any) -> Stepper:
         context_max=config.context_max,
         device=config.device,
         dtype=torch.float32,
-        torchscript=config.torchscript,
     )
     stepper = Stepper(TorchCore(config, runner, StopRules(spec.vocab_size, read_chars)))
     stepper.activate(0, tiny.weights(0))

@@ -47,7 +47,7 @@ def version(step: int) -> PolicyVersion:
 
 
 @dataclass
-class Heard:
+class Received:
     """The deltas of one request."""
 
     deltas: list[GenerateDelta] = field(default_factory=list)
@@ -87,8 +87,8 @@ class World:
 
     def submit(
         self, name: str = "r", *, outputs: tuple[str, ...] = (), pinned: int | None = None, **params: Any
-    ) -> Heard:
-        heard = Heard()
+    ) -> Received:
+        received = Received()
         request = GenerateRequest(
             request_id=name,
             token_ids=np.array(PROMPT, np.int32),
@@ -96,14 +96,14 @@ class World:
             outputs=outputs,
             version=None if pinned is None else version(pinned),
         )
-        self.engine.submit(request, heard.emit)
-        return heard
+        self.engine.submit(request, received.emit)
+        return received
 
-    async def running(self, **options: Any) -> Heard:
+    async def running(self, **options: Any) -> Received:
         """Return a request whose first tokens have arrived."""
-        heard = self.submit(**options)
-        await asyncio.wait_for(heard.first.wait(), 10)
-        return heard
+        received = self.submit(**options)
+        await asyncio.wait_for(received.first.wait(), 10)
+        return received
 
 
 Open = Callable[..., Awaitable[World]]
@@ -151,9 +151,9 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def test_a_dead_server_ends_requests_at_once_and_breaks_the_engine_in_time(world: Open) -> None:
     one = await world(step_s=0.01)
-    heard = await one.running()
+    received = await one.running()
     await one.server.stop()
-    last = await heard.end()
+    last = await received.end()
     assert last.finish is FinishReason.ERROR
     assert one.server.url in last.error
     await until(lambda: broken(one))
@@ -190,9 +190,9 @@ async def test_weights_of_another_client_break_the_engine(world: Open) -> None:
 
 async def test_tokens_of_other_weights_end_the_request_with_an_error(world: Open) -> None:
     one = await world(step_s=0.002, options={"poll_s": 60.0})
-    heard = await one.running(max_tokens=60)
+    received = await one.running(max_tokens=60)
     one.server.set_version("theirs")
-    last = await heard.end()
+    last = await received.end()
     assert (last.finish, "sampled with weights ['theirs']" in last.error) == (FinishReason.ERROR, True)
 
 
@@ -205,11 +205,11 @@ async def test_a_score_under_other_weights_is_not_of_the_version(world: Open) ->
 
 async def test_a_failed_update_breaks_the_engine_with_the_servers_words(world: Open) -> None:
     one = await world(step_s=0.01)
-    heard = await one.running()
+    received = await one.running()
     one.server.fail_update = "no such folder"
     with pytest.raises(EngineBroken, match=r"update of the server to main@1\.0 failed.*no such folder.*weights_dir"):
         await one.activate(1)
-    assert (await heard.end()).finish is FinishReason.ERROR
+    assert (await received.end()).finish is FinishReason.ERROR
     assert one.engine.active == version(0)
     with pytest.raises(EngineBroken, match="restart server and node"):
         one.submit()
@@ -237,9 +237,9 @@ async def test_a_stop_string_ends_the_request_at_the_server(world: Open) -> None
     await one.activate(0)
     free = one.submit(max_tokens=40)
     await free.end()
-    heard = one.submit(stop=(chr(65 + free.tokens[9]),))
-    assert (await heard.end()).finish is FinishReason.STOP
-    assert heard.tokens == free.tokens[: free.tokens.index(free.tokens[9]) + 1]
+    received = one.submit(stop=(chr(65 + free.tokens[9]),))
+    assert (await received.end()).finish is FinishReason.STOP
+    assert received.tokens == free.tokens[: free.tokens.index(free.tokens[9]) + 1]
     await until(lambda: not one.server.running)
 
 
@@ -251,31 +251,31 @@ async def test_an_end_token_that_the_request_does_not_name_does_not_end_it(world
     await one.server.stop()
     other = await world(eos_token_id=free.tokens[20])
     before = other.server.num_served
-    heard = other.submit(max_tokens=80, stop_token_ids=(VOCAB - 1 if VOCAB - 1 not in free.tokens else 0,))
-    last = await heard.end()
+    received = other.submit(max_tokens=80, stop_token_ids=(VOCAB - 1 if VOCAB - 1 not in free.tokens else 0,))
+    last = await received.end()
     assert last.finish in (FinishReason.LENGTH, FinishReason.STOP)
-    assert heard.tokens == free.tokens[: len(heard.tokens)]
-    assert len(heard.tokens) > 21
+    assert received.tokens == free.tokens[: len(received.tokens)]
+    assert len(received.tokens) > 21
     assert other.server.num_served > before + 1
 
 
 async def test_an_update_continues_requests_whose_parts_the_server_has_not_begun(world: Open) -> None:
     one = await world(step_s=0.01)
     one.server.hang = True
-    heard = one.submit(max_tokens=20)
+    received = one.submit(max_tokens=20)
     await until(lambda: one.engine.load().num_running)
     one.server.hang = False
     await one.activate(1)
-    assert (await heard.end()).finish is FinishReason.LENGTH
-    assert {delta.version for delta in heard.deltas} == {version(1)}
+    assert (await received.end()).finish is FinishReason.LENGTH
+    assert {delta.version for delta in received.deltas} == {version(1)}
 
 
 async def test_a_request_pinned_to_old_weights_is_cancelled_by_an_update(world: Open) -> None:
     one = await world(step_s=0.005)
-    heard = await one.running(pinned=0)
+    received = await one.running(pinned=0)
     await one.activate(1)
-    assert (await heard.end()).finish is FinishReason.CANCELLED
-    assert {delta.version for delta in heard.deltas} == {version(0)}
+    assert (await received.end()).finish is FinishReason.CANCELLED
+    assert {delta.version for delta in received.deltas} == {version(0)}
     with pytest.raises(ValueError, match="is not held"):
         one.submit(pinned=0)
 
@@ -290,13 +290,13 @@ async def test_a_truncation_without_exact_logprobs_is_rejected(world: Open) -> N
 async def test_routed_experts_have_a_row_per_token_across_an_update(world: Open) -> None:
     one = await world(step_s=0.005, options={"routed_experts": True})
     await one.prepare(1)
-    heard = one.submit(outputs=("routed_experts",))
+    received = one.submit(outputs=("routed_experts",))
     await until(lambda: one.engine.load().steps > 3)
     await one.engine.activate(version(1), KvPolicy.RECOMPUTE)
-    await heard.end()
-    assert [delta.version.step for delta in heard.deltas] == [0, 1]
-    rows = np.concatenate([delta.arrays["routed_experts"] for delta in heard.deltas])
-    inputs = np.array([PROMPT[-1], *heard.tokens[:-1]], np.int32)
+    await received.end()
+    assert [delta.version.step for delta in received.deltas] == [0, 1]
+    rows = np.concatenate([delta.arrays["routed_experts"] for delta in received.deltas])
+    inputs = np.array([PROMPT[-1], *received.tokens[:-1]], np.int32)
     np.testing.assert_array_equal(rows, (inputs[:, None] + np.arange(6)) % 8)
 
 
@@ -381,9 +381,9 @@ async def test_the_key_is_sent_and_never_shown(world: Open, tmp_path: Path, capl
     (tmp_path / "key").write_text(KEY + "\n")
     with caplog.at_level(logging.DEBUG):
         one = await world(api_key=KEY, options={"api_key_file": str(tmp_path / "key")})
-        heard = await one.running()
+        received = await one.running()
         await one.server.stop()
-        last = await heard.end()
+        last = await received.end()
         await until(lambda: broken(one))
     assert KEY not in caplog.text + last.error
 

@@ -27,7 +27,8 @@ def config_of(model: Any, folder: Path, **fields: Any) -> TorchEngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "forward"), [("gemma3", "built_in"), ("gpt2", "cached"), ("recurrent_gemma", "recompute")]
+    ("name", "forward"),
+    [("qwen3", "built_in"), ("gemma3", "cached"), ("gpt2", "cached"), ("recurrent_gemma", "recompute")],
 )
 def test_runner_equals_the_plain_forward_of_the_whole_model(name: str, forward: str, tmp_path: Path) -> None:
     model: Any = build_model(name)
@@ -83,6 +84,18 @@ def test_forced_forward_is_compared_as_well(tmp_path: Path) -> None:
         open_runner(config_of(model, tmp_path / "recurrent", forward="cached"))
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_may_be_sent_one_by_one_as_files_name_them(name: str, tmp_path: Path) -> None:
+    model = build_model(name)
+    runner, _ = open_runner(config_of(model, tmp_path))
+    model.save_pretrained(tmp_path)
+    of_files, of_modules = load_file(tmp_path / "model.safetensors"), dict(model.state_dict())
+    assert len(of_files) > len(of_modules)
+    row = np.arange(1, 20, dtype=np.int32)
+    (found,), (expected,) = (runner.score(runner.lay_out(state), [row]) for state in (of_files, of_modules))
+    np.testing.assert_array_equal(found["logprobs"], expected["logprobs"])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "qwen3_next"])
 def test_large_model_is_checked_by_a_few_layers_of_every_type(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build_model(name).config
@@ -108,3 +121,15 @@ def test_plain_model_rejects_unfit_weights_by_name(tmp_path: Path) -> None:
     for faulty, message in faults:
         with pytest.raises(WeightsMismatch, match=message):
             runner.lay_out(faulty)
+
+
+@pytest.mark.parametrize("where", ["reference_model", "_runner"])
+def test_a_lack_of_memory_is_an_error_with_a_remedy_and_no_choice(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(execution, where, fail)
+    with pytest.raises(torch.OutOfMemoryError, match="memory ran out .*free memory on the device"):
+        open_runner(config_of(build_model("gpt2"), tmp_path))

@@ -21,8 +21,7 @@ from rollmesh.services.inference.engines.common.sampling import (
 
 def rules(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 11) -> Rules:
     return Rules(
-        seeds=torch.full((num,), seed),
-        positions=torch.arange(num),
+        streams=stream_starts(torch.full((num,), seed), torch.arange(num)),
         temperature=torch.full((num,), temperature),
         top_p=torch.full((num,), top_p),
         top_k=torch.full((num,), top_k),
@@ -55,9 +54,9 @@ def test_mix64_equals_the_reference_splitmix64() -> None:
 def test_uniforms_are_flat_and_independent_along_each_axis(axis: str) -> None:
     n, zero = 64_000, torch.zeros(64_000, dtype=torch.int64)
     draws = {
-        "seed": lambda: uniforms(torch.arange(n), zero, 1)[:, 0],
-        "position": lambda: uniforms(zero, torch.arange(n), 1)[:, 0],
-        "vocabulary": lambda: uniforms(zero[:1], zero[:1], n)[0],
+        "seed": lambda: uniforms(stream_starts(torch.arange(n), zero), 1)[:, 0],
+        "position": lambda: uniforms(stream_starts(zero, torch.arange(n)), 1)[:, 0],
+        "vocabulary": lambda: uniforms(stream_starts(zero[:1], zero[:1]), n)[0],
     }[axis]().double()
     counts = np.histogram(draws.numpy(), bins=64, range=(0, 1))[0]
     assert chi_square(counts, np.full(64, 1 / 64)) < 110  # 63 degrees of freedom: p = 0.0002
@@ -99,10 +98,7 @@ def test_rows_are_drawn_independently_of_other_rows() -> None:
     tokens, _ = sample(logits, whole)
     for row in range(8):
         alone = whole._replace(
-            **{
-                name: getattr(whole, name)[row : row + 1]
-                for name in ("seeds", "positions", "temperature", "top_p", "top_k")
-            }
+            **{name: getattr(whole, name)[row : row + 1] for name in ("streams", "temperature", "top_p", "top_k")}
         )
         assert int(sample(logits[row : row + 1], alone)[0]) == int(tokens[row])
 

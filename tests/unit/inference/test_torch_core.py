@@ -219,8 +219,8 @@ def test_score_in_spans_and_blocks_equals_score_at_once(
     rows = [np.array(random_prompt(i, num), np.int32) for i, num in enumerate((70, 1, 33, 16))]
     weights = tiny.weights(0)
     whole = stepper().core._runner.score(weights, rows, outputs, 5)
-    monkeypatch.setattr(torch_runner, "_SCORE_SPAN", 16)
-    monkeypatch.setattr(torch_runner, "_LOGITS_MAX", 7 * VOCAB)
+    monkeypatch.setattr(built_in_runner, "_SCORE_SPAN", 16)
+    monkeypatch.setattr(built_in_runner, "_LOGITS_MAX", 7 * VOCAB)
     in_parts = stepper().core._runner.score(weights, rows, outputs, 5)
     for row, one, other in zip(rows, whole, in_parts, strict=True):
         np.testing.assert_allclose(other["logprobs"], tiny.logprobs(0, row), atol=1e-4)

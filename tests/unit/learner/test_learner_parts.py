@@ -56,6 +56,16 @@ def test_a_value_out_of_range_is_an_error_that_names_the_field(kind: type, field
         config_from_dict(kind, {field: value})
 
 
+def test_an_unknown_external_source_is_an_error_with_the_accepted_ones() -> None:
+    assert LearnerConfig(external_sources=EXTERNAL_SOURCES).sources == set(Source) - {Source.POLICY}
+    accepted = "dataset, hint, human, peer, prompt, replay, rewritten, summary, tool, got"
+    with pytest.raises(ConfigError, match=rf"`external_sources\[1\]` must be one of {accepted} 'policy'"):
+        config_from_dict(LearnerConfig, {"external_sources": ["dataset", "policy"]})
+    unknown: Any = ("dataset", "unknown")
+    with pytest.raises(ValueError, match=f"`external_sources` must be some of {accepted} unknown"):
+        LearnerConfig(external_sources=unknown)
+
+
 def test_no_module_of_the_learner_but_the_torch_trainer_loads_torch() -> None:
     code = (
         "import sys; from rollmesh.shared.config.registry import Extension; from rollmesh.services.learner import node; from rollmesh.services.learner.engine import find_engine; "
@@ -103,7 +113,7 @@ class Answers:
         return "yes"
 
 
-async def test_a_request_is_repeated_with_growing_pauses_while_nobody_answers() -> None:
+async def test_a_request_is_repeated_with_growing_pauses_while_no_process_answers() -> None:
     clock = ManualClock()
     ask = Answers(clock, Unavailable("a"), DeadlineExceeded("b"), Cancelled("c"), Overloaded("d"))
     asking = asyncio.create_task(retry(ask, limit_s=60.0, config=CONFIG, clock=clock))

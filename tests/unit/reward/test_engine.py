@@ -33,7 +33,7 @@ from ..shared.chat_server import ChatServer, chat_server, failure
 from .builders import item
 
 
-class Returns:
+class Returns(Scorer):
     """A scorer that returns or raises a given result."""
 
     version = "3"
@@ -47,7 +47,7 @@ class Returns:
         return self.result
 
 
-class Hangs:
+class Hangs(Scorer):
     """A scorer that waits until `release`."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ async def test_the_answer_key_is_redacted_only_where_it_is_a_whole_value(
 
 
 async def test_a_method_used_as_a_value_is_reported_with_the_line_of_the_users_code() -> None:
-    class Mistaken:
+    class Mistaken(Scorer):
         async def score(self, item: ScoreItem) -> float:
             return float(item.response.strip() == "4")  # type: ignore[attr-defined]
 
@@ -281,7 +281,7 @@ def test_an_estimator_that_raises_is_reported_with_its_name_and_the_users_line()
     assert "reward/engine.py" not in frames
 
 
-class _Says:
+class _Says(Finalizer):
     """A finalizer with a given verdict."""
 
     def __init__(self, verdict: Any) -> None:
@@ -356,7 +356,7 @@ def test_columns_that_are_no_names_are_rejected(tmp_path: Path) -> None:
 
 async def test_a_written_answer_has_no_columns() -> None:
     scorer = Returns(1.0)
-    scorer.columns = ("entropy",)  # type: ignore[attr-defined]
+    scorer.columns = ("entropy",)
     (reward,) = await run_scorer(configured(scorer), item("42"))
     assert reward.outcome is Outcome.INFRA_FAILURE
     assert reward.evidence.startswith(

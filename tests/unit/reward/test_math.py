@@ -93,6 +93,54 @@ async def test_a_key_beyond_the_limit_is_an_error_of_the_task() -> None:
         await compared.close()
 
 
+BUSY = """
+import sys, time
+from rollmesh.services.reward import math_worker
+
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+
+class Busy(math_worker.Comparer):
+    def _read(self, key):
+        print(key, file=sys.stderr)
+        work(float(key))
+        return float(key), ""
+
+    def _equal(self, key, value, said, message):
+        work(float(said))
+        return True
+
+math_worker.Comparer = Busy
+math_worker.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("key_s", "text_s", "lines", "status"),
+    [
+        (0.6, 0.6, ["key", "equal", "key", "equal"], 0),
+        (0.6, 3.0, ["key"], -signal.SIGPROF),
+        (3.0, 0.1, [], -signal.SIGPROF),
+    ],
+)
+def test_the_cpu_time_of_the_key_is_not_that_of_the_answer(
+    key_s: float, text_s: float, lines: list[str], status: int
+) -> None:
+    request = {"answers": [str(key_s)], "text": str(text_s), "cpu_s": 1.0}
+    done = subprocess.run(
+        [sys.executable, "-c", BUSY, str(4 << 30)],
+        input=f"{json.dumps(request)}\n" * 2,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status
+    assert [next(iter(json.loads(line))) for line in done.stdout.splitlines()] == ["ready", *lines]
+    assert done.stderr.split() == [str(key_s)], "a key is read once"
+
+
 @pytest.mark.parametrize("text", ["9" * 8000, "(" * 60 + "7", "1/0", "\\frac{0}{0}", "\ud800", "7\0"])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_answer_that_cannot_be_compared_is_wrong(scorer: MathScorer, text: str) -> None:

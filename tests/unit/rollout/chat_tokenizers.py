@@ -1,8 +1,9 @@
-"""Tokenizers in the style of Qwen 3 and Llama 3.1, saved as transformers saves them.
+"""Tokenizers in the style of Qwen 3, Llama 3.1, GLM 4.5 and DeepSeek R1, saved as transformers saves them.
 
-The templates are short rewrites with the habits that matter for a growing conversation: results of parallel calls share one turn, the
-reasoning of earlier answers is dropped, contents are trimmed, and several calls in one turn are rejected. As in the models, the tags around
-calls and reasoning are tokens that are not special.
+The templates are short rewrites with the habits that matter for a growing conversation: results of parallel calls share
+one turn, the reasoning of earlier answers is dropped, contents are trimmed, several calls in one turn are rejected, a
+turn ends with the tag of the next role, and arguments must be text. As in the models, the tags around calls and
+reasoning are tokens that are not special.
 """
 
 from __future__ import annotations
@@ -88,6 +89,44 @@ PYTHONIC = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
+GLM45 = """\
+[gMASK]<sop>
+{%- if tools %}<|system|>
+# Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|user|>
+{{ m.content }}
+{%- elif m.role == 'assistant' %}<|assistant|>
+<think></think>
+{%- if m.content and m.content.strip() %}{{ '\\n' + m.content.strip() }}{% endif %}
+{%- for tc in m.tool_calls or [] %}{{ '\\n<tool_call>' + tc.function.name }}
+{% for k, v in tc.function.arguments.items() %}<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson if v is not string else v }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0-1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+DEEPSEEK_R1 = """\
+{{ bos_token }}{%- set ns = namespace(is_tool=false, first=true, out_first=true) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{%- set ns.is_tool = false %}{{ '<|User|>' + m.content }}{%- endif %}
+{%- if m.role == 'assistant' and m.tool_calls %}{%- set ns.is_tool = false %}
+{%- for tool in m.tool_calls %}
+{%- if loop.first %}{{ '<|Assistant|>' + (m.content or '') + '<|tool_calls_begin|><|tool_call_begin|>' + tool.type + '<|tool_sep|>' + tool.function.name + '\\n```json\\n' + tool.function.arguments + '\\n```<|tool_call_end|>' }}
+{%- else %}{{ '\\n<|tool_call_begin|>' + tool.type + '<|tool_sep|>' + tool.function.name + '\\n```json\\n' + tool.function.arguments + '\\n```<|tool_call_end|>' }}{%- endif %}
+{%- endfor %}{{ '<|tool_calls_end|><|end_of_sentence|>' }}
+{%- elif m.role == 'assistant' %}
+{%- if ns.is_tool %}{{ '<|tool_outputs_end|>' + m.content + '<|end_of_sentence|>' }}{%- set ns.is_tool = false %}
+{%- else %}{{ '<|Assistant|>' + m.content + '<|end_of_sentence|>' }}{%- endif %}{%- endif %}
+{%- if m.role == 'tool' %}{%- if ns.is_tool %}{{ '\\n<|tool_output_begin|>' + m.content + '<|tool_output_end|>' }}
+{%- else %}{{ '<|tool_outputs_begin|><|tool_output_begin|>' + m.content + '<|tool_output_end|>' }}{%- set ns.is_tool = true %}{%- endif %}{%- endif %}
+{%- endfor %}{% if ns.is_tool %}{{ '<|tool_outputs_end|>' }}{% endif %}{% if add_generation_prompt and not ns.is_tool %}{{ '<|Assistant|>' }}{% endif %}"""
+
 ADD: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -111,6 +150,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"template": QWEN3, "special": _CHATML, "tags": _QWEN_TAGS, "eos": "<|im_end|>"},
     "llama31": {"template": LLAMA31, "special": _HEADERS, "eos": "<|eot_id|>", "bos": "<|begin_of_text|>"},
     "pythonic": {"template": PYTHONIC, "special": _HEADERS, "eos": "<|eot_id|>", "bos": "<|begin_of_text|>"},
+    "glm45": {
+        "template": GLM45,
+        "special": ("<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|system|>", "[gMASK]", "<sop>"),
+        "tags": ("<tool_call>", "</tool_call>"),
+        "eos": "<|endoftext|>",
+        "ends": ("<|endoftext|>", "<|user|>", "<|observation|>"),
+    },
+    "deepseek_r1": {
+        "template": DEEPSEEK_R1,
+        "special": ("<|begin|>", "<|end_of_sentence|>", "<|User|>", "<|Assistant|>"),
+        "tags": (
+            *("<|tool_calls_begin|>", "<|tool_call_begin|>", "<|tool_sep|>", "<|tool_call_end|>", "<|tool_calls_end|>"),
+            *("<|tool_outputs_begin|>", "<|tool_output_begin|>", "<|tool_output_end|>", "<|tool_outputs_end|>"),
+        ),
+        "eos": "<|end_of_sentence|>",
+        "bos": "<|begin|>",
+    },
 }
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -132,8 +188,10 @@ def save_tokenizer(
     eos: str,
     tags: tuple[str, ...] = (),
     bos: str | None = None,
+    ends: tuple[str, ...] = (),
 ) -> None:
-    """Train a byte-level tokenizer with merges over white space, and save it with its template."""
+    """Train a byte-level tokenizer with merges over white space, and save it with its template. `ends` are all tokens
+    that end a sequence."""
     from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
@@ -153,6 +211,9 @@ def save_tokenizer(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos)  # type: ignore[no-untyped-call]
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    if ends:
+        number = {"eos_token_id": [core.token_to_id(end) for end in ends]}
+        (folder / "generation_config.json").write_text(json.dumps(number))
 
 
 def save_all(root: Path) -> dict[str, Path]:

@@ -170,7 +170,7 @@ async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
 async def test_a_tool_that_the_task_does_not_list_fails_the_attempt_of_an_agent_that_names_it(
     listed: list[str], known: str
 ) -> None:
-    class Careless:
+    class Careless(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             with contextlib.suppress(Exception):
@@ -240,14 +240,14 @@ async def test_the_token_limit_is_exact() -> None:
     assert sum(s.num_tokens for s in episode.segments if s.role is Role.ACTION) == 10
 
 
-async def test_no_tool_is_called_for_nobody_at_the_last_turn() -> None:
+async def test_no_tool_is_called_without_a_reader_at_the_last_turn() -> None:
     mesh = tool_mesh(endless, config=RolloutConfig(limits=LimitsConfig(turns_max=2)))
     await finished(mesh, tools=["calculator"])
     assert mesh.sandbox.calling.num_entered == 1
 
 
 async def test_an_agent_that_swallows_the_limit_gets_no_further() -> None:
-    class Stubborn:
+    class Stubborn(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             for _ in range(5):
                 try:
@@ -280,7 +280,7 @@ async def test_time_over_in_the_middle_of_a_turn_keeps_what_was_sampled() -> Non
 
 
 async def test_a_bug_in_an_agent_is_an_infra_failure_with_its_traceback() -> None:
-    class Broken:
+    class Broken(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             raise ValueError("my bug")
@@ -297,8 +297,8 @@ async def test_a_bug_in_an_agent_is_an_infra_failure_with_its_traceback() -> Non
     assert not mesh.scorer.items
 
 
-async def test_a_call_that_is_not_awaited_is_told_with_what_was_meant() -> None:
-    class Mistaken:
+async def test_a_call_that_is_not_awaited_is_reported_with_what_was_meant() -> None:
+    class Mistaken(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             env.generate().text  # type: ignore[attr-defined]  # noqa: B018
 
@@ -307,7 +307,7 @@ async def test_a_call_that_is_not_awaited_is_told_with_what_was_meant() -> None:
 
 
 async def test_a_broken_node_stays_an_infra_failure_even_if_the_agent_swallows_it() -> None:
-    class Swallows:
+    class Swallows(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             mesh.generator.gate.failure = EngineFailed("gpu on fire")
@@ -376,7 +376,7 @@ async def test_only_training_pins_its_responses_to_the_version_that_began_them()
 
 
 async def test_forks_share_their_past_and_draw_apart_whatever_finishes_first() -> None:
-    class Twice:
+    class Twice(Agent):
         def __init__(self, order: int) -> None:
             self.order = order
 
@@ -402,7 +402,7 @@ async def test_forks_share_their_past_and_draw_apart_whatever_finishes_first() -
 
 
 async def test_each_line_is_scored_on_its_own_text() -> None:
-    class Forks:
+    class Forks(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             other = await env.fork()
             env.observe("right")
@@ -416,7 +416,7 @@ async def test_each_line_is_scored_on_its_own_text() -> None:
 
 
 async def test_a_sample_line_is_scored_again_on_its_own_text_and_finish(tmp_path: Path) -> None:
-    class Forks:
+    class Forks(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             other = await env.fork()
             env.observe("right")
@@ -445,7 +445,7 @@ async def test_a_sample_line_is_scored_again_on_its_own_text_and_finish(tmp_path
 
 
 async def test_appended_tokens_are_read_by_scorers_and_do_not_count_as_sampled() -> None:
-    class Forces:
+    class Forces(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             tokens = mesh.tokenizer.encode_text("abc")
             env.append(mesh.tokenizer.encode_text("be brief"))
@@ -465,7 +465,7 @@ async def test_appended_tokens_are_read_by_scorers_and_do_not_count_as_sampled()
 
 
 async def test_a_given_solution_is_a_trained_sample_without_log_probs() -> None:
-    class Gives:
+    class Gives(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             env.sample()
@@ -493,7 +493,7 @@ async def test_special_tokens_of_a_text_are_special_only_as_markup() -> None:
     sizes: list[int] = []
     purposes: list[Purpose] = []
 
-    class Encodes:
+    class Encodes(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             sizes.extend(env.encode("<tool_call>1+2</tool_call>", markup=markup).size for markup in (True, False))
             purposes.append(env.purpose)
@@ -505,7 +505,7 @@ async def test_special_tokens_of_a_text_are_special_only_as_markup() -> None:
 
 
 async def test_tokens_of_the_policy_cannot_be_given() -> None:
-    class Forges:
+    class Forges(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             env.append(env.encode("x"), role=Role.ACTION, source=Source.POLICY, train=True)
 
@@ -515,7 +515,7 @@ async def test_tokens_of_the_policy_cannot_be_given() -> None:
 
 
 async def test_a_new_context_leaves_the_old_one_as_a_sample_of_its_own() -> None:
-    class Summarises:
+    class Summarises(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             env.context([Message(role="user", content="so far: 3")], source=Source.SUMMARY)
@@ -528,7 +528,7 @@ async def test_a_new_context_leaves_the_old_one_as_a_sample_of_its_own() -> None
 
 
 async def test_marked_samples_replace_the_default_ones() -> None:
-    class Marks:
+    class Marks(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             env.sample(role="proposer", weight=0.5)
@@ -544,7 +544,7 @@ async def test_marked_samples_replace_the_default_ones() -> None:
 
 
 async def test_an_agent_that_says_nothing_yields_no_sample() -> None:
-    class Silent:
+    class Silent(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             return
 
@@ -595,7 +595,7 @@ def numbered(array: str, text: str) -> float:
 async def test_a_turn_has_the_log_probs_and_outputs_of_its_tokens() -> None:
     turns = []
 
-    class Reads:
+    class Reads(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             turns.append(await env.generate())
 
@@ -612,7 +612,7 @@ async def test_a_turn_has_the_log_probs_and_outputs_of_its_tokens() -> None:
 async def test_given_tokens_are_scored_after_the_branch_or_another_prompt() -> None:
     found = []
 
-    class Scores:
+    class Scores(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             turn = await env.generate()
             given = env.encode("yes")
@@ -650,7 +650,7 @@ async def test_given_tokens_are_scored_after_the_branch_or_another_prompt() -> N
 async def test_tokens_that_no_engine_can_score_are_the_mistake_of_the_agent(
     wrong: dict[str, list[int]], message: str
 ) -> None:
-    class Wrong:
+    class Wrong(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.logprobs(np.asarray(wrong["token_ids"], dtype=np.int32), under=wrong.get("under"))
 
@@ -662,7 +662,7 @@ async def test_tokens_that_no_engine_can_score_are_the_mistake_of_the_agent(
 
 
 async def test_an_engine_that_fails_to_score_fails_the_episode() -> None:
-    class Scores:
+    class Scores(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             with contextlib.suppress(Exception):
                 await env.logprobs(env.encode("yes"))
@@ -727,7 +727,7 @@ async def test_greedy_first_makes_the_first_episode_of_a_training_group_an_untra
 
 
 async def test_an_agent_sees_the_number_of_its_episode_in_the_group() -> None:
-    class Baseline:
+    class Baseline(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate(temperature=0.0 if env.index == 2 else None)
 

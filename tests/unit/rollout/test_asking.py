@@ -22,7 +22,7 @@ COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
 INFRA_FAILURE = coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
 
 
-class AskingAgent:
+class AskingAgent(Agent):
     """Shows each answer of the opponent to the model, twice."""
 
     async def run(self, task: Task, env: Environment) -> None:
@@ -107,7 +107,7 @@ async def test_an_endpoint_that_uses_up_the_time_of_an_episode_is_not_a_failure_
 
 
 async def test_an_answer_that_the_agent_did_not_wait_for_does_not_explain_the_time_limit() -> None:
-    class Impatient:
+    class Impatient(Agent):
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             with suppress(TimeoutError):

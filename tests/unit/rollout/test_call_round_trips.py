@@ -40,8 +40,12 @@ WRITTEN = {
     "hermes": "{{ '<tool_call>\\n{\"arguments\": ' }}{{ call.function.arguments | tojson }}{{ ', \"name\": \"' + call.function.name + '\"}\\n</tool_call>' }}",
     "spaced": "{{ '<|call|> [{\"name\": \"' + call.function.name + '\", \"parameters\": ' }}{{ call.function.arguments | tojson }}{{ '}] <|/call|>' }}",
     "text_arguments": "{{ '<tool_call>{\"name\": \"' + call.function.name + '\", \"arguments\": ' + call.function.arguments + '}</tool_call>' }}",
-    "deepseek": "{{ '<|calls_begin|><|call_begin|>function<|sep|>' + call.function.name + '\\n```json\\n' }}{{ call.function.arguments | tojson }}"
+    "deepseek": "{{ '<|calls_begin|>' if loop.first else '\\n' }}{{ '<|call_begin|>function<|sep|>' + call.function.name + '\\n```json\\n' }}"
+    "{{ call.function.arguments | tojson }}{{ '\\n```<|call_end|>' }}{% if loop.last %}{{ '<|calls_end|>' }}{% endif %}",
+    "deepseek_text": "{{ '<|calls_begin|><|call_begin|>' + call.type + '<|sep|>' + call.function.name + '\\n```json\\n' + call.function.arguments }}"
     "{{ '\\n```<|call_end|><|calls_end|>' }}",
+    "mistral_args": "{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}{{ call.function.arguments | tojson }}",
+    "mistral_id": "{{ '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' }}{{ call.function.arguments | tojson }}",
     "functionary": "{{ '<function=' + call.function.name + '>' }}{{ call.function.arguments | tojson }}{{ '</function>' }}",
     "glm": "{{ '<tool_call>' + call.function.name + '\\n' }}{% for key, value in call.function.arguments.items() %}"
     "{{ '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}{{ value if value is string else value | tojson }}{{ '</arg_value>\\n' }}{% endfor %}"
@@ -51,6 +55,8 @@ WRITTEN = {
 READ = {
     *("chatml", "llama3", "mistral", "gemma", "qwen3", "llama31", "pythonic"),
     *("qwen3_coder", "hermes", "spaced", "text_arguments"),
+    *("deepseek", "deepseek_text", "mistral_args", "mistral_id", "functionary", "glm"),
+    *("glm45", "deepseek_r1"),
 }
 """Families whose calls are read. Of the others, the check tells what the template writes."""
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -80,7 +86,7 @@ def schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", sorted({*READ, *WRITTEN}))
-def test_each_call_that_a_template_writes_is_read_back_or_told(
+def test_each_call_that_a_template_writes_is_read_back_or_reported(
     tokenizers: dict[str, ChatTokenizer], family: str
 ) -> None:
     tokenizer = tokenizers[family]
@@ -107,18 +113,104 @@ def test_no_part_of_the_probe_is_in_the_markers(tokenizers: dict[str, ChatTokeni
         assert not any(part in marker for part in ("rollmesh", "other", "text", "words", "arguments", "name")), marker
 
 
-def test_a_parser_that_does_not_fit_the_template_is_told(tokenizers: dict[str, ChatTokenizer]) -> None:
+TOOLS = [schema("add", {"a": 1, "note": "x"})]
+SEVERAL = {
+    *("qwen3", "pythonic", "qwen3_coder", "hermes"),
+    *("deepseek", "deepseek_text", "mistral_args", "mistral_id", "functionary", "glm"),
+    *("glm45", "deepseek_r1"),
+}
+
+
+@pytest.mark.parametrize("family", sorted(SEVERAL))
+def test_each_of_several_calls_in_a_turn_is_read_back(tokenizers: dict[str, ChatTokenizer], family: str) -> None:
+    tokenizer = tokenizers[family]
+    tools = [schema(name, arguments) for name, arguments in CALLS]
+    calls = tuple(
+        RequestedCall(id=f"rollmesh{number}", name=name, arguments=json.dumps(arguments))
+        for number, (name, arguments) in enumerate(CALLS)
+    )
+    asked, turn = ChatMessage(role="user", content="q"), ChatMessage(role="assistant", content="I call.", calls=calls)
+    text = tokenizer.format.without_end(tokenizer.decode(turn_tokens(tokenizer, [asked], turn, tools)))
+    for pieces in ([text], list(text)):
+        stream = tool_call_parser(tokenizer.format).stream(tools)
+        found = [part for piece in pieces for part in stream.feed(piece)] + stream.finish()
+        read = [(one.name, json.loads(one.arguments)) for one in found if isinstance(one, ParsedCall)]
+        assert read == CALLS, text
+        assert stream.error == ""
+
+
+NAMED = replace(DEMO_FORMAT, tool_call_body="named_json", tool_call_start="<|call|>", tool_call_end="<|end|>")
+DEEPSEEK = replace(NAMED, tool_call_separator="```json", tool_call_end="```<|end|>", tool_call_next="```<|next|>")
+MISTRAL = replace(NAMED, tool_call_start="[TOOL_CALLS]", tool_call_end="", tool_call_separator="[CALL_ID]{id}[ARGS]")
+TAGGED = replace(DEMO_FORMAT, tool_call_body="arg_tags")
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "content", "arguments"),
+    [
+        (DEEPSEEK, '<|call|>add\n```json\n{"a": 1}\n```<|end|>', "", {"a": 1}),
+        (DEEPSEEK, 'So: <|call|> add ```json {"a": 1}', "So:", {"a": 1}),
+        (DEEPSEEK, '<|call|>add```json{"note": "```<|end|>"}```<|end|> done', " done", {"note": "```<|end|>"}),
+        (MISTRAL, '[TOOL_CALLS]add[CALL_ID]rollmesh0[ARGS]{"a": 1}', "", {"a": 1}),
+        (DEMO_FORMAT, '[TOOL_CALLS]add[ARGS]{"a": 1}', "", {"a": 1}),
+        (TAGGED, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "", {"a": 1}),
+        (TAGGED, "<tool_call>add</tool_call>", "", {}),
+        (TAGGED, "<tool_call>add<arg_key>note</arg_key><arg_value>\n </tool_call> </arg_value></tool_call>", "", {"note": "\n </tool_call> "}),
+    ],
+)  # fmt: skip
+def test_a_name_outside_of_the_arguments_is_read(
+    words: ChatFormat, text: str, content: str, arguments: dict[str, Any]
+) -> None:
+    chosen = Extension("named_json") if words is DEMO_FORMAT else None
+    for pieces in ([text], list(text)):
+        stream = tool_call_parser(words, chosen).stream(TOOLS)
+        found = [part for piece in pieces for part in stream.feed(piece)] + stream.finish()
+        assert "".join(part for part in found if isinstance(part, str)) == content
+        (call,) = (part for part in found if isinstance(part, ParsedCall))
+        assert (call.name, json.loads(call.arguments)) == ("add", arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "error"),
+    [
+        (DEEPSEEK, "<|call|>add {}```<|end|>", "must have a name before ```json"),
+        (DEEPSEEK, "<|call|>I add ```json{}```<|end|>", "must have a name before ```json"),
+        (DEEPSEEK, "<|call|>```json{}```<|end|>", "must have a name before ```json"),
+        (DEEPSEEK, "<|call|>add```json[1]```<|end|>", "must be a JSON object, got list"),
+        (DEEPSEEK, '<|call|>add```json{"a": NaN}```<|end|>', "NaN"),
+        (DEEPSEEK, "<|call|>add```json{} and so on```<|end|>", "must end after its arguments"),
+        (DEEPSEEK, "<|call|>add```json" + "[" * 20_000 + "```<|end|>", "cannot be read"),
+        (MISTRAL, "[TOOL_CALLS]add[CALL_ID]{}", "must have [ARGS] after its id"),
+        (TAGGED, '<tool_call>{"name": "add", "arguments": {}}</tool_call>', "must begin with the name of a tool"),
+        (TAGGED, "<tool_call></tool_call>", "must begin with the name of a tool"),
+        (TAGGED, "<tool_call>add<arg_key>a</arg_key>1</tool_call>", "must have <arg_value> at this place"),
+        (TAGGED, "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>", "must close the parameter a"),
+    ],
+)
+def test_a_malformed_call_with_a_name_stays_in_the_content(words: ChatFormat, text: str, error: str) -> None:
+    turn = parse_turn(tool_call_parser(words), text, TOOLS)
+    assert (turn.content, turn.calls) == (text, ())
+    assert error in turn.error
+
+
+def test_many_named_calls_are_read_in_linear_time() -> None:
+    text = "[TOOL_CALLS]" + "[TOOL_CALLS]".join(['add[ARGS]{"note": "[ARGS]{"}'] * 20_000)
+    assert len(parse_turn(tool_call_parser(DEMO_FORMAT, Extension("named_json")), text, TOOLS).calls) == 20_000
+
+
+def test_a_parser_that_does_not_fit_the_template_is_reported(tokenizers: dict[str, ChatTokenizer]) -> None:
     parser = Qwen3CoderParser(format=tokenizers["hermes"].format)
     assert "from which Qwen3CoderParser reads 0 calls" in why_unread(tokenizers["hermes"], parser)
 
 
 def test_words_of_the_configuration_describe_calls_to_a_template_that_ignores_tools(tmp_path: Path) -> None:
     folder = save_all(tmp_path)["gemma"]
-    for body in ("json", "xml", "pythonic"):
+    for body in ("json", "xml", "pythonic", "named_json", "arg_tags"):
         tokenizer = load_tokenizer(
             folder,
             FormatConfig(
                 tool_call_body=body,
+                tool_call_separator="[ARGS]",
                 tool_call_start="" if body == "pythonic" else None,
                 tool_call_end="" if body == "pythonic" else None,
             ),
@@ -127,8 +219,6 @@ def test_words_of_the_configuration_describe_calls_to_a_template_that_ignores_to
 
 
 # The tags of Qwen3-Coder ----------------------------------------------------------------------------------------------
-
-TOOLS = [schema("add", {"a": 1, "note": "x"})]
 
 
 def tagged(*parameters: str, name: str = "add") -> str:

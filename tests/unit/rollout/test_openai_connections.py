@@ -28,7 +28,7 @@ COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
 
 
-class SocketAgent:
+class SocketAgent(Agent):
     """Runs `work` on the served episode."""
 
     def __init__(self, work: Callable[[Served], Awaitable[None]]) -> None:

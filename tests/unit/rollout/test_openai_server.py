@@ -48,7 +48,7 @@ def solve(text: str) -> str:
     return f"<answer>{text.rpartition('<|tool|>')[2].partition('<|end|>')[0]}</answer><|end|>"
 
 
-class ClientAgent:
+class ClientAgent(Agent):
     """Runs `work` with a public client of the episode's model."""
 
     def __init__(self, work: Callable[[AsyncOpenAI, ServedEpisode, Task], Awaitable[None]]) -> None:
@@ -243,7 +243,7 @@ async def test_tools_are_rejected_if_the_calls_of_the_template_are_not_read(run:
         user: Any = {"role": "user", "content": "a"}
         with pytest.raises(
             BadRequestError,
-            match=r"`tools` cannot be served: the chat template writes a call as .*rollout.openai.tool_calls",
+            match=r"`tools` must be absent, because they cannot be served: the chat template writes a call as .*rollout.openai.tool_calls",
         ):
             await client.chat.completions.create(model="policy", messages=[user], tools=[CALCULATOR])
         await client.chat.completions.create(model="policy", messages=[user])
@@ -610,8 +610,9 @@ async def turn(api: Served, content: str) -> None:
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
 
 
-class SeveralServers:
-    """An agent with a direct turn, and two contexts in which it serves the model; a client disconnects in the second."""
+class SeveralServers(Agent):
+    """An agent with a direct turn, and two contexts in which it serves the model; a client disconnects in the
+    second."""
 
     def __init__(self, mesh: LocalMesh, *, marks: bool = False) -> None:
         self._mesh = mesh
@@ -711,7 +712,7 @@ async def test_an_endpoint_is_asked_by_its_name_and_metered(run: Any, stream: bo
         else:
             said = (await ask(model="judge", messages=messages)).choices[0].message.content or ""
         assert said == "good"
-        with pytest.raises(BadRequestError, match="`n` is only for the model policy"):
+        with pytest.raises(BadRequestError, match="`n` must be absent, because .* is an endpoint"):
             await ask(model="judge", messages=messages, n=2)
         with pytest.raises(NotFoundError, match="must be one of policy, judge"):
             await ask(model="judges", messages=messages)

@@ -206,7 +206,7 @@ async def test_worker_survives_a_coordinator_that_is_away() -> None:
     assert mesh.progress.num_lost == 1
 
 
-async def test_a_report_nobody_wants_and_one_given_up_count_as_lost() -> None:
+async def test_a_rejected_report_and_a_dropped_one_count_as_lost() -> None:
     mesh = local_mesh(1)
     mesh.scorer.gate.held = True
     async with running(mesh):
@@ -223,14 +223,14 @@ async def test_a_report_nobody_wants_and_one_given_up_count_as_lost() -> None:
     assert mesh.progress.num_lost == 1
 
 
-@pytest.mark.parametrize("told_by", ["command", "refusal"])
-async def test_draining_takes_nothing_more_and_ends_with_what_is_held(told_by: str) -> None:
+@pytest.mark.parametrize("reported_by", ["command", "refusal"])
+async def test_draining_takes_nothing_more_and_ends_with_what_is_held(reported_by: str) -> None:
     mesh = local_mesh(2)
     mesh.scorer.gate.held = True
     worker = mesh.worker()
     task = asyncio.ensure_future(worker.run())
     await until(mesh, lambda: mesh.scorer.gate.num_inside == 2)
-    if told_by == "command":
+    if reported_by == "command":
         worker.drain()
     else:
         mesh.coordinator.draining = Draining("draining")

@@ -45,7 +45,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_whoever_waits_longest_gets_the_first_that_is_ready() -> None:
+async def test_the_longest_waiter_gets_the_first_that_is_ready() -> None:
     opens = Opens(num_making=2)
     await opens.come("a", "b")
     assert opens.pool.num_free == 0

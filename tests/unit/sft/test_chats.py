@@ -18,6 +18,10 @@ from tests.unit.rollout.chat_tokenizers import ADD, MODELS, save_all, save_token
 
 ROOT = Path(__file__).parents[3]
 NAMES = (*STYLES, *MODELS)
+AROUND_TURNS = {"glm45": ("<think></think>\n", "<|user|>")}
+"""What a template writes before a turn, and what ends the last one, if it is not the end of every turn."""
+TEXT_ARGUMENTS = {"deepseek_r1"}
+"""Templates that reject arguments as an object."""
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +57,12 @@ def written(folder: Path, messages: list[dict[str, Any]], tools: list[Any] | Non
     theirs = AutoTokenizer.from_pretrained(folder)
     plain = json.loads(json.dumps(messages))
     for message in plain:
-        for call in message.get("tool_calls", ()):
+        for call in message.get("tool_calls", ()) if folder.name not in TEXT_ARGUMENTS else ():
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     text = theirs.apply_chat_template(plain, tools=tools, tokenize=False)
     assert isinstance(text, str)
+    if folder.name in AROUND_TURNS:
+        return text + AROUND_TURNS[folder.name][1]
     end = load_tokenizer(folder).format.turn_end
     return text[: text.rindex(end) + len(end)]
 
@@ -107,11 +113,21 @@ def test_calls_are_text_for_a_template_without_tools(folders: dict[str, Path]) -
 def test_only_turns_of_the_assistant_and_their_ends_are_trained(folders: dict[str, Path], name: str) -> None:
     tokenizer = load_tokenizer(folders[name])
     chat = encoded(folders[name], [user("1+2"), said("It is 3."), user("and 4?"), said("7"), user("thanks")])
-    end = tokenizer.format.turn_end
+    begin, end = AROUND_TURNS.get(name, ("", tokenizer.format.turn_end))
     trained = [tokenizer.decode(s.token_ids).strip() for s in chat.sample.segments if s.num_trainable]
-    assert trained == [f"It is 3.{end}", f"7{end}"]
+    assert trained == [f"{begin}It is 3.{end}", f"{begin}7{end}"]
     assert chat.num_trained == int(chat.sequence.target_mask.sum())
     assert chat.num_tokens == len(chat.sequence.token_ids)
+
+
+def test_white_space_between_a_turn_and_the_next_role_belongs_to_the_turn(tmp_path: Path) -> None:
+    model = MODELS["glm45"]
+    template = model["template"].replace("'user' %}<|user|>", "'user' %}{{ '\\n<|user|>' }}")
+    save_tokenizer(tmp_path, **{**model, "template": template})
+    tokenizer = load_tokenizer(tmp_path)
+    chat = encoded(tmp_path, [user("1+2"), said("3"), user("and 4?"), said("7")])
+    trained = [tokenizer.decode(s.token_ids).strip() for s in chat.sample.segments if s.num_trainable]
+    assert trained == ["<think></think>\n3\n<|user|>", "<think></think>\n7\n<|user|>"]
 
 
 def test_the_conversation_of_the_documentation_is_encoded(folders: dict[str, Path]) -> None:

@@ -199,7 +199,7 @@ def test_only_the_long_conversations_are_dropped_where_files_have_one_name(model
 
 def test_a_resumed_run_keeps_the_initial_model_as_its_reference(model: Path, tmp_path: Path) -> None:
     learner = SftLearnerConfig(
-        loss=(LossTerm("imitation"), LossTerm("kl")), optimizer=OptimizerConfig(lr=3e-3), tensorboard=False
+        loss=(LossTermChoice("imitation"), LossTermChoice("kl")), optimizer=OptimizerConfig(lr=3e-3), tensorboard=False
     )
     settings = config(model, tmp_path, learner=learner)
     first = FineTuning(settings, tmp_path)

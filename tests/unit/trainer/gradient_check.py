@@ -78,7 +78,7 @@ def ragged(seed: int = 0, *, lengths: Sequence[int] = LENGTHS, vocabulary: int =
     )
 
 
-def plugins_of(*terms: LossTerm) -> Plugins:
+def plugins_of(*terms: LossTermChoice) -> Plugins:
     return Plugins(UpdateConfig(loss=terms, update_rule=minibatches(1)))
 
 

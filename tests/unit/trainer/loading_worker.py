@@ -32,7 +32,7 @@ from .rank_worker import join
 
 def open_trainer(folder: Path, ranks: Ranks, kind: str) -> BatchTrainer:
     """Open a trainer with a reference of a kind as the learner does."""
-    terms = (LossTerm("ppo_clip"), LossTerm("kl"))
+    terms = (LossTermChoice("ppo_clip"), LossTermChoice("kl"))
     config = msgspec.convert({"loss": terms, "reference": {"kind": kind}}, UpdateConfig)
     model = open_model(folder, ranks=ranks)
     assert (model.device.type == "meta") is (ranks.rank > 0)

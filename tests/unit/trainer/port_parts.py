@@ -72,7 +72,7 @@ class Seeing(Plain):
     """Reports what it reads."""
 
     needs = ("proximal", "reference", "gradient_square", "start_entropy")
-    features: ClassVar = {"start_entropy": FeatureRequest(Entropy(), "start")}
+    features = {"start_entropy": FeatureRequest(Entropy(), "start")}
     batches: ClassVar[list[UpdateBatch]] = []
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
@@ -84,11 +84,11 @@ class Late(Plain):
     needs = ("current",)
 
 
-class EntropyBonus:
+class EntropyBonus(LossTerm):
     """Minus the entropy, with gradient."""
 
     needs = ()
-    features: ClassVar = {"bonus": FeatureRequest(Entropy(), "current", grad=True)}
+    features = {"bonus": FeatureRequest(Entropy(), "current", grad=True)}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         return -(inputs["token_weight"] * inputs["bonus"]).sum(), {"bonus": inputs["bonus"].detach()}
@@ -112,7 +112,7 @@ def group_log_sum(logprobs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     return total
 
 
-class Head:
+class Head(LossTerm):
     """Trains a linear head on the hidden states to the advantages, and nothing else."""
 
     needs = ()
@@ -127,7 +127,7 @@ class Head:
         return (inputs["token_weight"] * error.square()).sum(), {"error": error.detach()}
 
 
-class Squared:
+class Squared(Feature):
     """A feature: the square of the log-prob, and the norm of the hidden state."""
 
     reads_hidden = True
@@ -142,7 +142,7 @@ class BackwardsOptions(Settings):
     advantage_factor: float = 1.0
 
 
-class Backwards:
+class Backwards(UpdateRule):
     """One step per turn, the last turn first, each with features of its moment."""
 
     Options: ClassVar[type[Settings]] = BackwardsOptions

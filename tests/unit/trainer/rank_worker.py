@@ -1,6 +1,8 @@
 """One rank of a trainer in its own process, for tests: makes the updates of some cases and rank 0 saves the results.
 
-python -m tests.unit.trainer.rank_worker FOLDER RANK SIZE CASE...
+python -m tests.unit.trainer.rank_worker FOLDER RANK SIZE [--alone | CASE...]
+
+With `--alone`, rank 0 waits for the others, which end.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.config import (
     ComputeConfig,
     FeatureChoice,
-    LossTerm,
+    LossTermChoice,
     OptimizerConfig,
     PackingConfig,
     ReferenceConfig,
@@ -42,34 +44,34 @@ OTHER_PROMPT = FeatureChoice(
     "other_prompt_logprob", {"omit_roles": ["context"], "prefix_ids": [20, 21, 22]}, under="current", grad=True
 )
 OWN: dict[str, dict[str, Any]] = {
-    "value head with gradient": {"loss": (LossTerm("ppo_clip"), LossTerm("progress", {"through": True}))},
+    "value head with gradient": {"loss": (LossTermChoice("ppo_clip"), LossTermChoice("progress", {"through": True}))},
     "average": {
-        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        "loss": (LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
         "reference": ReferenceConfig(kind="average", decay=0.5),
     },
     "other prompt": {
-        "loss": (LossTerm("ppo_clip"), LossTerm("tests.unit.trainer.rank_worker:OtherPrompt")),
+        "loss": (LossTermChoice("ppo_clip"), LossTermChoice("tests.unit.trainer.rank_worker:OtherPrompt")),
         "features": {"other": OTHER_PROMPT},
     },
     "parts computed again": {"compute": ComputeConfig(logprob_chunk_tokens=16, gradient_checkpointing=True)},
-    MIXTURE: {"loss": (LossTerm("ppo_clip"), LossTerm("router", weight=0.1))},
+    MIXTURE: {"loss": (LossTermChoice("ppo_clip"), LossTermChoice("router", weight=0.1))},
     "bfloat16": {
-        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        "loss": (LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
         "compute": ComputeConfig(precision="bfloat16", logprob_chunk_tokens=16, gradient_checkpointing=True),
     },
     SHARED_PREFIX: {
         "packing": PackingConfig(row_tokens=64, micro_batch_tokens=128, shared_row_tokens=128),
-        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        "loss": (LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
     },
     "few micro-batches": {"packing": PackingConfig(row_tokens=64, micro_batch_tokens=4096)},
 }
 """Cases that no recipe covers, by name: settings of the update."""
 
 
-class OtherPrompt:
+class OtherPrompt(LossTerm):
     """A term with the gradient of a feature of other sequences."""
 
-    needs: tuple[str, ...] = ("other",)
+    needs = ("other",)
 
     def __call__(self, inputs: Any) -> Any:
         return -(inputs["token_weight"] * inputs["advantages"] * inputs["other"]).sum(), {}
@@ -124,7 +126,7 @@ def results_of(case: str, ranks: Ranks, updates: int = 5) -> dict[str, Any]:
     }
 
 
-def join(folder: Path, rank: int, size: int) -> Ranks:
+def join(folder: Path, rank: int, size: int, *, timeout_s: float = TIMEOUT_S) -> Ranks:
     """Join the process group of the ranks, which meet at a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -132,15 +134,24 @@ def join(folder: Path, rank: int, size: int) -> Ranks:
         init_method=f"file://{folder / 'meet'}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     return Ranks(rank, size)
 
 
 def main() -> None:
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    cases = sys.argv[4:]
+    if cases == ["--alone"]:
+        ranks = join(folder, rank, size, timeout_s=60.0)
+        try:
+            if rank == 0:
+                ranks.from_first(lambda: print("made"))
+        finally:
+            dist.destroy_process_group()
+        return
     ranks = join(folder, rank, size)
-    for case in sys.argv[4:]:
+    for case in cases:
         found = results_of(case, ranks)
         if rank == 0:
             torch.save(found, folder / f"{case}.pt")

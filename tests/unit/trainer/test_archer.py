@@ -39,7 +39,7 @@ def game() -> tuple[list[TrainingSample], list[GroupContext]]:
 def trainer(**critic: Any) -> BatchTrainer:
     config = UpdateConfig(
         estimator=Extension("archer", {"warmup_updates": 1000}),
-        loss=(LossTerm("ppo_clip"), LossTerm("archer", critic)),
+        loss=(LossTermChoice("ppo_clip"), LossTermChoice("archer", critic)),
         update_rule=minibatches(1),
         optimizer=OptimizerConfig(lr=1e-3, modules_factor=5.0, warmup_updates=0),
     )
@@ -166,4 +166,4 @@ def test_no_advantage_in_the_warm_up() -> None:
 
 
 def test_the_estimator_needs_the_term() -> None:
-    assert plugins_of(LossTerm("archer")).requests["archer_values"].under == "start"
+    assert plugins_of(LossTermChoice("archer")).requests["archer_values"].under == "start"

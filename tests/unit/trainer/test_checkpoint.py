@@ -71,7 +71,7 @@ def test_training_continues_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> No
 
 
 def test_a_copy_that_is_written_later_is_the_checkpoint_of_its_update(tmp_path: Path) -> None:
-    settings = UpdateConfig(loss=(LossTerm("ppo_clip"), LossTerm("progress", {"through": True})))
+    settings = UpdateConfig(loss=(LossTermChoice("ppo_clip"), LossTermChoice("progress", {"through": True})))
 
     def made() -> tuple[BatchTrainer, TrainedLog]:
         return BatchTrainer(build_tiny_model(SMALL, seed=1), settings, seed=5), TrainedLog()
@@ -231,9 +231,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_reported(tmp_path: Path, n
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.path.name, found.trained_log().update) == ("update-00000001.0", 1)
-    (told,) = found.passed_by
-    assert str(file) in told
-    assert told.endswith("is set aside as corrupt-update-00000002.0, going back to update-00000001.0")
+    (reported,) = found.passed_by
+    assert str(file) in reported
+    assert reported.endswith("is set aside as corrupt-update-00000002.0, going back to update-00000001.0")
     assert (tmp_path / "corrupt-update-00000002.0").is_dir()
     again = latest_checkpoint(tmp_path)
     assert again is not None

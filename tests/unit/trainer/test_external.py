@@ -27,7 +27,7 @@ from .builders import action, batch_of, group, member, minibatches, prompt, rand
 from .gradient_check import Ragged, check_gradient, loss_of_logits, plugins_of, ragged
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
-PPO, IMITATION = LossTerm("ppo_clip"), LossTerm("imitation")
+PPO, IMITATION = LossTermChoice("ppo_clip"), LossTermChoice("imitation")
 DOUBLE = torch.float64
 
 
@@ -51,7 +51,7 @@ def with_solutions(num_groups: int = 3) -> tuple[list[TrainingSample], list[Grou
     return samples, groups
 
 
-def trainer(*loss: LossTerm, **settings: Any) -> BatchTrainer:
+def trainer(*loss: LossTermChoice, **settings: Any) -> BatchTrainer:
     chosen = {"update_rule": minibatches(1), "optimizer": OptimizerConfig(lr=1e-3, warmup_updates=0), **settings}
     return BatchTrainer(
         build_tiny_model(SMALL, seed=1),
@@ -82,10 +82,10 @@ def reasons(result: UpdateResult) -> set[str | None]:
     [
         ((PPO, IMITATION), {}, None),
         ((PPO,), {}, DropReason.NO_LOGPROBS),
-        ((PPO, LossTerm("imitation", where="policy")), {}, DropReason.NO_LOGPROBS),
-        ((PPO, LossTerm("entropy")), {}, None),
-        ((PPO, LossTerm("kl", {"to": "behavior"})), {}, DropReason.NO_LOGPROBS),
-        ((PPO, LossTerm("kl", {"to": "proximal"})), {}, None),
+        ((PPO, LossTermChoice("imitation", where="policy")), {}, DropReason.NO_LOGPROBS),
+        ((PPO, LossTermChoice("entropy")), {}, None),
+        ((PPO, LossTermChoice("kl", {"to": "behavior"})), {}, DropReason.NO_LOGPROBS),
+        ((PPO, LossTermChoice("kl", {"to": "proximal"})), {}, None),
         ((PPO, IMITATION), {"estimator": Extension("vcpo")}, DropReason.NO_LOGPROBS),
         ((PPO, IMITATION), {"update_rule": Extension("ess_minibatches")}, DropReason.NO_LOGPROBS),
     ],
@@ -133,7 +133,7 @@ def test_no_missing_log_prob_reaches_a_weight_or_a_metric(name: str) -> None:
     samples, groups = with_solutions()
     first = samples[0]
     samples[0] = replace(first, segments=(*first.segments, given([40, 41, 42])))
-    made = trainer(LossTerm(name), IMITATION)
+    made = trainer(LossTermChoice(name), IMITATION)
     result = made.update(1, samples, groups)
     assert result.outcome is UpdateOutcome.APPLIED
     assert {v.reason for v in result.verdicts} == {None}
@@ -165,7 +165,7 @@ def test_a_term_of_own_tokens_does_not_see_given_ones() -> None:
     not use."""
     samples, groups = with_solutions()
     own = [s for s in samples if not s.sample.sample_id.startswith("given")]
-    with_given, without = trainer(PPO, LossTerm("imitation", weight=0.0)), trainer(PPO)
+    with_given, without = trainer(PPO, LossTermChoice("imitation", weight=0.0)), trainer(PPO)
     one = with_given.update(1, samples, groups)
     other = without.update(1, own, groups)
     assert one.metrics["loss"] == pytest.approx(other.metrics["loss"], abs=1e-7)
@@ -192,7 +192,7 @@ def test_weights_of_a_token_set_are_those_of_a_step_of_these_tokens(normalizatio
         "behavior": torch.zeros(9),
         "source": torch.where(external, int(Source.DATASET), int(Source.POLICY)),
     }
-    loss = LossSum([LossTerm("imitation", where=where)], normalization=normalization)
+    loss = LossSum([LossTermChoice("imitation", where=where)], normalization=normalization)
     prepared = loss.prepare(columns)
     expected = token_weights(*rest, normalization, 7)
     torch.testing.assert_close(prepared["token_weight/imitation"][at], expected)
@@ -205,7 +205,7 @@ def test_weights_of_a_token_set_are_those_of_a_step_of_these_tokens(normalizatio
 
 def test_a_token_set_has_one_of_three_names() -> None:
     with pytest.raises(ConfigError, match="`where` must be one of policy, external, all, got 'somewhere'"):
-        LossSum([LossTerm("imitation", where="somewhere")])  # type: ignore[arg-type]
+        LossSum([LossTermChoice("imitation", where="somewhere")])  # type: ignore[arg-type]
 
 
 # Imitation ------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_token_set_has_one_of_three_names() -> None:
 
 def test_imitation_is_the_mean_negative_log_likelihood_of_its_tokens() -> None:
     samples, groups = with_solutions()
-    made = trainer(LossTerm("imitation", weight=3.0))
+    made = trainer(LossTermChoice("imitation", weight=3.0))
     nll = []
     for sample in samples[-3:]:
         first, second = sample.segments
@@ -241,7 +241,7 @@ def test_the_gradients_on_given_tokens_equal_finite_differences() -> None:
     assert min(float(both[given_tokens].abs().max()), float(both[~given_tokens].abs().max())) > 1e-3
     alone = check_gradient(plugins_of(IMITATION), batch)
     assert alone[~given_tokens].abs().max() == 0
-    assert check_gradient(plugins_of(LossTerm("rl_plus")), batch, frozen=True).abs().max() > 1e-3
+    assert check_gradient(plugins_of(LossTermChoice("rl_plus")), batch, frozen=True).abs().max() > 1e-3
 
 
 # RL-PLUS --------------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def rl_plus(pi: list[float], old: list[float], mu: list[float], advantages: list
         "advantages": torch.tensor(advantages, dtype=DOUBLE),
         "token_weight": torch.full((len(pi),), 1 / len(pi), dtype=DOUBLE),
     }
-    loss, stats = LossSum([LossTerm("rl_plus", options)])(LossInputs(logprobs, columns))
+    loss, stats = LossSum([LossTermChoice("rl_plus", options)])(LossInputs(logprobs, columns))
     return loss, torch.autograd.grad(loss, logprobs)[0].tolist(), stats
 
 
@@ -285,7 +285,7 @@ def test_rl_plus_treats_own_tokens_as_an_unclipped_or_a_clipped_surrogate() -> N
     batch = ragged()
     policy = torch.full_like(batch.columns["sample"], int(Source.POLICY))
     batch = batch.with_columns(source=policy)
-    clipped = LossTerm("rl_plus", {"clip_low": 0.2, "clip_high": 0.28})
+    clipped = LossTermChoice("rl_plus", {"clip_low": 0.2, "clip_high": 0.28})
     torch.testing.assert_close(
         loss_of_logits(plugins_of(clipped), batch, batch.logits), loss_of_logits(plugins_of(PPO), batch, batch.logits)
     )
@@ -364,7 +364,7 @@ def test_red_counts_a_refreshed_batch_once_and_restores_its_averages() -> None:
         == weight
         == pytest.approx(0.5, rel=1e-4)
     )
-    again.load_state(made.state())  # type: ignore[attr-defined]
+    again.load_state(made.state())
     third = red_batch(0.9, 2.1, (0.0, 0.0), update=3)
     assert again(third).metrics == made(third).metrics
 

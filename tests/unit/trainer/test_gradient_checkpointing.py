@@ -23,7 +23,7 @@ SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16
 def trained(model: PreTrainedModel, *, on: bool) -> tuple[BatchTrainer, list[int]]:
     """Return the trainer after two updates, and how many forwards each of the first layer's attentions made."""
     config = UpdateConfig(
-        loss=(LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
         reference=ReferenceConfig(kind="average"),
         update_rule=minibatches(1),
         compute=ComputeConfig(gradient_checkpointing=on),

@@ -20,7 +20,7 @@ from rollmesh.trainer.checkpoint import save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
 from rollmesh.trainer.config import (
     FeatureChoice,
-    LossTerm,
+    LossTermChoice,
     OptimizerConfig,
     PackingConfig,
     ReferenceConfig,
@@ -57,8 +57,8 @@ def part(name: str, **options: Any) -> Extension:
     return Extension(f"{PARTS}:{name}", options)
 
 
-def term(name: str, weight: float = 1.0) -> LossTerm:
-    return LossTerm(f"{PARTS}:{name}", weight=weight)
+def term(name: str, weight: float = 1.0) -> LossTermChoice:
+    return LossTermChoice(f"{PARTS}:{name}", weight=weight)
 
 
 def trainer(seed: int = 7, **settings: Any) -> BatchTrainer:
@@ -217,7 +217,7 @@ def test_a_feature_of_the_configuration_is_a_column() -> None:
     assert seen[0]["mine"].shape == (len(seen[0].logprobs), 2)
 
 
-class _Spy:
+class _Spy(LossTerm):
     needs = ()
 
     def __init__(self, inner: Any, seen: list[LossInputs]) -> None:
@@ -406,12 +406,12 @@ def test_minibatches_of_whole_groups_never_cut_one() -> None:
 def test_a_rule_that_cuts_groups_is_rejected_for_a_term_that_compares_them(rule: Extension) -> None:
     message = rf"the loss term drpo compares.*the update rule {rule.short_name} may cut them; set.*whole_groups: true"
     with pytest.raises(ValueError, match=message):
-        trainer(loss=(LossTerm("drpo"),), update_rule=rule)
+        trainer(loss=(LossTermChoice("drpo"),), update_rule=rule)
 
 
 @pytest.mark.parametrize("rule", [minibatches(1), minibatches(2, whole_groups=True)])
 def test_a_term_that_compares_groups_trains_with_a_rule_that_keeps_them(rule: Extension) -> None:
-    made = trainer(loss=(LossTerm("drpo", {"length_max": 64}),), update_rule=rule)
+    made = trainer(loss=(LossTermChoice("drpo", {"length_max": 64}),), update_rule=rule)
     assert made.update(1, *random_batch()).outcome is UpdateOutcome.APPLIED
 
 
@@ -421,7 +421,7 @@ def test_a_term_that_compares_groups_trains_with_a_rule_that_keeps_them(rule: Ex
 def test_a_checkpoint_holds_memory_modules_and_the_average(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "estimator": part("Shaped"),
-        "loss": (LossTerm("ppo_clip"), term("Head", 0.1)),
+        "loss": (LossTermChoice("ppo_clip"), term("Head", 0.1)),
         "features": {"old": FeatureChoice("mean_logprob", under="reference")},
         "reference": ReferenceConfig(kind="average", decay=0.5),
     }
@@ -446,7 +446,7 @@ def test_a_checkpoint_holds_memory_modules_and_the_average(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_of_another_recipe_is_rejected_with_the_parts_that_differ(tmp_path: Path) -> None:
-    shaped: dict[str, Any] = {"estimator": part("Shaped"), "loss": (LossTerm("ppo_clip"), term("Head", 0.1))}
+    shaped: dict[str, Any] = {"estimator": part("Shaped"), "loss": (LossTermChoice("ppo_clip"), term("Head", 0.1))}
     made = trainer(**shaped)
     made.update(1, *random_batch(seed=1))
     log = TrainedLog()
@@ -461,7 +461,7 @@ def test_a_checkpoint_of_another_recipe_is_rejected_with_the_parts_that_differ(t
     }
     for settings, needed in (
         ({}, "no part"),
-        ({"loss": (LossTerm("siren"),)}, "loss term siren"),
+        ({"loss": (LossTermChoice("siren"),)}, "loss term siren"),
         (shaped | average, "estimator Shaped, the module of Head, the moving average"),
     ):
         other = trainer(**settings)
@@ -481,7 +481,7 @@ def _empty_head() -> Any:
 
 
 def test_needs_tell_outputs_of_the_engine_from_features() -> None:
-    plugins = Plugins(UpdateConfig(estimator=part("Seeing"), loss=(LossTerm("high_entropy"),)))
+    plugins = Plugins(UpdateConfig(estimator=part("Seeing"), loss=(LossTermChoice("high_entropy"),)))
     assert plugins.outputs == ("entropy",)
     assert set(plugins.requests) == {"proximal", "reference", "start_entropy"}
     assert plugins.needs_gradients

@@ -20,47 +20,39 @@ from rollmesh.trainer.sharding import empty_model
 from tests.forked import ForkServer, run_all
 from tests.models.architectures import build_model
 
-ROOT = Path(__file__).parents[3]
 NAMES = ("qwen3", "llama", "gemma2", "mixtral", "qwen2_vl")
-"""Plain models, capped attention with tied embeddings, experts that transformers joins when it loads them, an image model."""
-END_S = 280
+"""Plain models, capped attention with tied embeddings, experts that transformers joins when it loads them, an image
+model."""
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def run_ranks(folder: Path, size: int, *arguments: Path | str) -> list[subprocess.CompletedProcess[str]]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+def run_ranks(
+    server: ForkServer, folder: Path, size: int, *arguments: Path | str
+) -> list[subprocess.CompletedProcess[str]]:
     """Run the worker on `size` ranks, and return how each has ended."""
-    command = [sys.executable, "-m", "tests.unit.trainer.loading_worker", str(folder)]
-    running = [
-        subprocess.Popen(
-            bound_to_parent([*command, str(rank), str(size), *map(str, arguments)]),
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    texts = [process.communicate(timeout=END_S) for process in running]
-    return [
-        subprocess.CompletedProcess(process.args, process.returncode, *text)
-        for process, text in zip(running, texts, strict=True)
-    ]
+    commands = [[str(folder), str(rank), str(size), *map(str, arguments)] for rank in range(size)]
+    return run_all(server, "tests.unit.trainer.loading_worker", folder, commands)
 
 
-def test_every_rank_gets_its_part_of_exactly_what_the_library_loads(tmp_path: Path) -> None:
+def test_every_rank_gets_its_part_of_exactly_what_the_library_loads(tmp_path: Path, server: ForkServer) -> None:
     for name in NAMES:
         build_model(name).save_pretrained(tmp_path / name)
     with (tmp_path / "mixtral" / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     assert any("experts.1.w1" in key for key in header), "experts are stored one by one, and trained as one tensor"
-    ended = run_ranks(tmp_path, 3, *(tmp_path / name for name in NAMES))
+    ended = run_ranks(server, tmp_path, 3, *(tmp_path / name for name in NAMES))
     assert [process.returncode for process in ended] == [0] * 3, [process.stderr[-2000:] for process in ended]
     assert "makes the model whole" not in ended[1].stderr
 
 
-def test_only_rank_0_needs_the_memory_of_a_whole_model(tmp_path: Path) -> None:
+def test_only_rank_0_needs_the_memory_of_a_whole_model(tmp_path: Path, server: ForkServer) -> None:
     sizes: dict[str, Any] = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -73,17 +65,17 @@ def test_only_rank_0_needs_the_memory_of_a_whole_model(tmp_path: Path) -> None:
     whole = sum(parameter.nbytes for parameter in model.parameters())
     for name in ("warm", "large"):
         (build_model("qwen3") if name == "warm" else model).save_pretrained(tmp_path / name)
-    ended = run_ranks(tmp_path, 4, tmp_path / "warm", tmp_path / "large", "--opens-only")
+    ended = run_ranks(server, tmp_path, 4, tmp_path / "warm", tmp_path / "large", "--opens-only")
     assert [process.returncode for process in ended] == [0] * 4, [process.stderr[-2000:] for process in ended]
     growth = [after - before for before, after in (map(int, process.stdout.split()) for process in ended)]
     assert growth[0] > 0.9 * whole
     assert max(growth[1:]) < 0.6 * whole, "a quarter of the weights, and the part of one tensor"
 
 
-def test_the_other_ranks_end_if_rank_0_cannot_read_the_model(tmp_path: Path) -> None:
+def test_the_other_ranks_end_if_rank_0_cannot_read_the_model(tmp_path: Path, server: ForkServer) -> None:
     build_model("qwen3").save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
-    first, second = run_ranks(tmp_path, 2, tmp_path / "model")
+    first, second = run_ranks(server, tmp_path, 2, tmp_path / "model")
     assert "no model can be loaded from" in first.stderr
     assert "rank 0 of the trainer failed while this rank waited for it" in second.stderr
     assert 0 not in (first.returncode, second.returncode)

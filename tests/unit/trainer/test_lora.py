@@ -23,7 +23,7 @@ from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPositio
 from rollmesh.trainer.config import (
     ComputeConfig,
     LoraSettings,
-    LossTerm,
+    LossTermChoice,
     OptimizerConfig,
     ReferenceConfig,
     UpdateConfig,
@@ -94,7 +94,7 @@ def test_an_update_is_that_of_plain_peft_with_adamw(base: Path) -> None:
     config = UpdateConfig(
         lora=LORA,
         estimator=Extension("none"),
-        loss=(LossTerm("imitation", where="all"),),
+        loss=(LossTermChoice("imitation", where="all"),),
         update_rule=minibatches(1),
         optimizer=OptimizerConfig(lr=1e-2, warmup_updates=0, clip_norm=1e9),
     )
@@ -224,7 +224,7 @@ def kl_config(kind: str = "initial", path: str = "") -> UpdateConfig:
     reference = ReferenceConfig(kind=kind, path=path)  # type: ignore[arg-type]
     return UpdateConfig(
         lora=LORA,
-        loss=(LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
         reference=reference,
         optimizer=OptimizerConfig(lr=1e-2, warmup_updates=0),
     )

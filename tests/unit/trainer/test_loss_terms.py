@@ -19,7 +19,7 @@ def logs(*values: float) -> Tensor:
 
 
 def loss_of(name: str, **options: Any) -> LossSum:
-    return LossSum([LossTerm(name, options)])
+    return LossSum([LossTermChoice(name, options)])
 
 
 def inputs(pi: Tensor, mu: Tensor, advantages: list[float], sample: list[int], **columns: Tensor) -> LossInputs:
@@ -261,7 +261,7 @@ def test_the_entropy_bonus_equals_the_hand_computed_value() -> None:
     """The entropy of (1/2, 1/4, 1/8, 1/8) is 1.75 ln 2; its gradient by logit v is -p_v (ln p_v + H)."""
     batch = ragged(lengths=(1,), vocabulary=4)
     logits = logs(0.5, 0.25, 0.125, 0.125)[None].requires_grad_()
-    loss = loss_of_logits(plugins_of(LossTerm("entropy")), batch, logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("entropy")), batch, logits)
     assert loss.item() == pytest.approx(-1.75 * math.log(2))
     expected = [p * (math.log(p) + 1.75 * math.log(2)) for p in (0.5, 0.25, 0.125, 0.125)]
     assert torch.autograd.grad(loss, logits)[0][0].tolist() == pytest.approx(expected)
@@ -275,38 +275,38 @@ def test_the_constant_normalizer_gives_every_token_the_same_weight() -> None:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 DIFFERENTIABLE = [
-    LossTerm("ppo_clip"),
-    LossTerm("ppo_clip", {"dual_clip": 1.5}),
-    LossTerm("ppo_clip", {"log_ratio_max": 0.3}),
-    LossTerm("decoupled_ppo", {"reject_level": "geometric", "reject_min": 0.95, "veto_min": 0.1}),
-    LossTerm("decoupled_ppo", {"level": "sequence", "weight_max": 1.5}),
-    LossTerm("kl", {"kind": "k1"}),
-    LossTerm("kl", {"kind": "k2", "to": "proximal"}),
-    LossTerm("kl", {"kind": "k3", "corrected": True}),
-    LossTerm("entropy"),
-    LossTerm("covariance", {"kind": "kl", "share": 0.3}),
-    LossTerm("covariance", {"kind": "clip", "share": 0.5, "cov_min": 0.0, "clip_low": 0.3, "clip_high": 0.3}),
+    LossTermChoice("ppo_clip"),
+    LossTermChoice("ppo_clip", {"dual_clip": 1.5}),
+    LossTermChoice("ppo_clip", {"log_ratio_max": 0.3}),
+    LossTermChoice("decoupled_ppo", {"reject_level": "geometric", "reject_min": 0.95, "veto_min": 0.1}),
+    LossTermChoice("decoupled_ppo", {"level": "sequence", "weight_max": 1.5}),
+    LossTermChoice("kl", {"kind": "k1"}),
+    LossTermChoice("kl", {"kind": "k2", "to": "proximal"}),
+    LossTermChoice("kl", {"kind": "k3", "corrected": True}),
+    LossTermChoice("entropy"),
+    LossTermChoice("covariance", {"kind": "kl", "share": 0.3}),
+    LossTermChoice("covariance", {"kind": "clip", "share": 0.5, "cov_min": 0.0, "clip_low": 0.3, "clip_high": 0.3}),
 ]
 WITH_CONSTANTS = [
-    LossTerm("policy_gradient", {"level": "geometric"}),
-    LossTerm("policy_gradient", {"reject_level": "sequence"}),
-    LossTerm("policy_gradient", {"reject_level": "geometric", "reject_min": 1.0, "reject_only": "negative"}),
-    LossTerm("gspo", {"clip_low": 0.3, "clip_high": 0.3}),
-    LossTerm("gspo", {"clip_low": 0.3, "clip_high": 0.3, "to": "proximal"}),
-    LossTerm("decoupled_ppo", {"ratio": "geometric", "weight_max": 1.5}),
-    LossTerm("gmpo", {"clip_low": 0.2, "clip_high": 0.2}),
-    LossTerm("kl", {"kind": "k3", "straight_through": True}),
+    LossTermChoice("policy_gradient", {"level": "geometric"}),
+    LossTermChoice("policy_gradient", {"reject_level": "sequence"}),
+    LossTermChoice("policy_gradient", {"reject_level": "geometric", "reject_min": 1.0, "reject_only": "negative"}),
+    LossTermChoice("gspo", {"clip_low": 0.3, "clip_high": 0.3}),
+    LossTermChoice("gspo", {"clip_low": 0.3, "clip_high": 0.3, "to": "proximal"}),
+    LossTermChoice("decoupled_ppo", {"ratio": "geometric", "weight_max": 1.5}),
+    LossTermChoice("gmpo", {"clip_low": 0.2, "clip_high": 0.2}),
+    LossTermChoice("kl", {"kind": "k3", "straight_through": True}),
 ]
 """Terms that treat a function of the policy as a constant."""
 
 
 @pytest.mark.parametrize("term", DIFFERENTIABLE, ids=str)
-def test_gradients_equal_finite_differences(term: LossTerm) -> None:
+def test_gradients_equal_finite_differences(term: LossTermChoice) -> None:
     assert check_gradient(plugins_of(term), ragged()).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("term", WITH_CONSTANTS, ids=str)
-def test_gradients_with_constants_equal_finite_differences(term: LossTerm) -> None:
+def test_gradients_with_constants_equal_finite_differences(term: LossTermChoice) -> None:
     assert check_gradient(plugins_of(term), ragged(), frozen=True).abs().max() > 1e-3
     with pytest.raises(AssertionError):
         check_gradient(plugins_of(term), ragged())

@@ -29,7 +29,7 @@ def inputs(pi: Tensor, mu: Tensor, advantages: list[float], proximal: Tensor | N
 
 
 def loss_of(term: str, **options: Any) -> LossSum:
-    return LossSum([LossTerm(term, options)])
+    return LossSum([LossTermChoice(term, options)])
 
 
 def test_ppo_clip_equals_the_hand_computed_value() -> None:
@@ -82,7 +82,7 @@ def test_a_term_that_raises_is_reported_with_the_users_line(tmp_path: Path) -> N
     (tmp_path / "mine.py").write_text(
         "class Bad:\n    needs = ()\n    def __call__(self, inputs):\n        return inputs.logprobz.sum(), {}\n"
     )
-    loss = LossSum([LossTerm("mine.py:Bad")], tmp_path)
+    loss = LossSum([LossTermChoice("mine.py:Bad")], tmp_path)
     with pytest.raises(LossFailed) as caught:
         loss(inputs(logs(0.5), logs(0.5), [1]))
     cause, _, frames = str(caught.value).partition("\n")
@@ -174,7 +174,7 @@ def test_a_wrong_name_or_option_is_an_error_that_names_it(term: str, options: di
 def test_a_configuration_file_lists_the_terms() -> None:
     terms = [{"name": "decoupled_ppo", "weight": 0.5, "options": {"weight_max": 3.0}}, "mine.py:Kl"]
     config = config_from_dict(UpdateConfig, {"loss": terms})
-    assert config.loss[0] == LossTerm("decoupled_ppo", {"weight_max": 3.0}, weight=0.5)
+    assert config.loss[0] == LossTermChoice("decoupled_ppo", {"weight_max": 3.0}, weight=0.5)
     assert config.loss[1].short_name == "Kl"
     for wrong in ([], [{"name": "policy_gradient"}, {"name": "policy_gradient"}]):
         with pytest.raises(ConfigError, match="at least one term"):
@@ -184,7 +184,7 @@ def test_a_configuration_file_lists_the_terms() -> None:
 def test_the_loss_is_the_weighted_sum_of_its_terms() -> None:
     """By hand, ratio 1.5 and A = 1: -min(1.5, 1.28) from the clip; -1.5 ln 0.6 from tis, whose gradient is -1.5."""
     pi = logs(0.6).requires_grad_()
-    both = LossSum([LossTerm("ppo_clip", weight=2.0), LossTerm("policy_gradient", weight=0.5)])
+    both = LossSum([LossTermChoice("ppo_clip", weight=2.0), LossTermChoice("policy_gradient", weight=0.5)])
     loss, stats = both(inputs(pi, logs(0.4), [1]))
     assert loss.item() == pytest.approx(2.0 * -1.28 + 0.5 * -1.5 * math.log(0.6), abs=1e-6)
     torch.testing.assert_close(gradient_of(loss, pi), torch.tensor([0.5 * -1.5]))  # the clip has no gradient here
@@ -194,4 +194,4 @@ def test_the_loss_is_the_weighted_sum_of_its_terms() -> None:
         "policy_gradient/weight_capped": [0.0],
     }
     assert both.needs == ()
-    assert LossSum([LossTerm("ppo_clip"), LossTerm("decoupled_ppo")]).needs == ("proximal",)
+    assert LossSum([LossTermChoice("ppo_clip"), LossTermChoice("decoupled_ppo")]).needs == ("proximal",)

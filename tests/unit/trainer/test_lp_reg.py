@@ -34,7 +34,7 @@ def one_token(probabilities: list[float], *, token: int, advantage: float) -> Ra
 
 def loss_and_gradient(batch: Ragged, **options: Any) -> tuple[float, Tensor]:
     logits = batch.logits.clone().requires_grad_()
-    loss = loss_of_logits(plugins_of(LossTerm("lp_reg", options)), batch, logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("lp_reg", options)), batch, logits)
     (gradient,) = torch.autograd.grad(loss, logits)
     return float(loss.detach()), gradient[0]
 
@@ -79,8 +79,8 @@ def test_other_tokens_have_the_clipped_loss() -> None:
     """With no protection the loss is that of `ppo_clip` with the same bounds."""
     batch = ragged()
     bounds = {"clip_low": 0.1, "clip_high": 0.1}
-    found = loss_of_logits(plugins_of(LossTerm("lp_reg", {**ALL, **bounds, "share": 0.0})), batch, batch.logits)
-    expected = loss_of_logits(plugins_of(LossTerm("ppo_clip", bounds)), batch, batch.logits)
+    found = loss_of_logits(plugins_of(LossTermChoice("lp_reg", {**ALL, **bounds, "share": 0.0})), batch, batch.logits)
+    expected = loss_of_logits(plugins_of(LossTermChoice("ppo_clip", bounds)), batch, batch.logits)
     torch.testing.assert_close(found, expected)
 
 
@@ -97,7 +97,7 @@ def test_the_lowest_share_is_that_of_the_whole_optimizer_step() -> None:
 
 def test_the_split_into_micro_batches_changes_nothing() -> None:
     batch = ragged(lengths=(3, 5, 2, 6))
-    plugins = plugins_of(LossTerm("lp_reg", {"share": 0.5, "threshold": 0.05}))
+    plugins = plugins_of(LossTermChoice("lp_reg", {"share": 0.5, "threshold": 0.05}))
     whole, parts = (loss_of_logits(plugins, batch, batch.logits, parts=n) for n in (1, 4))
     torch.testing.assert_close(whole, parts)
 
@@ -106,7 +106,7 @@ def test_the_split_into_micro_batches_changes_nothing() -> None:
 def test_the_gradient_of_lp_reg_equals_finite_differences(kind: str) -> None:
     batch = ragged()
     options = {"share": 0.6, "threshold": 0.1, "kind": kind, "beta": 0.7}
-    plugins = plugins_of(LossTerm("lp_reg", options))
+    plugins = plugins_of(LossTermChoice("lp_reg", options))
     gradient = check_gradient(plugins, batch)
-    without = check_gradient(plugins_of(LossTerm("lp_reg", options | {"beta": 0.0})), batch)
+    without = check_gradient(plugins_of(LossTermChoice("lp_reg", options | {"beta": 0.0})), batch)
     assert (gradient - without).abs().max() > 1e-4, "some tokens are protected"

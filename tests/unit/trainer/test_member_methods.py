@@ -420,14 +420,14 @@ def test_the_entropy_term_of_dsdr_equals_the_hand_computed_value() -> None:
     )
     logits = torch.zeros(4, 2, dtype=torch.float64)
     logits[1, 0] = 100.0
-    loss = loss_of_logits(plugins_of(LossTerm("dsdr_entropy")), of, logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("dsdr_entropy")), of, logits)
     assert loss.item() == pytest.approx(-(0.25 / 2 + 0.75) * np.log(2) / 2)
 
 
 def test_the_gradient_of_the_entropy_term_equals_finite_differences_and_is_zero_for_wrong_samples() -> None:
     of = ragged()
     share = torch.tensor([0.0, 1.0, 0.0, 0.3, 0.0, 0.7], dtype=torch.float64)[of.columns["sample"]]
-    gradient = check_gradient(plugins_of(LossTerm("dsdr_entropy")), of.with_columns(diversity_share=share))
+    gradient = check_gradient(plugins_of(LossTermChoice("dsdr_entropy")), of.with_columns(diversity_share=share))
     assert gradient.abs().max() > 1e-3
     assert (gradient[share == 0] == 0).all()
 
@@ -444,8 +444,8 @@ def test_columns_of_an_estimator_are_checked() -> None:
     ) == {1}
     assert checked_estimate(Estimate(advantages=found.advantages, columns={"more": bad}), of).columns == {}
     with pytest.raises(ValueError, match="`rollout.outputs` must contain diversity_share.*choose an estimator"):
-        plugins_of(LossTerm("dsdr_entropy")).check_outputs(())
-    Plugins(UpdateConfig(estimator=Extension("dsdr"), loss=(LossTerm("dsdr_entropy"),))).check_outputs(())
+        plugins_of(LossTermChoice("dsdr_entropy")).check_outputs(())
+    Plugins(UpdateConfig(estimator=Extension("dsdr"), loss=(LossTermChoice("dsdr_entropy"),))).check_outputs(())
 
 
 # V0 -------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from rollmesh.trainer import memory_plan
 from rollmesh.trainer.config import (
     ComputeConfig,
     LoraSettings,
-    LossTerm,
+    LossTermChoice,
     OptimizerConfig,
     PackingConfig,
     ReferenceConfig,
@@ -44,7 +44,7 @@ def plan(config: UpdateConfig, **more: Any) -> MemoryPlan:
 
 
 def test_weights_gradients_moments_and_reference_are_counted_by_parameter() -> None:
-    found = plan(settings(loss=(LossTerm("ppo_clip"), LossTerm("kl"))))
+    found = plan(settings(loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl"))))
     buffers = found.weights - 4 * PARAMETERS
     assert 0 <= buffers < 4096, "the frequencies of the rotary embedding"
     assert found.gradients == 4 * PARAMETERS
@@ -66,7 +66,7 @@ def test_ranks_divide_what_the_optimizer_holds_and_gather_a_part() -> None:
 
 
 def test_several_ranks_load_one_whole_model_at_a_time() -> None:
-    config = settings(loss=(LossTerm("ppo_clip"), LossTerm("kl")))
+    config = settings(loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl")))
     average = settings(loss=config.loss, reference=ReferenceConfig(kind="average"))
     one, four, of_average = plan(config), plan(config, ranks=4), plan(average, ranks=4)
     assert four.loading == one.weights // 4 + one.reference, "the reference follows when the policy is divided"
@@ -132,7 +132,7 @@ def test_the_plan_of_a_folder_and_of_a_reference_of_another_size(tmp_path: Path)
         shape = TinyModelConfig(hidden_size=width, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
         write_model_folder(build_tiny_model(shape, seed=1), None, folder)
     config = settings(
-        loss=(LossTerm("ppo_clip"), LossTerm("kl")), reference=ReferenceConfig(kind="path", path=str(large))
+        loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl")), reference=ReferenceConfig(kind="path", path=str(large))
     )
     found = plan_folder(config, small, Plugins(config))
     assert found.reference > 1.5 * found.weights
@@ -157,7 +157,7 @@ def test_bfloat16_halves_activations_and_adds_rounded_copies() -> None:
 
 
 def test_what_is_stored_on_the_host_is_not_counted_for_a_gpu() -> None:
-    config = settings(loss=(LossTerm("ppo_clip"), LossTerm("kl")))
+    config = settings(loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl")))
     optimizer_on_host = ComputeConfig(offload="optimizer")
     kept = plan(config, device="cuda:0")
     reference, optimizer = (

@@ -30,7 +30,7 @@ def doubles(*values: float) -> Tensor:
 def test_rover_at_the_start_is_the_mean_squared_advantage() -> None:
     batch = ragged()
     batch = replace(batch, start=batch.logits)
-    loss = loss_of_logits(plugins_of(LossTerm("rover")), batch, batch.logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("rover")), batch, batch.logits)
     torch.testing.assert_close(loss, batch.columns["advantages"].square().mean())
 
 
@@ -45,13 +45,13 @@ def test_rover_equals_the_hand_computed_value() -> None:
     logits = torch.stack([doubles(0.5, 0.5), doubles(0.75, 0.25)]).log()
     batch = replace(batch, start=torch.zeros(2, 2, dtype=DOUBLE), token_ids=torch.tensor([0, 1]))
     batch = batch.with_columns(advantages=doubles(0.1, 0.1))
-    loss = loss_of_logits(plugins_of(LossTerm("rover")), batch, logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("rover")), batch, logits)
     after = (math.log(1.5) + math.log(0.5)) / 2
     assert loss.item() == pytest.approx(((0 - 0.1 - after) ** 2 + (math.log(0.5) - 0.1) ** 2) / 2)
 
 
 def test_rover_has_the_gradient_of_its_error_alone() -> None:
-    assert check_gradient(plugins_of(LossTerm("rover", {"rho": 0.7})), ragged(), frozen=True).abs().max() > 1e-3
+    assert check_gradient(plugins_of(LossTermChoice("rover", {"rho": 0.7})), ragged(), frozen=True).abs().max() > 1e-3
 
 
 def test_rover_finds_the_right_leaf_of_a_tree() -> None:
@@ -69,7 +69,7 @@ def test_rover_finds_the_right_leaf_of_a_tree() -> None:
     optimizer = torch.optim.SGD([table], lr=0.3)
     for _ in range(60):
         optimizer.zero_grad()
-        loss_of_logits(plugins_of(LossTerm("rover")), batch, table[states]).backward()  # type: ignore[no-untyped-call]
+        loss_of_logits(plugins_of(LossTermChoice("rover")), batch, table[states]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert int(table[0].argmax()) == 1
     assert int(table[2].argmax()) == 0
@@ -91,7 +91,7 @@ def test_drpo_equals_the_hand_computed_value() -> None:
         reward=doubles(1, 1, 1, 0, 0), group=torch.zeros(5, dtype=torch.long)
     )
     options = WITHOUT_PENALTY | {"length_temperature": 0.5}
-    loss = loss_of_logits(plugins_of(LossTerm("drpo", options)), batch, logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("drpo", options)), batch, logits)
     against = 2 * math.log((0.5**0.5 + 0.125**0.5) / 2)
     short, long = math.exp(0.9 / 0.5), math.exp(0.8 / 0.5)
     gain = (short * (math.log(0.5) - against) + long * (math.log(0.25) - against)) / (short + long)
@@ -104,7 +104,7 @@ def test_drpo_never_pushes_a_right_answer_down_whatever_its_length() -> None:
     batch = ragged(lengths=(9, 2, 4), vocabulary=6)
     batch = batch.with_columns(reward=(batch.columns["sample"] < 2).double())
     logprobs = batch.logits.log_softmax(-1).gather(-1, batch.token_ids[:, None]).squeeze(-1).requires_grad_()
-    term: Any = plugins_of(LossTerm("drpo", WITHOUT_PENALTY)).loss.terms["drpo"]
+    term: Any = plugins_of(LossTermChoice("drpo", WITHOUT_PENALTY)).loss.terms["drpo"]
     value, _ = term.value(logprobs, batch.columns | {"proximal": logprobs.detach()})
     (gradient,) = torch.autograd.grad(value, logprobs)
     right = batch.columns["reward"] > 0
@@ -117,7 +117,7 @@ def test_drpo_never_pushes_a_right_answer_down_whatever_its_length() -> None:
 def test_a_group_of_right_answers_contributes_nothing() -> None:
     batch = ragged()
     batch = batch.with_columns(reward=torch.ones_like(batch.columns["reward"]))
-    assert loss_of_logits(plugins_of(LossTerm("drpo", WITHOUT_PENALTY)), batch, batch.logits).item() == 0
+    assert loss_of_logits(plugins_of(LossTermChoice("drpo", WITHOUT_PENALTY)), batch, batch.logits).item() == 0
 
 
 def test_drpo_penalizes_only_the_divergence_above_delta() -> None:
@@ -131,12 +131,12 @@ def test_drpo_penalizes_only_the_divergence_above_delta() -> None:
     ratio = chosen(batch.logits) - chosen(batch.start)
     mean = float((ratio.exp() - 1 - ratio).mean())
     for delta, expected in ((2 * mean, 0.0), (mean / 2, 3.0 * (mean / 2) * mean)):
-        plugins = plugins_of(LossTerm("drpo", {"beta": 3.0, "delta": delta}))
+        plugins = plugins_of(LossTermChoice("drpo", {"beta": 3.0, "delta": delta}))
         assert loss_of_logits(plugins, batch, batch.logits).item() == pytest.approx(expected)
 
 
 def test_the_gradient_of_drpo_equals_finite_differences() -> None:
-    assert check_gradient(plugins_of(LossTerm("drpo", WITHOUT_PENALTY)), ragged()).abs().max() > 1e-3
+    assert check_gradient(plugins_of(LossTermChoice("drpo", WITHOUT_PENALTY)), ragged()).abs().max() > 1e-3
 
 
 # SIREN ----------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_the_gradient_of_drpo_equals_finite_differences() -> None:
 
 def anchored(batch: Ragged, **options: Any) -> Any:
     """Return the plugins of a SIREN term after its first step on the batch."""
-    plugins = plugins_of(LossTerm("siren", options))
+    plugins = plugins_of(LossTermChoice("siren", options))
     assert loss_of_logits(plugins, batch, batch.logits).item() == 0
     return plugins
 
@@ -185,7 +185,7 @@ def test_tokens_outside_the_nucleus_change_nothing() -> None:
 
 def test_the_anchor_is_part_of_the_memory() -> None:
     plugins = anchored(ragged())
-    again = plugins_of(LossTerm("siren"))
+    again = plugins_of(LossTermChoice("siren"))
     again.load_state(plugins.state())
     term: Any = again.loss.terms["siren"]
     assert isinstance(term, Siren)
@@ -197,8 +197,9 @@ def test_the_anchor_is_part_of_the_memory() -> None:
 
 
 def test_contributions_are_summed_over_the_ends_of_turns() -> None:
-    """Sample 0 has the turns (0, 0, 1), sample 1 the turn (0): with weights (1, 0) and bias 0 the head returns the first state."""
-    plugins = plugins_of(LossTerm("progress"))
+    """Sample 0 has the turns (0, 0, 1), sample 1 the turn (0): with weights (1, 0) and bias 0 the head returns the
+    first state."""
+    plugins = plugins_of(LossTermChoice("progress"))
     head: Any = plugins.make_modules(lambda: 2, seed=0)["progress"]
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[1.0, 0.0]]))
@@ -221,7 +222,7 @@ def test_contributions_are_summed_over_the_ends_of_turns() -> None:
 
 def test_the_sum_of_contributions_comes_to_predict_the_reward() -> None:
     config = UpdateConfig(
-        loss=(LossTerm("ppo_clip", weight=0.0), LossTerm("progress")),
+        loss=(LossTermChoice("ppo_clip", weight=0.0), LossTermChoice("progress")),
         update_rule=minibatches(1),
         optimizer=OptimizerConfig(lr=2e-2, warmup_updates=0),
     )

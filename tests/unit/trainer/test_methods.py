@@ -184,9 +184,9 @@ def test_a_refreshed_batch_counts_once() -> None:
     made = estimator("risk_po", bundle_groups=1)
     of = batch(rewarded("a", 0.0, 1.0, 2.0, 3.0))
     again = UpdateBatch(update=1, samples=of.samples, groups=of.groups, table=of.table, repeat=1)
-    one, state = made(of), made.state()  # type: ignore[attr-defined]
+    one, state = made(of), made.state()
     assert np.array_equal(made(again).advantages, one.advantages)
-    assert made.state() == state  # type: ignore[attr-defined]
+    assert made.state() == state
 
 
 def test_risk_po_bundles_what_has_a_partner() -> None:
@@ -223,7 +223,7 @@ def test_mssr_equals_the_hand_computed_value() -> None:
     # a = 0.96 * 4 + 1, b = 0.96 * 4, and the other way round; normalized they are +-1 again
     up, down = 4.84 / 8.68, 3.84 / 8.68
     second = estimator("mssr", entropy_weight=0.0)
-    second.load_state(made.state())  # type: ignore[attr-defined]
+    second.load_state(made.state())
     of = batch(rewarded("a", 1.0), rewarded("b", 1.0), update=2)
     raw = np.array([1 - up, 1 - down])
     expected = (raw - raw.mean()) / raw.std()
@@ -456,8 +456,8 @@ def test_memory_passes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
     options = chosen.get(name, {"initial": 0.9})
     made, again = estimator(name, **options), estimator(name, **options)
     made(batch(rewarded("a", 1.0, 0.0, 0.0), rewarded("b", 1.0, 1.0, 0.0)))
-    torch.save(made.state(), tmp_path / "state.pt")  # type: ignore[attr-defined]
-    again.load_state(torch.load(tmp_path / "state.pt", weights_only=True))  # type: ignore[attr-defined]
+    torch.save(made.state(), tmp_path / "state.pt")
+    again.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     second = batch(rewarded("a", 1.0, 1.0, 0.0), rewarded("c", 0.0, 0.0, 1.0), update=2)
     one, two, fresh = (e(second) for e in (made, again, estimator(name, **options)))
     assert np.array_equal(one.advantages, two.advantages)

@@ -231,7 +231,7 @@ def test_a_selected_part_of_the_table_has_the_values_of_its_tokens() -> None:
     np.testing.assert_allclose(found, whole[np.concatenate(at)], atol=1e-5)
 
 
-class Recording:
+class Recording(LossTerm):
     """A loss term that keeps what it reads."""
 
     needs = ()
@@ -318,7 +318,7 @@ def test_a_sample_without_the_other_prompt_is_dropped_with_a_reason(tmp_path: Pa
     assert [v.reason for v in result.verdicts] == expected
 
 
-class Wrong:
+class Wrong(Feature):
     """Marks the first answer only."""
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:
@@ -391,7 +391,7 @@ def test_two_features_of_other_prompts_cost_two_passes_and_equal_ones_cost_one(m
     def passes(*options: dict[str, Any]) -> int:
         forwards.clear()
         requests = {str(n): FeatureRequest(feature(**o)) for n, o in enumerate(options)}
-        rewrites = {r.function: r.feature.sequences_of for r in requests.values()}  # type: ignore[attr-defined]
+        rewrites = {r.function: r.feature.sequences_of for r in requests.values()}
         table = build_table(samples, update=1, rewrites=rewrites)
         plan = ForwardPlan(made.forward_choice.mode, PackingConfig(row_tokens=64, micro_batch_tokens=4096))
         computed_features(made.model, table, requests, plan)
@@ -401,7 +401,7 @@ def test_two_features_of_other_prompts_cost_two_passes_and_equal_ones_cost_one(m
     assert (passes(one), passes(one, one), passes(one, other)) == (1, 1, 2)
 
 
-class Stateful:
+class Stateful(Feature):
     """A feature of a user, without options."""
 
     def __init__(self, shift: float = 0.0) -> None:

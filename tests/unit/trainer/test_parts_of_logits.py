@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class WholeSample:
+class WholeSample(Feature):
     """The mean over a sample of the largest log-prob: it reads logits of all of the tokens of a sample."""
 
     def __call__(self, inputs: FeatureInputs) -> Tensor:
@@ -140,7 +140,7 @@ def test_caps_and_scales_of_logits_apply_in_parts(name: str) -> None:
 def trained(compute: ComputeConfig, **settings: Any) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Return the weights and the metrics after two updates."""
     config = UpdateConfig(
-        loss=(LossTerm("ppo_clip"), LossTerm("kl", weight=0.1), LossTerm("high_entropy", weight=0.1)),
+        loss=(LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1), LossTermChoice("high_entropy", weight=0.1)),
         features={"nucleus": FeatureChoice("nucleus_entropy", under="current", grad=True)},
         update_rule=minibatches(2),
         packing=PACKING,

@@ -59,10 +59,33 @@ def trainer(kind: str, body: str, folder: Path) -> BatchTrainer:
     path.write_text({"rule": RULE, "estimator": ESTIMATOR, "term": TERM}[kind].format(body=body))
     parts: dict[str, Any] = {"update_rule": minibatches(1)}
     if kind == "term":
-        parts["loss"] = (LossTerm("ppo_clip"), LossTerm(f"{path}:Mine"))
+        parts["loss"] = (LossTermChoice("ppo_clip"), LossTermChoice(f"{path}:Mine"))
     else:
         parts["update_rule" if kind == "rule" else "estimator"] = Extension(f"{path}:Mine")
     return BatchTrainer(build_tiny_model(SMALL, seed=1), UpdateConfig(**parts), seed=7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "error"),
+    [
+        ("term", "torch.empty(1 << 60)", RuntimeError),
+        (
+            "term",
+            "raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes')",
+            RuntimeError,
+        ),
+        ("estimator", "raise __import__('torch').OutOfMemoryError('no memory')", torch.OutOfMemoryError),
+        ("rule", "yield bytearray(1 << 60)", MemoryError),
+    ],
+)
+def test_a_process_without_memory_does_not_blame_the_plug_in(
+    kind: str, body: str, error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(error) as caught:
+        trainer(kind, body, tmp_path).update(1, *random_batch())
+    assert not isinstance(caught.value, MeshError)
+    (note,) = caught.value.__notes__
+    assert "may not be the cause; lower `learner.packing.row_tokens`" in note
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from rollmesh.trainer.checkpoint import latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointPosition
 from rollmesh.trainer.config import (
     ComputeConfig,
-    LossTerm,
+    LossTermChoice,
     OptimizerConfig,
     PackingConfig,
     ParameterGroup,
@@ -54,7 +54,7 @@ def no_process_group() -> Iterator[None]:
 
 def settings(compute: ComputeConfig = BF16, **more: Any) -> UpdateConfig:
     chosen: dict[str, Any] = {
-        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+        "loss": (LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
         "reference": ReferenceConfig(kind="average", decay=0.5),
         "packing": PackingConfig(row_tokens=64, micro_batch_tokens=128),
         "optimizer": OptimizerConfig(lr=1e-3, warmup_updates=0),

@@ -101,7 +101,7 @@ AVERAGES = {
 
 
 def ours(
-    batch: Padded, *terms: LossTerm, normalization: Normalization = Normalization.TOKEN, constant: int = LONGEST
+    batch: Padded, *terms: LossTermChoice, normalization: Normalization = Normalization.TOKEN, constant: int = LONGEST
 ) -> Tensor:
     """Return the loss of the terms on the flat tokens of the batch."""
     chosen = batch.mask.bool()
@@ -131,7 +131,7 @@ def assert_same(batch: Padded, found: Tensor, expected: Tensor) -> None:
 def compare(
     batch: Padded,
     formula: Callable[[Padded], Tensor],
-    *terms: LossTerm,
+    *terms: LossTermChoice,
     normalization: Normalization = Normalization.TOKEN,
 ) -> None:
     assert_same(batch, ours(batch, *terms, normalization=normalization), formula(batch))
@@ -172,7 +172,7 @@ def test_averages_of_verl(mode: str, normalization: Normalization, constant: int
         "seq-mean-token-sum": per_sequence.mean(),
         "seq-mean-token-sum-norm": per_sequence.sum() / LONGEST,
     }[mode]
-    wide = LossTerm("ppo_clip", {"clip_low": 0.999, "clip_high": 1e6})
+    wide = LossTermChoice("ppo_clip", {"clip_low": 0.999, "clip_high": 1e6})
     assert_same(b, factor * ours(b, wide, normalization=normalization, constant=constant), expected)
 
 
@@ -181,7 +181,7 @@ def test_averages_of_trl_over_micro_batches() -> None:
     then averages the micro-batches, so that it equals ours for one micro-batch only; `grpo` is the same for sequences,
     if micro-batches have equal numbers."""
     b = padded(0)
-    term = LossTerm("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28})
+    term = LossTermChoice("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28})
 
     def losses(part: Padded) -> Tensor:
         return clipped(torch.exp(part.policy - part.mu), part.advantages, 0.2, 0.28) * part.mask
@@ -233,7 +233,10 @@ def test_clipped_surrogate_with_kl_penalty_of_trl(seed: int, normalization: Norm
         kl = torch.exp(b.reference - b.policy) - (b.reference - b.policy) - 1
         return AVERAGES[normalization](losses + 0.04 * kl, b.mask)
 
-    terms = LossTerm("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), LossTerm("kl", {"kind": "k3"}, weight=0.04)
+    terms = (
+        LossTermChoice("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}),
+        LossTermChoice("kl", {"kind": "k3"}, weight=0.04),
+    )
     compare(padded(seed), formula, *terms, normalization=normalization)
 
 
@@ -248,7 +251,7 @@ def test_two_sided_clip_of_trl(seed: int) -> None:
         assert bool(((ratio != most) & (b.advantages < 0) & b.mask.bool()).any())
         return token_mean(-torch.minimum(most * b.advantages, ratio.clamp(0.8, 1.28) * b.advantages), b.mask)
 
-    compare(padded(seed, spread=1.0), formula, LossTerm("ppo_clip", {"dual_clip": 1.5}))
+    compare(padded(seed, spread=1.0), formula, LossTermChoice("ppo_clip", {"dual_clip": 1.5}))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -262,7 +265,7 @@ def test_dual_clip_of_verl(seed: int) -> None:
         assert bool(((once != twice) & b.mask.bool()).any())
         return token_mean(twice, b.mask)
 
-    term = LossTerm("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5})
+    term = LossTermChoice("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 1.5})
     compare(padded(seed, spread=1.0), formula, term)
 
 
@@ -277,7 +280,7 @@ def test_gspo_of_trl(seed: int, normalization: Normalization, to: str) -> None:
         ratio = geometric_ratio(b, b.mu if to == "behavior" else b.proximal)
         return AVERAGES[normalization](clipped(ratio.expand_as(b.mask), b.advantages, 0.1, 0.15), b.mask)
 
-    term = LossTerm("gspo", {"clip_low": 0.1, "clip_high": 0.15, "to": to})
+    term = LossTermChoice("gspo", {"clip_low": 0.1, "clip_high": 0.15, "to": to})
     compare(padded(seed), formula, term, normalization=normalization)
 
 
@@ -290,7 +293,7 @@ def test_gspo_per_token_of_verl(seed: int) -> None:
         losses = clipped(torch.exp(torch.clamp(log_ratio, max=10.0)), b.advantages, 0.1, 0.15)
         return sequence_mean(losses, b.mask)
 
-    term = LossTerm("gspo", {"clip_low": 0.1, "clip_high": 0.15})
+    term = LossTermChoice("gspo", {"clip_low": 0.1, "clip_high": 0.15})
     batch = padded(seed, per_token=True)
     compare(batch, formula, term, normalization=Normalization.SEQUENCE_MEAN)
 
@@ -309,7 +312,7 @@ def test_gmpo_of_verl(seed: int, to: str) -> None:
         ratio = torch.exp((least * b.mask).sum(-1) / b.mask.sum(-1))
         return (-b.advantages[:, 0] * ratio).mean()
 
-    term = LossTerm("gmpo", {"clip_low": 0.3, "clip_high": 0.4, "to": to})
+    term = LossTermChoice("gmpo", {"clip_low": 0.3, "clip_high": 0.4, "to": to})
     compare(padded(seed), formula, term, normalization=Normalization.SEQUENCE_MEAN)
 
 
@@ -323,7 +326,7 @@ def covariance(b: Padded) -> Tensor:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_cov_of_verl(seed: int) -> None:
-    """`compute_policy_loss_kl_cov`: no clip, and the penalty |log r| at the share of the tokens with the largest covariance."""
+    """`compute_policy_loss_kl_cov`: no clip, and the penalty |log r| at the share of the tokens with the largest covariance."""  # noqa: W505
 
     def formula(b: Padded) -> Tensor:
         value = covariance(b)
@@ -331,7 +334,7 @@ def test_kl_cov_of_verl(seed: int) -> None:
         log_ratio = b.policy - b.mu
         return token_mean(-b.advantages * log_ratio.exp() + 0.7 * (value >= least) * log_ratio.abs(), b.mask)
 
-    compare(padded(seed), formula, LossTerm("covariance", {"kind": "kl", "share": 0.2, "coefficient": 0.7}))
+    compare(padded(seed), formula, LossTermChoice("covariance", {"kind": "kl", "share": 0.2, "coefficient": 0.7}))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -349,7 +352,7 @@ def test_clip_cov_of_verl(seed: int) -> None:
         return token_mean(losses * ~drawn, b.mask)
 
     options = {"kind": "clip", "share": 1.0, "cov_min": 0.1, "cov_max": 1.0}
-    compare(padded(seed), formula, LossTerm("covariance", options))
+    compare(padded(seed), formula, LossTermChoice("covariance", options))
 
 
 # Policy gradient ------------------------------------------------------------------------------------------------------
@@ -365,7 +368,7 @@ def test_cispo_of_trl_and_verl(seed: int, low: float, high: float) -> None:
         weight = torch.clamp(torch.exp(b.policy - b.mu), low, high).detach()
         return token_mean(-weight * b.advantages * b.policy, b.mask)
 
-    compare(padded(seed), formula, LossTerm("policy_gradient", {"weight_min": low, "weight_max": high}))
+    compare(padded(seed), formula, LossTermChoice("policy_gradient", {"weight_min": low, "weight_max": high}))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -384,7 +387,7 @@ def test_off_policy_mask_of_trl(seed: int) -> None:
 
     least = float(torch.exp(torch.tensor(-delta, dtype=torch.float64)))
     options = {"reject_level": "geometric", "reject_min": least, "reject_max": 1e9, "reject_only": "negative"}
-    compare(padded(seed, spread=1.0), formula, LossTerm("policy_gradient", options))
+    compare(padded(seed, spread=1.0), formula, LossTermChoice("policy_gradient", options))
 
 
 BOUNDS = (0.6, 1.6)
@@ -420,7 +423,7 @@ def test_rejection_of_verl(mode: str, options: dict[str, Any]) -> None:
     assert 0 < float(kept.sum()) < float(b.mask.sum())
     weight = torch.exp(b.policy - b.mu).clamp(max=2.0).detach()
     expected = (-weight * b.advantages * b.policy * kept).sum() / kept.sum()
-    term = LossTerm("policy_gradient", options)
+    term = LossTermChoice("policy_gradient", options)
     assert_same(b, ours(b, term) * float(b.mask.sum() / kept.sum()), expected)
 
 
@@ -448,7 +451,9 @@ def test_geometric_rejection_with_a_token_veto_of_kernelgym(veto: float) -> None
     losses = clipped(torch.exp(b.policy - b.proximal), b.advantages, 0.2, 0.28) * b.mask
     expected = (losses.sum(-1) * kept).sum() / kept.sum()
     options = {"weight_min": 1.0, "weight_max": 1.0, "clip_low": 0.2, "clip_high": 0.28, "veto_min": veto}
-    term = LossTerm("decoupled_ppo", options | {"reject_level": "geometric", "reject_min": 0.999, "reject_max": 1.001})
+    term = LossTermChoice(
+        "decoupled_ppo", options | {"reject_level": "geometric", "reject_min": 0.999, "reject_max": 1.001}
+    )
     found = ours(b, term, normalization=Normalization.CONSTANT, constant=1)
     assert_same(b, found * float(len(kept) / kept.sum()), expected)
 
@@ -503,7 +508,9 @@ def test_sampler_correction_of_trl(seed: int, ratio: str, mode: str, bounds: tup
         return token_mean(losses + 0.04 * kl, b.mask)
 
     options = {"level": level, "weight_min": low, "weight_max": high, "outside": outside, "ratio": ratio}
-    compare(padded(seed), formula, LossTerm("decoupled_ppo", CORRECTION | options), LossTerm("kl", weight=0.04))
+    compare(
+        padded(seed), formula, LossTermChoice("decoupled_ppo", CORRECTION | options), LossTermChoice("kl", weight=0.04)
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -527,7 +534,7 @@ def test_rollout_correction_of_verl(seed: int, ratio: str, level: str) -> None:
         return sequence_mean(losses * sampler_weight(b, level).clamp(max=2.0), b.mask)
 
     options: dict[str, Any] = {"level": level, "weight_max": 2.0, "dual_clip": 3.0 * (ratio == "token"), "ratio": ratio}
-    term = LossTerm("decoupled_ppo", CORRECTION | options)
+    term = LossTermChoice("decoupled_ppo", CORRECTION | options)
     compare(padded(seed, spread=0.8), formula, term, normalization=Normalization.SEQUENCE_MEAN)
 
 
@@ -555,7 +562,7 @@ def test_decoupled_ppo_of_areal(seed: int, level: str, bounds: tuple[float, floa
 
     outside = "mask" if action == "mask" else "truncate"
     chosen = {"level": level, "weight_min": low, "weight_max": high, "outside": outside, "dual_clip": 1.5}
-    compare(padded(seed), formula, LossTerm("decoupled_ppo", CORRECTION | chosen))
+    compare(padded(seed), formula, LossTermChoice("decoupled_ppo", CORRECTION | chosen))
 
 
 @pytest.mark.parametrize(
@@ -581,7 +588,7 @@ def test_rejection_of_areal_by_the_product_and_by_the_largest_ratio(agg: str, re
         return token_mean(losses * sampler_weight(b, "geometric") * keep, b.mask)
 
     wide = {"level": "geometric", "weight_min": 0.0, "weight_max": 1e9}
-    compare(padded(2), formula, LossTerm("decoupled_ppo", CORRECTION | wide | reject))
+    compare(padded(2), formula, LossTermChoice("decoupled_ppo", CORRECTION | wide | reject))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -596,7 +603,7 @@ def test_gspo_of_areal(seed: int) -> None:
 
     batch = padded(seed, per_token=True)
     mean = ((batch.advantages * batch.mask).sum(-1, keepdim=True) / batch.counts).expand_as(batch.mask)
-    term = LossTerm("gspo", {"clip_low": 0.1, "clip_high": 0.15, "to": "proximal"})
+    term = LossTermChoice("gspo", {"clip_low": 0.1, "clip_high": 0.15, "to": "proximal"})
     assert_same(batch, ours(replace(batch, advantages=mean), term), formula(batch))
 
 
@@ -626,7 +633,7 @@ def test_kl_penalties_of_verl(kind: str, to: str, straight_through: bool) -> Non
             value = backward - backward.detach() + value.detach()
         return token_mean(value, b.mask)
 
-    compare(padded(0), formula, LossTerm("kl", {"kind": kind, "to": to, "straight_through": straight_through}))
+    compare(padded(0), formula, LossTermChoice("kl", {"kind": kind, "to": to, "straight_through": straight_through}))
 
 
 def test_corrected_kl_of_trl() -> None:
@@ -637,4 +644,4 @@ def test_corrected_kl_of_trl() -> None:
         kl = torch.exp(b.reference - b.policy) - (b.reference - b.policy) - 1
         return token_mean(kl * torch.exp(b.policy - b.mu), b.mask)
 
-    compare(padded(0), formula, LossTerm("kl", {"corrected": True}))
+    compare(padded(0), formula, LossTermChoice("kl", {"corrected": True}))

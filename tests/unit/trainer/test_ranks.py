@@ -21,35 +21,24 @@ from .rank_worker import OWN, SHARED_PREFIX, config_of, results_of
 RECIPES = ["grpo", "grpo_decoupled", "archer", "vcpo"]
 """A clipped loss; a feature under `start`; a critic with a replay buffer; gradients per sample."""
 CASES = [*RECIPES, *OWN]
-ROOT = Path(__file__).parents[3]
-END_S = 280
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def run_ranks(folder: Path, size: int, *cases: str) -> list[str]:
-    """Run the worker on `size` ranks, and return what each has written to its standard error."""
-    command = [sys.executable, "-m", "tests.unit.trainer.rank_worker", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    running = [
-        subprocess.Popen(
-            bound_to_parent([*command, str(rank), str(size), *cases]),
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    errors = [process.communicate(timeout=END_S)[1] for process in running]
-    assert [process.returncode for process in running] == [0] * size, errors
-    return errors
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Path:
+    """The results of the worker on two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks(folder, 2, *CASES)
+    ended = run_all(
+        server, "tests.unit.trainer.rank_worker", folder, [[str(folder), str(n), "2", *CASES] for n in (0, 1)]
+    )
+    assert [process.returncode for process in ended] == [0, 0], [process.stderr for process in ended]
     return folder
 
 
@@ -78,40 +67,14 @@ def test_two_ranks_equal_one_rank(two_ranks: Path, case: str) -> None:
     assert all((m["tokens/prefix_saved_share"] > 0) == (case == SHARED_PREFIX) for m in found["metrics"])
 
 
-_ALONE = """
-import sys
-from datetime import timedelta
-from pathlib import Path
-from tests.unit.trainer import rank_worker
-
-rank_worker.TIMEOUT_S = 60.0
-ranks = rank_worker.join(Path(sys.argv[1]), int(sys.argv[2]), 2)
-try:
-    if ranks.rank == 0:
-        ranks.from_first(lambda: print("made"))
-finally:
-    rank_worker.dist.destroy_process_group()
-"""
-
-
-def test_rank_0_does_not_wait_for_a_rank_that_has_ended(tmp_path: Path) -> None:
+def test_rank_0_does_not_wait_for_a_rank_that_has_ended(tmp_path: Path, server: ForkServer) -> None:
     """Reading a model may take hours, and the wait for the other ranks before it may not."""
-    first, other = (
-        subprocess.Popen(
-            bound_to_parent([sys.executable, "-c", _ALONE, str(tmp_path), str(rank)]),
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    )
-    assert other.wait(END_S) == 0
-    made, error = first.communicate(timeout=END_S)
+    arguments = [[str(tmp_path), str(rank), "2", "--alone"] for rank in (0, 1)]
+    first, other = run_all(server, "tests.unit.trainer.rank_worker", tmp_path, arguments)
+    assert other.returncode == 0, other.stderr
     assert first.returncode == 1
-    assert not made
-    assert "by peer" in error or "timed out" in error.lower(), error
+    assert not first.stdout
+    assert "by peer" in first.stderr or "timed out" in first.stderr.lower(), first.stderr
 
 
 def test_every_micro_batch_is_run_once_and_ranks_make_equally_many_forwards() -> None:

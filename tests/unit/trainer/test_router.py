@@ -25,7 +25,7 @@ from .builders import minibatches, random_batch
 from .mixtures import EXPERTS, TOP_K, tiny_mixture
 
 PACKING = PackingConfig(row_tokens=96, micro_batch_tokens=192)
-ROUTER = LossTerm("router", weight=0.1)
+ROUTER = LossTermChoice("router", weight=0.1)
 
 
 def transformers_loss(model: PreTrainedModel, table: TokenTable) -> Tensor:
@@ -45,7 +45,7 @@ def transformers_loss(model: PreTrainedModel, table: TokenTable) -> Tensor:
 
 def term_loss(model: PreTrainedModel, table: TokenTable, mode: ForwardMode) -> Tensor:
     """Return the loss of the term alone, summed over micro-batches, with its gradient in the parameters."""
-    plugins, plan = Plugins(UpdateConfig(loss=(LossTerm("router"),))), ForwardPlan(mode, PACKING, chunk_tokens=16)
+    plugins, plan = Plugins(UpdateConfig(loss=(LossTermChoice("router"),))), ForwardPlan(mode, PACKING, chunk_tokens=16)
     known = table.columns | computed_features(model, table, plugins.under("step"), plan)
     columns = {name: torch.as_tensor(values) for name, values in known.items()}
     columns["token_weight"] = torch.full((int(table.lengths.sum()),), 0.1)
@@ -85,7 +85,7 @@ def test_value_and_gradient_are_those_of_transformers(model_type: str, mode: For
             torch.testing.assert_close(grad, gradients[name], rtol=1e-3, atol=1e-6)
 
 
-def trained(loss: tuple[LossTerm, ...], **settings: Any) -> tuple[BatchTrainer, list[dict[str, float]]]:
+def trained(loss: tuple[LossTermChoice, ...], **settings: Any) -> tuple[BatchTrainer, list[dict[str, float]]]:
     config = UpdateConfig(
         loss=loss,
         update_rule=minibatches(1),
@@ -97,16 +97,18 @@ def trained(loss: tuple[LossTerm, ...], **settings: Any) -> tuple[BatchTrainer, 
 
 
 def test_the_term_evens_out_the_loads() -> None:
-    _, without = trained((LossTerm("ppo_clip"), LossTerm("router", weight=0.0)))
-    _, metrics = trained((LossTerm("ppo_clip"), ROUTER))
+    _, without = trained((LossTermChoice("ppo_clip"), LossTermChoice("router", weight=0.0)))
+    _, metrics = trained((LossTermChoice("ppo_clip"), ROUTER))
     first, last, last_without = (m["router/busiest_share"] * EXPERTS for m in (metrics[0], metrics[-1], without[-1]))
     assert first == without[0]["router/busiest_share"] * EXPERTS > 1.1
     assert last - 1 < 0.7 * (last_without - 1)
 
 
 def test_the_split_into_micro_batches_does_not_change_the_update() -> None:
-    one, _ = trained((LossTerm("ppo_clip"), ROUTER), packing=PackingConfig(row_tokens=96, micro_batch_tokens=4096))
-    many, _ = trained((LossTerm("ppo_clip"), ROUTER), compute=ComputeConfig(logprob_chunk_tokens=8))
+    one, _ = trained(
+        (LossTermChoice("ppo_clip"), ROUTER), packing=PackingConfig(row_tokens=96, micro_batch_tokens=4096)
+    )
+    many, _ = trained((LossTermChoice("ppo_clip"), ROUTER), compute=ComputeConfig(logprob_chunk_tokens=8))
     for found, expected in zip(many.model.parameters(), one.model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
 
@@ -118,7 +120,9 @@ def test_the_split_into_micro_batches_does_not_change_the_update() -> None:
 def test_a_model_without_the_loss_is_rejected_by_name(model_type: str, reason: str) -> None:
     changes = {} if model_type == "qwen3" else {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     with pytest.raises(ValueError, match=f"{reason}.*remove the loss term `router`"):
-        BatchTrainer(tiny_mixture(model_type, **changes), UpdateConfig(loss=(LossTerm("ppo_clip"), ROUTER)), seed=7)
+        BatchTrainer(
+            tiny_mixture(model_type, **changes), UpdateConfig(loss=(LossTermChoice("ppo_clip"), ROUTER)), seed=7
+        )
 
 
 def test_another_loss_that_even_routers_hide_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,4 +134,4 @@ def test_another_loss_that_even_routers_hide_is_rejected(monkeypatch: pytest.Mon
                 parameter.zero_()
     monkeypatch.setattr(modeling_qwen3_moe, "load_balancing_loss_func", lambda *_, **__: torch.tensor(float(TOP_K)))
     with pytest.raises(ValueError, match=r"computes another load-balancing loss .*: 2\.0 instead of"):
-        BatchTrainer(model, UpdateConfig(loss=(LossTerm("ppo_clip"), ROUTER)), seed=7)
+        BatchTrainer(model, UpdateConfig(loss=(LossTermChoice("ppo_clip"), ROUTER)), seed=7)

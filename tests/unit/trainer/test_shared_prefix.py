@@ -205,7 +205,11 @@ def updated(packing: PackingConfig, **more: Any) -> tuple[BatchTrainer, UpdateRe
         groups.append(group(f"g{g}", *members))
     chosen: dict[str, Any] = {
         "packing": packing,
-        "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1), LossTerm("progress", {"through": True})),
+        "loss": (
+            LossTermChoice("ppo_clip"),
+            LossTermChoice("kl", weight=0.1),
+            LossTermChoice("progress", {"through": True}),
+        ),
         "optimizer": OptimizerConfig(lr=1e-3, warmup_updates=0),
         "update_rule": minibatches(1),
     }
@@ -239,7 +243,7 @@ def test_bfloat16_shares_within_its_rounding() -> None:
     rounded = ComputeConfig(precision="bfloat16")
     results = []
     for packing in (SHARED, SEPARATE):
-        trainer, result = updated(packing, compute=rounded, loss=(LossTerm("ppo_clip"),))
+        trainer, result = updated(packing, compute=rounded, loss=(LossTermChoice("ppo_clip"),))
         results.append(result.metrics)
         trainer.close()
     assert results[0]["tokens/prefix_saved_share"] > 0.5

@@ -62,7 +62,7 @@ def value_after(rule: Extension, seed: int) -> float:
     """Return the value of the policy after the updates, as the update of the trainer does them, with gradient
     descent."""
     policy, rng = TwoTurns(), np.random.default_rng(seed)
-    loss = LossSum([LossTerm("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2})])
+    loss = LossSum([LossTermChoice("decoupled_ppo", {"clip_low": 0.2, "clip_high": 0.2})])
     optimizer = torch.optim.SGD([policy.first, policy.second], lr=STEP_SIZE)
     for k in range(1, UPDATES + 1):
         first, second = policy.probabilities()

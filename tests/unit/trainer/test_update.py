@@ -95,7 +95,7 @@ def test_another_seed_splits_minibatches_otherwise() -> None:
 def test_accumulated_micro_batches_equal_one_big_batch(terms: tuple[str, ...], normalization: Normalization) -> None:
     samples, groups = random_batch()
     whole = UpdateConfig(
-        loss=tuple(LossTerm(term) for term in terms),
+        loss=tuple(LossTermChoice(term) for term in terms),
         normalization=normalization,
         normalization_tokens=32,
         update_rule=minibatches(1),
@@ -211,14 +211,14 @@ def test_a_loss_drops_samples_without_the_output_that_it_needs() -> None:
     bare = [replace(s, arrays={}) for s in samples[0].segments]
     short = [replace(s, arrays={"entropy": np.zeros(1, np.float32)}) for s in samples[1].segments]
     samples[:2] = [replace(samples[0], segments=tuple(bare)), replace(samples[1], segments=tuple(short))]
-    result = trainer(UpdateConfig(loss=(LossTerm("high_entropy"),))).update(1, samples, groups)
+    result = trainer(UpdateConfig(loss=(LossTermChoice("high_entropy"),))).update(1, samples, groups)
     assert [v.reason for v in result.verdicts[:3]] == [DropReason.NO_OUTPUT, DropReason.MALFORMED, None]
     assert 0.2 <= result.metrics["high_entropy_share"] < 0.5
     assert trainer().update(1, samples, groups).verdicts[0].reason is None, "ppo_clip does not need it"
 
 
 def test_a_loss_that_needs_an_output_which_the_run_does_not_record_is_rejected() -> None:
-    config = UpdateConfig(loss=(LossTerm("high_entropy"),))
+    config = UpdateConfig(loss=(LossTermChoice("high_entropy"),))
     with pytest.raises(ValueError, match=r"`rollout.outputs` must contain entropy, which the loss needs, got \[\]"):
         BatchTrainer(build_tiny_model(SMALL, seed=1), config, seed=1)
 
@@ -326,6 +326,51 @@ def test_a_token_of_several_steps_counts_once_as_in_its_first() -> None:
     assert often.metrics["tokens/trained"] == 3 * once.metrics["tokens/trained"]
     assert often.groups == once.groups
     assert len(once.groups) == 4
+
+
+def measuring(measures: Callable[[UpdateBatch], Any], config: UpdateConfig | None = None) -> BatchTrainer:
+    """Return a trainer whose estimator also reports these measures."""
+    made = trainer(config)
+    estimator = made.plugins.estimator
+    made.plugins.estimator = lambda batch: dataclasses.replace(estimator(batch), measures=measures(batch))  # type: ignore[assignment]
+    return made
+
+
+def test_the_numbers_of_an_estimator_are_with_those_of_the_trainer() -> None:
+    samples, groups = random_batch()
+    made = measuring(lambda batch: {"g0": {"members": 4, "repeat": batch.repeat}, "g1": {"members": np.nan}})
+    found = {g.group: dict(g.measures) for g in made.update(1, samples, groups).groups}
+    assert {key: found["g0"].pop(key) for key in ("members", "repeat")} == {"members": 4.0, "repeat": 0.0}
+    assert len(found) == 4
+    assert all(tuple(numbers) == TRAINED_MEASURES for numbers in found.values())
+
+
+def test_the_measures_of_the_first_estimate_of_an_update_count() -> None:
+    rule = Extension("ess_minibatches", {"refresh": True})
+    repeats: list[int] = []
+
+    def repeat(batch: UpdateBatch) -> dict[str, dict[str, float]]:
+        repeats.append(batch.repeat)
+        return {group.group: {"repeat": batch.repeat} for group in batch.groups}
+
+    measured = measuring(repeat, UpdateConfig(update_rule=rule)).update(1, *random_batch()).groups
+    assert len(repeats) > 1
+    assert {g.measures["repeat"] for g in measured} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("measures", "message"),
+    [
+        ({"g9": {"a": 1.0}}, "must name groups of the batch, got 'g9'"),
+        ({"g0": {"two words": 1.0}}, "must have 1 to 64 characters of .*, got 'two words'"),
+        ({"g0": {"": 1.0}}, "must have 1 to 64 characters"),
+        ({"g0": {"num_tokens": 1.0}}, "must not have 'num_tokens'.*choose another name"),
+        ({"g0": {f"m{n}": 1.0 for n in range(14)}}, "must have at most 13 entries, got 14"),
+    ],
+)
+def test_a_measure_that_a_commit_cannot_have_is_an_error_of_the_estimator(measures: Any, message: str) -> None:
+    with pytest.raises(LearnerCodeFailed, match=message):
+        measuring(lambda _: measures).update(1, *random_batch())
 
 
 def test_a_skipped_update_and_a_group_without_used_samples_have_no_measurements() -> None:
