@@ -9,7 +9,7 @@ from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.endpoints.answer import Asks
 
 
-class PlaysOpponent:
+class PlaysOpponent(Agent):
     """Shows the move of the opponent to the model, then of the past policy, and takes two turns."""
 
     async def run(self, task: Task, env: Environment) -> None:
@@ -19,7 +19,7 @@ class PlaysOpponent:
             env.observe(answer.text)
 
 
-class Judge:
+class Judge(Scorer):
     """The reward is the number that the judge returns."""
 
     def use_endpoints(self, endpoints: Asks) -> None:
@@ -32,7 +32,7 @@ class Judge:
         return Reward(name="", value=float(answer.value), evidence=answer.text)
 
 
-class PlaysPast:
+class PlaysPast(Agent):
     """Shows the model what the policy said at a past step, greedily, and takes two turns."""
 
     async def run(self, task: Task, env: Environment) -> None:
@@ -42,7 +42,7 @@ class PlaysPast:
         await env.generate(max_tokens=8)
 
 
-class Characters:
+class Characters(Scorer):
     """The reward is the number of characters of the last turn, so that random weights get a gradient."""
 
     async def score(self, item: ScoreItem) -> float:

@@ -10,7 +10,7 @@ resume = asyncio.Event()
 """Lets the evaluation episodes continue. A test sets a new one."""
 
 
-class WaitsInEvaluation:
+class WaitsInEvaluation(Agent):
     """Takes two turns, and waits between them if its episode must use exactly one step."""
 
     async def run(self, task: Task, env: Environment) -> None:

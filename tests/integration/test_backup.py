@@ -150,12 +150,49 @@ async def test_a_damaged_file_is_rejected_before_anything_is_written(
     file.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])  # no UTF-8
     with pytest.raises(DataLoss, match="damaged or cut off at byte"):
         restore_backup(file, tmp_path / "new")
+    file.write_bytes(whole + whole)
+    with pytest.raises(DataLoss, match="damaged or cut off at byte"):
+        restore_backup(file, tmp_path / "new")
+    file.write_bytes(b"rollmesh backup\n" + whole)
+    with pytest.raises(ConfigError, match="has format 1, and this version reads format 2; restore it with"):
+        restore_backup(file, tmp_path / "new")
     file.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is not a file of `rollmesh backup`"):
         restore_backup(file, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     with pytest.raises(AlreadyExists, match="a backup never overwrites a file"):
         await back_up(tmp_path / "old", file)
+
+
+@pytest.mark.timeout(120)
+async def test_a_backup_is_a_tar_archive_and_other_members_are_rejected(
+    tmp_path: Path, finished: tuple[Path, BackupSummary]
+) -> None:
+    file, _ = finished
+    with tarfile.open(file) as tar:
+        names = tar.getnames()
+        contents = {name: (tar.extractfile(name) or io.BytesIO()).read() for name in names}
+    assert (names[0], names[-1]) == ("about.json", "end.json")
+    assert {name.partition("/")[0] for name in names[1:-1]} == {"samples", "ledger", "dead", "files"}
+    bad = tmp_path / "bad"
+    for name, kind, error in (
+        ("files/../../escape", tarfile.REGTYPE, ConfigError),
+        ("files//etc/escape", tarfile.REGTYPE, ConfigError),
+        ("files/link", tarfile.SYMTYPE, DataLoss),
+        ("notes.txt", tarfile.REGTYPE, DataLoss),
+        ("about.json", tarfile.REGTYPE, DataLoss),
+        ("files/added", tarfile.REGTYPE, DataLoss),
+    ):
+        with tarfile.open(bad, "w") as tar:
+            for member in (*names[:-1], name, names[-1]):
+                info = tarfile.TarInfo(member)
+                data = contents.get(member, b"")
+                info.size, info.type = len(data), kind if member == name else tarfile.REGTYPE
+                info.mode = 0o600
+                tar.addfile(info, io.BytesIO(data))
+        with pytest.raises(error):
+            restore_backup(bad, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.timeout(120)
@@ -213,9 +250,8 @@ async def test_an_interrupted_restore_is_not_a_run_and_is_continued(
         open_folder(tmp_path / "new", [])
         log = await bus.open(ledger.name)
         stored = [record async for record in log.read_range()]
-        backed_up = [
-            frame for frame in read_backup(file) if isinstance(frame, BackedUpRecord) and frame.kind == "ledger"
-        ]
+        parts = [part for part in read_backup(file) if isinstance(part, StreamPart) and part.kind == "ledger"]
+        backed_up = [record for part in parts for record in part.records]
         assert [(r.seq, r.msg_id, r.payload) for r in stored] == [(f.seq, f.msg_id, f.payload) for f in backed_up]
         assert await log.append(b"next", msg_id="next", expected_last_seq=summary.position) == summary.position + 1
         await (await bus.create(ledger)).read(1)  # with other limits, as a coordinator opens it

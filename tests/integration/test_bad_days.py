@@ -62,7 +62,7 @@ BROKEN_FROM = 3
 # Before the run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_bus_that_nobody_serves_ends_the_command_with_its_address(mine: Path) -> None:  # noqa: F811
+def test_a_bus_that_no_process_serves_ends_the_command_with_its_address(mine: Path) -> None:  # noqa: F811
     (mine / "mine.yaml").write_text(CONFIG + 'bus: {url: "nats://127.0.0.1:1"}\n')
     done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "--out", str(mine / "run")])
     assert done.exit_code == 1
@@ -160,7 +160,7 @@ async def test_a_tensor_that_no_probe_shows_to_be_broken_is_named_and_not_upload
         await compute.close(5.0)
 
 
-async def test_nan_weights_that_are_published_never_become_active_and_the_learner_is_told(
+async def test_nan_weights_that_are_published_never_become_active_and_the_learner_is_reported(
     tmp_path: Path,
     model: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -173,8 +173,8 @@ async def test_nan_weights_that_are_published_never_become_active_and_the_learne
         refused = dict(policy(stalled).refused)
         assert refused
         assert all("NaN or infinite" in cause for cause in refused.values())
-        told = mesh.service("learner").progress.refused
-        await operator.until(lambda _: set(refused) <= set(told))
+        reported = mesh.service("learner").progress.refused
+        await operator.until(lambda _: set(refused) <= set(reported))
         facts = await operator.facts()
         report = await operator.audit()
     steps = [span.step for x in facts if isinstance(x, f.EpisodeScored) for s in x.samples for span in s.steps]

@@ -1,4 +1,4 @@
-"""The baseline of `rollmesh bench race`: real engine, trainer and episodes, without a mesh."""
+"""The baseline of `python -m benchmarks race`: real engine, trainer and episodes, without a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollmesh bench methods` with real processes: budget, resumption, and a process that ends."""
+"""`python -m benchmarks methods` with real processes: budget, resumption, and a process that ends."""
 
 from __future__ import annotations
 

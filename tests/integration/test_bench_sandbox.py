@@ -1,4 +1,5 @@
-"""`rollmesh bench sandbox --quick` runs: every contender that is here, at every concurrency, with targets judged."""
+"""`python -m benchmarks sandbox --quick` runs: every contender that is here, at every concurrency, with targets
+judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parts of `rollmesh bench weights`: the plan of a real coordinator sends a version once, and deltas of real updates are exact."""
+"""The parts of `python -m benchmarks weights`: the plan of a real coordinator sends a version once, and deltas of real
+updates are exact."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ MB = 1_000_000
 
 
 def test_the_depot_sends_a_version_once_to_two_nodes() -> None:
-    found = fan_out(4 * MB, MB, nodes=2, rate=100.0 * MB)
+    found = fan_out(4 * MB, MB, nodes=2, rate=20.0 * MB)
     assert 4 * MB < found.egress_bytes < 6 * MB
     assert 8 * MB < found.received_bytes < 8.1 * MB
-    assert 0.04 * 0.9 < found.wall_s <= found.active_s, "no link exceeds its rate"
+    assert 0.2 * 0.9 < found.wall_s <= found.active_s, "no link exceeds its rate"
 
 
 def test_deltas_of_updates_are_exact(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_profile_that_starts_and_a_function_of_one_text_are_right(function: st
         ({"preload": ("no_such_preload",)}, r"`sandbox.profiles.market`: .*ModuleNotFoundError: No module named 'no_such_preload'"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_a_profile_or_a_tool_is_told_before_a_run(mistake: dict[str, object], expected: str) -> None:
+def test_a_mistake_in_a_profile_or_a_tool_is_reported_before_a_run(mistake: dict[str, object], expected: str) -> None:
     (message,) = found(**mistake)  # type: ignore[arg-type]
     assert re.search(expected, message), message
     assert message.count("\n") == 0, message
@@ -61,7 +61,7 @@ def test_profiles_that_the_user_did_not_change_are_not_started(monkeypatch: pyte
     assert check_profiles(replace(SandboxConfig(), engine=Extension("fake")), {"x": ToolConfig(profile="calc")}) == []
 
 
-def test_a_host_that_cannot_start_the_sandbox_is_told(tmp_path: Path) -> None:
+def test_a_host_that_cannot_start_the_sandbox_is_reported(tmp_path: Path) -> None:
     config = SandboxConfig(python=str(tmp_path / "gone"), profiles={"market": ProfileConfig(prelude=PRELUDE)})
     (mistake,) = check_profiles(config, {})
     assert re.match(r"`sandbox.engine`: this host cannot run it: .*gone", str(mistake))

@@ -23,7 +23,6 @@ from rollmesh.shared.errors import (
     Fenced,
     InvalidInput,
     RunEnded,
-    Unimplemented,
 )
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc, events_pb2, run_pb2, types_pb2
@@ -148,10 +147,10 @@ async def test_a_task_that_breaks_everything_is_quarantined_with_its_cause(mesh:
     assert dict((await mesh.state()).samples.reasons) == {"failed/TRIES_EXHAUSTED": 1}
     dead = await mesh.bus.open(run_streams(mesh.name).dead.name)
 
-    async def buried() -> bool:
+    async def dead_lettered() -> bool:
         return await dead.last() is not None
 
-    await eventually(buried)
+    await eventually(dead_lettered)
     record = await dead.last()
     assert record is not None
     letter = events_pb2.DeadLetter.FromString(record.payload)
@@ -222,7 +221,7 @@ async def test_a_payload_that_cannot_be_read_costs_its_samples_and_is_recorded_o
     await mesh.commit(1, [batch.lease_id], dropped=list(broken.sample_ids))
 
 
-# Idempotency -----------------------------------------------------------------------------------------------------------
+# Idempotency -----------------------------------------------------------------------------------------------------------  # noqa: W505
 
 
 async def test_every_verb_may_be_repeated(mesh: MeshParts) -> None:
@@ -325,5 +324,3 @@ async def test_a_stub_of_another_language_needs_only_the_contract(mesh: MeshPart
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         metadata = (("authorization", f"Bearer {ACCESS.token}"),)
         assert (await stub.GetFleet(pb.GetFleetRequest(), metadata=metadata)).nodes
-    with pytest.raises(Unimplemented):
-        await mesh.call(mesh.coordinator.ExtendGroup, pb.ExtendGroupRequest(run=mesh.name))

@@ -177,9 +177,9 @@ async def test_a_bad_report_costs_its_own_episode_and_a_bounded_number_of_attemp
     report.samples[0].sample_id = "odd"
     await mesh.report([report])
 
-    async def buried() -> bool:
+    async def dead_lettered() -> bool:
         letters = await mesh.call(mesh.run.ListDead, run_pb2.ListDeadRequest(run=mesh.name))
         return ["invalid report: `samples[0].sample_id`" in one.letter.cause for one in letters.letters] == [True]
 
-    await eventually(buried)
+    await eventually(dead_lettered)
     assert not (await mesh.state()).ended

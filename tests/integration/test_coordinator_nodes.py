@@ -185,3 +185,28 @@ async def test_a_version_that_fails_its_probes_is_quarantined(mesh: MeshParts) -
     assert fleet.nodes[0].state == pb.NODE_STATE_QUARANTINED
     assert fleet.nodes[0].cause == "off by 3 nats"
     call.cancel()
+
+
+async def test_a_fleet_beyond_a_response_is_cut_and_its_live_nodes_come_first(
+    mesh: MeshParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num, calls = 5, []
+    for number in range(num):
+        hello = pb.NodeHello(node_id=f"i{number}", kind=pb.NODE_KIND_INFERENCE, address="127.0.0.1:1", capacity=1)
+        calls.append(await join(mesh, hello))
+        if number in (1, 3):
+            await calls[-1].write(pb.JoinRequest(report=pb.NodeReport(leaving=True)))
+    request = pb.GetFleetRequest(kind=pb.NODE_KIND_INFERENCE)
+
+    async def left() -> bool:
+        nodes = (await mesh.call(mesh.coordinator.GetFleet, request)).nodes
+        return [node.state for node in nodes].count(pb.NODE_STATE_DEAD) == 2
+
+    await eventually(left)
+    whole = await mesh.call(mesh.coordinator.GetFleet, request)
+    assert (len(whole.nodes), whole.num_omitted) == (num, 0)
+    monkeypatch.setattr(servicer, "FLEET_BYTES_MAX", whole.ByteSize() * 4 // num)
+    cut = await mesh.call(mesh.coordinator.GetFleet, request)
+    assert len(cut.nodes) + cut.num_omitted == num
+    assert {"i0", "i2", "i4"} <= {node.node_id for node in cut.nodes}
+    assert cut.num_omitted in (1, 2)

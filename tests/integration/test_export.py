@@ -154,6 +154,6 @@ async def test_a_cursor_that_no_response_held_is_refused(mesh: MeshParts, cursor
     assert caught.value.violations[0].field == "cursor"
 
 
-async def test_a_run_that_nobody_made_is_unknown(mesh: MeshParts) -> None:
+async def test_a_run_that_no_process_made_is_unknown(mesh: MeshParts) -> None:
     with pytest.raises(UnknownRun):
         await streamed(await mesh.another_run("nobody"))

@@ -48,7 +48,7 @@ def test_estimator_ranks_the_members_of_a_group() -> None:
 
 
 def test_loss_term_is_added_with_its_weight() -> None:
-    term = LossTerm("kl_term.py:KlToBehavior", {"log_ratio_max": 5.0}, weight=0.5)
+    term = LossTermChoice("kl_term.py:KlToBehavior", {"log_ratio_max": 5.0}, weight=0.5)
     logprobs = torch.tensor([math.log(0.5), math.log(0.3)]).requires_grad_()
     columns = {"behavior": torch.tensor([math.log(0.25), math.log(0.3)]), "token_weight": torch.tensor([0.5, 0.5])}
     loss, stats = LossSum([term], FOLDER)(LossInputs(logprobs, columns))
@@ -57,7 +57,7 @@ def test_loss_term_is_added_with_its_weight() -> None:
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert gradient.tolist() == pytest.approx([0.5 * 0.5 * (2 - 1), 0.0])
     with pytest.raises(ConfigError, match="`log_ratio`: unknown key; did you mean `log_ratio_max`"):
-        LossSum([LossTerm("kl_term.py:KlToBehavior", {"log_ratio": 1})], FOLDER)
+        LossSum([LossTermChoice("kl_term.py:KlToBehavior", {"log_ratio": 1})], FOLDER)
 
 
 def test_recipe_lies_under_the_configuration_that_names_it() -> None:

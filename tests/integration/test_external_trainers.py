@@ -130,7 +130,7 @@ def test_the_python_trainer_is_one_readable_file_and_imports_no_python_of_ours()
     tree = ast.walk(ast.parse(source))
     found = {name for node in tree for name in _modules(node)}
     assert found <= ALLOWED | STANDARD
-    assert source.count("\n") <= 350
+    assert source.count("\n") <= 360
 
 
 def _modules(node: ast.AST) -> list[str]:

@@ -110,7 +110,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_an_estimator_reads_turns_observations_answers_and_text_of_all_members(folder: Path) -> None:
     out = folder / "run"
-    done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), "--out", str(out), "--json"])
+    done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), "--out", str(out), "--json", "--in-process"])
     assert done.exit_code == 0, done.output
     assert (json.loads(done.stdout)["updates"], json.loads(done.stdout)["outcome"]) == (2, "finished")
     seen = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]

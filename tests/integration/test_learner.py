@@ -230,6 +230,27 @@ async def test_data_snapshot_of_the_commit_s_ledger_position_is_in_the_checkpoin
     assert (list_checkpoints(settings.checkpoints)[-1] / "data_snapshot.bin").read_bytes() == b"data at 102"
 
 
+async def test_sources_that_were_admitted_since_the_start_of_the_learner_are_trained(tmp_path: Path) -> None:
+    """Another process changed `run.external_sources`, and the learner attaches with the configuration that it has."""
+    opened: list[tuple[str, ...]] = []
+    engines: list[weakref.ref[TrainerEngine]] = []
+
+    def opener(settings: LearnerConfig) -> Restored:
+        if len(opened) == 1:
+            assert engines[0]() is None, "two models do not fit into the memory of a device"
+        opened.append(settings.external_sources)
+        restored = FakeTrainer.open(settings)
+        engines.append(weakref.ref(restored.engine))
+        return restored
+
+    async with RunningWorld(tmp_path, updates_max=1) as running:
+        running.world.spec.external_sources.extend(["dataset", "hint"])
+        await train(running, config(tmp_path), open_engine=opener)
+        assert opened == [(), ("hint", "dataset")]
+        await train(running, config(tmp_path, external_sources=("dataset", "hint")), open_engine=opener)
+    assert opened[2:] == [("dataset", "hint")]
+
+
 async def test_stop_command_ends_with_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:
     settings = config(tmp_path, checkpoint_every=100)
     async with RunningWorld(tmp_path, updates_max=1000) as running:

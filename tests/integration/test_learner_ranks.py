@@ -31,7 +31,7 @@ from rollmesh.shared.errors import ConfigError, LossFailed, RankFailed, RanksDis
 from rollmesh.trainer.checkpoint import latest_checkpoint
 from rollmesh.trainer.config import (
     ComputeConfig,
-    LossTerm,
+    LossTermChoice,
     OptimizerConfig,
     PackingConfig,
     ReferenceConfig,
@@ -45,7 +45,6 @@ from tests.forked import ForkedProcess, ForkServer
 from .learner_world import ACCESS, RunningWorld
 
 pytestmark = pytest.mark.timeout(300)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,24 @@ def ranks_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if torch_trainer._group is not None:
         torch_trainer._group.close()
     torch_trainer._group = None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as started:
+        yield started
+
+
+@pytest.fixture
+def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks that the learner starts. The test that kills a rank starts them as the learner does."""
+
+    def start(rank: int, size: int, port: int, config: LearnerConfig, logs: Path) -> ForkedProcess:
+        log = logs / f"rank-{rank}.log"
+        arguments = (rank, size, "127.0.0.1", port, config.device, config.compute.rank_timeout_s)
+        return server.start("rollmesh.services.learner.engines.rank_process", *arguments, out=log, err=log)
+
+    monkeypatch.setattr(rank_group, "_start", start)
 
 
 def config(folder: Path, model: Path, ranks: int, *, timeout_s: float = 120.0, **changes: Any) -> LearnerConfig:
@@ -89,11 +106,12 @@ def advance(restored: Restored, last: int) -> Path:
 
 
 AVERAGE = {
-    "loss": (LossTerm("ppo_clip"), LossTerm("kl", weight=0.1)),
+    "loss": (LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
     "reference": ReferenceConfig(kind="average", decay=0.5),
 }
 
 
+@pytest.mark.usefixtures("forked")
 def test_changed_settings_of_the_optimizer_are_reported_after_a_checkpoint_of_two_ranks(
     tmp_path: Path, model: Path
 ) -> None:
@@ -105,6 +123,7 @@ def test_changed_settings_of_the_optimizer_are_reported_after_a_checkpoint_of_tw
     assert set(found.restore(trainer)) == {"betas (0.9, 0.95) -> (0.5, 0.6)", "weight_decay 0.0 -> 0.1"}
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("more", [{}, AVERAGE], ids=["policy", "moving average"])
 def test_a_run_on_two_one_and_two_ranks_equals_a_run_on_one(
     tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture, more: dict[str, Any]
@@ -143,6 +162,7 @@ async def test_a_killed_rank_ends_the_session_and_the_next_one_resumes_from_the_
     assert any("RANK_FAILED: rank 1 of the trainer was killed by SIGKILL" in error for error in seen)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_does_not_respond_is_named(tmp_path: Path, model: Path) -> None:
     engine = TorchTrainer.open(config(tmp_path, model, 2, timeout_s=40.0)).engine
     assert torch_trainer._group is not None
@@ -174,22 +194,26 @@ import torch.distributed as dist
 from rollmesh.trainer import estimators
 from rollmesh.trainer.estimators import Estimate
 
-class Estimator:
+class Estimator(estimators.Estimator):
     def __init__(self, *, weights):
         pass
+
+    def of_group(self, group):
+        return {}
 
     def __call__(self, batch):
         return Estimate(advantages=np.full(int(batch.lengths.sum()), 1.0 + dist.get_rank(), np.float32))
 """
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_error_of_user_code_on_another_rank_is_reported_with_its_text(tmp_path: Path, model: Path) -> None:
     (tmp_path / "term.py").write_text(TERM)
     settings = config(
         tmp_path,
         model,
         2,
-        loss=(LossTerm(f"{tmp_path}/term.py:Term"),),
+        loss=(LossTermChoice(f"{tmp_path}/term.py:Term"),),
         packing=PackingConfig(row_tokens=16, micro_batch_tokens=16),  # so that rank 1 has a part of every step
     )
     engine = TorchTrainer.open(settings).engine
@@ -197,6 +221,7 @@ def test_an_error_of_user_code_on_another_rank_is_reported_with_its_text(tmp_pat
         engine.update(1, *batch(1))
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_with_other_advantages_are_detected_before_the_step(tmp_path: Path, model: Path) -> None:
     (tmp_path / "mine.py").write_text(ESTIMATOR)
     settings = config(tmp_path, model, 2, estimator={"name": f"{tmp_path}/mine.py:Estimator"})
@@ -207,14 +232,6 @@ def test_ranks_with_other_advantages_are_detected_before_the_step(tmp_path: Path
 
 
 # torchrun -------------------------------------------------------------------------------------------------------------
-
-RANK = """
-import sys
-import msgspec
-from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.services.learner.engines.rank_process import run_torchrun_rank
-run_torchrun_rank(msgspec.json.decode(sys.argv[1], type=LearnerConfig))
-"""
 
 
 @pytest.fixture
@@ -233,17 +250,18 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def rank_one(settings: LearnerConfig) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        bound_to_parent([sys.executable, "-c", RANK, msgspec.json.encode(settings).decode()]),
-        env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
-        cwd=ROOT,
-    )
+def rank_one(server: ForkServer, settings: LearnerConfig, folder: Path) -> ForkedProcess:
+    """Start rank 1 of torchrun with the configuration of its host."""
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: os.environ[name] for name in names} | {"RANK": "1", "LOCAL_RANK": "1"}
+    argument = msgspec.json.encode(settings).decode()
+    out, err = folder / "rank.out", folder / "rank.err"
+    return server.start("tests.integration.torchrun_rank", argument, out=out, err=err, env=env)
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_ranks_of_torchrun_train_together(tmp_path: Path, model: Path) -> None:
-    other = rank_one(config(tmp_path / "elsewhere", model, 1))
+def test_ranks_of_torchrun_train_together(tmp_path: Path, model: Path, server: ForkServer) -> None:
+    other = rank_one(server, config(tmp_path / "elsewhere", model, 1), tmp_path)
     saved = advance(TorchTrainer.open(config(tmp_path / "learner", model, 1)), 1)
     assert other.wait(60) == 0
     expected = advance_alone(tmp_path / "one", model)
@@ -259,8 +277,18 @@ def advance_alone(folder: Path, model: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("torchrun")
-def test_hosts_with_other_settings_are_rejected(tmp_path: Path, model: Path) -> None:
-    other = rank_one(config(tmp_path / "elsewhere", model, 1, optimizer=OptimizerConfig(lr=5e-3)))
+def test_ranks_of_torchrun_take_the_sources_that_rank_0_got_at_its_attach(
+    tmp_path: Path, model: Path, server: ForkServer
+) -> None:
+    other = rank_one(server, config(tmp_path / "elsewhere", model, 1), tmp_path)
+    TorchTrainer.open(config(tmp_path / "learner", model, 1))
+    advance(TorchTrainer.open(config(tmp_path / "learner", model, 1, external_sources=("dataset",))), 1)
+    assert other.wait(60) == 0
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_hosts_with_other_settings_are_rejected(tmp_path: Path, model: Path, server: ForkServer) -> None:
+    other = rank_one(server, config(tmp_path / "elsewhere", model, 1, optimizer=OptimizerConfig(lr=5e-3)), tmp_path)
     with pytest.raises(RanksDisagree, match="the settings of rank 1 differ from those of rank 0"):
         TorchTrainer.open(config(tmp_path / "learner", model, 1))
     assert other.wait(60) == 1

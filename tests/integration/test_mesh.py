@@ -47,10 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model_folder(tmp_path_factory.mktemp("model"))
 
 
-BOTH = pytest.mark.parametrize("direct", [False, True], ids=["grpc", "direct"])
-"""Runs a test with calls over gRPC, and with calls that skip the socket. The other tests use gRPC."""
-
-
 def config(model: Path, **run: Any) -> MeshConfig:
     """Four groups of four per update, eta = 2."""
     return mesh_config(model, **({"batch_groups": 4, "group_size": 4, "updates_max": 8} | run))
@@ -112,11 +108,8 @@ class Operator:
         return self.mesh.layout.with_payloads(server)
 
 
-@BOTH
-async def test_a_run_goes_to_its_end_with_evaluations_pinned_and_never_trained_on(
-    tmp_path: Path, model: Path, direct: bool
-) -> None:
-    made = config(model, updates_max=6, eval_every=2, eval_tasks=8, direct=direct)
+async def test_a_run_goes_to_its_end_with_evaluations_pinned_and_never_trained_on(tmp_path: Path, model: Path) -> None:
+    made = config(model, updates_max=6, eval_every=2, eval_tasks=8)
     async with Mesh(made, run_dir=tmp_path / "run") as mesh:
         operator = Operator(mesh)
         await operator.finished()
@@ -137,9 +130,8 @@ async def test_a_run_goes_to_its_end_with_evaluations_pinned_and_never_trained_o
     assert leased.isdisjoint(s.sample_id for fact in scored for s in fact.samples)
 
 
-@BOTH
-async def test_every_part_may_be_restarted_in_mid_run(tmp_path: Path, model: Path, direct: bool) -> None:
-    made = config(model, updates_max=12, direct=direct)
+async def test_every_part_may_be_restarted_in_mid_run(tmp_path: Path, model: Path) -> None:
+    made = config(model, updates_max=12)
     async with Mesh(made, run_dir=tmp_path / "run") as mesh:
         operator = Operator(mesh)
         for update, name in enumerate(service_names(made), start=1):
@@ -274,13 +266,10 @@ def _trained_steps(sample: TrainingSample) -> list[int]:
     return [s.version.step for s in masked if s.version is not None]
 
 
-@BOTH
-async def test_an_external_trainer_gets_clear_errors_and_loses_nothing(
-    tmp_path: Path, model: Path, direct: bool
-) -> None:
+async def test_an_external_trainer_gets_clear_errors_and_loses_nothing(tmp_path: Path, model: Path) -> None:
     """Run an external trainer over the gateway of a mesh without a learner."""
     services = [name for name in service_names(config(model)) if name != "learner"]
-    async with Mesh(config(model, direct=direct), run_dir=tmp_path / "run", services=services) as mesh:
+    async with Mesh(config(model), run_dir=tmp_path / "run", services=services) as mesh:
         operator = Operator(mesh)
         await create_run(mesh.layout)
         first = await operator.call("AttachTrainer", run_pb2.AttachTrainerRequest(run=mesh.run))

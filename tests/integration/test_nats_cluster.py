@@ -32,7 +32,7 @@ from .coordinator_mesh import eventually
 
 LEDGER = run_streams("r", StreamLimits(num_replicas=3)).ledger
 IMPATIENT = JetStreamConfig(deadline_s=3.0, attempt_s=1.0)
-SLOW = pytest.mark.slow  # `make chaos-cluster` has such outages
+SLOW = pytest.mark.slow  # `make suite NAME=chaos-cluster` has such outages
 
 
 class Writer:
@@ -143,10 +143,10 @@ async def test_without_a_majority_an_append_waits_and_is_not_acknowledged(
         await log.append(b"2", msg_id="m2", expected_last_seq=2, deadline_s=5.0)
     assert not waiting.done()
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return "less than a majority of the servers stores nothing" in caplog.text
 
-    await eventually(told)
+    await eventually(reported)
     for name in ("a", "b"):
         cluster.servers[name].start()
     assert await waiting == 2

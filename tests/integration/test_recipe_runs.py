@@ -1,7 +1,7 @@
 """Recipes in a whole run: three updates of a small model with `rollmesh train`, after which the audit holds.
 
-`make recipes` does it for every file in `recipes/`, and repeats the last update from the checkpoint before it. `make test` has those in
-`OWN`.
+The suite recipes does it for every file in `recipes/`, and repeats the last update from the checkpoint before it. `make
+test` has those in `OWN`.
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ class Recorder:
 """
 """The torch trainer, which also writes what it trains on."""
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
+IN_PROCESS = ["--in-process"]
+"""Two processes of a run import torch and transformers for 8 s of processor time."""
 PROCESSES = os.environ.get("ROLLMESH_PROCESSES", "false")
-"""Whether each service of a run in `make recipes` is a process, which costs three times the processor time, mostly for imports."""
+"""Whether each service of a run in the suite recipes is a process, which costs three times the processor time, mostly
+for imports."""
 OWN = {
     "remax": "estimator/without_baseline",
     "risk_po": "estimator/quantile_low",
@@ -143,7 +146,7 @@ OWN = {
 passes, tokens of the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the
 step, answers after another prompt, and estimators that read turns, answers and texts of all members."""
 FAST = {"remax", "mssr", "vcpo", "seeupo", "archer", "kl_cov", "hgpo", "v0", "v05", "imitation.yaml"}
-"""Recipes of which one uses each of these parts; the others run in `make recipes`."""
+"""Recipes of which one uses each of these parts; the others run in `make suite NAME=recipes`."""
 FURTHER = {
     "v05": ['reward.scorers=[{name: "scorer.py:Scorer", reward: correct}, {name: "scorer.py:Prior", reward: prior}]'],
 }
@@ -171,7 +174,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in OWN])
 def test_three_updates_with_a_recipe_and_an_audit(recipe: str, folder: Path) -> None:
     out = folder / f"run-{recipe}"
-    settings = [f"recipe={recipe}", *FURTHER.get(recipe, [])]
+    settings = [f"recipe={recipe}", *FURTHER.get(recipe, []), *IN_PROCESS]
     done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), *settings, "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
@@ -242,7 +245,7 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
         config = config.replace(part, "")
     (tmp_path / "run.yaml").write_text(f"recipe: method.yaml\n{config}")
     out = tmp_path / "out"
-    train = ["train", str(tmp_path / "run.yaml"), "--out", str(out), "--json"]
+    train = ["train", str(tmp_path / "run.yaml"), "--out", str(out), "--json", *IN_PROCESS]
     done = CliRunner().invoke(app, train)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["updates"] == 3
@@ -255,7 +258,7 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
     assert audit.exit_code == 0, audit.output
     assert json.loads(audit.stdout)["holds"]
     (tmp_path / "method.yaml").unlink()
-    more = CliRunner().invoke(app, ["train", "--resume", str(out), "run.updates_max=4", "--json"])
+    more = CliRunner().invoke(app, ["train", "--resume", str(out), "run.updates_max=4", "--json", *IN_PROCESS])
     assert more.exit_code == 0, more.output
     assert json.loads(more.stdout)["updates"] == 4
     other = CliRunner().invoke(app, ["train", "--resume", str(out), "learner.estimator=grpo", "run.updates_max=5"])
@@ -344,7 +347,7 @@ def test_given_solutions_pass_through_the_mesh_and_are_trained(recipe: str, metr
         str(out),
         "--json",
     ]
-    done = CliRunner().invoke(app, ["train", *asked])
+    done = CliRunner().invoke(app, ["train", *asked, *IN_PROCESS])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["updates"] == 3
     lines = [line for line in read_metrics(next(out.rglob("metrics.jsonl"))).values() if line.outcome == "APPLIED"]

@@ -108,7 +108,7 @@ async def test_every_sample_is_scored_on_the_text_of_its_own_path() -> None:
         assert [sample.rewards[0].value for sample in response.samples] == [1.0, 0.0]
         del item.segments[2]
         with (
-            pytest.raises(InvalidInput, match=r"samples\[1\].leaf` is 2, expected the index of one of 2"),
+            pytest.raises(InvalidInput, match=r"samples\[1\].leaf` must be the index of one of 2 segments, got 2"),
             typed_errors(),
         ):
             await stub.Score(request(item))
@@ -229,10 +229,12 @@ async def test_bad_requests_name_the_field() -> None:
     cases = {
         r"items\[0\].samples": request(no_samples),
         r"items\[1\].task": request(episode("x"), no_task),
-        r"items\[0\].segments\[1\].arrays\[entropy\]` has 7 rows for 8 tokens": request(uneven),
-        r"items\[0\].segments\[0\].parent` is 1, expected an earlier segment": request(later),
+        r"items\[0\].segments\[1\].arrays\[entropy\]` must have 8 rows, one per token, got 7": request(uneven),
+        r"items\[0\].segments\[0\].parent` must be -1 \(root\) or the index of an earlier segment, below 0, got 1": request(
+            later
+        ),
         r"items\[0\].samples\[0\].finish": request(unknown),
-        "items` has 257": request(*[episode("x")] * 257),
+        "items` must have at most 256 entries, got 257": request(*[episode("x")] * 257),
     }
     async with serving({}) as stub:
         for message, bad in cases.items():

@@ -18,6 +18,7 @@ from rollmesh.shared.clients.sandbox import ExecOutcome, RemoteSession, SandboxC
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.errors import (
+    ConnectionLost,
     MeshError,
     NoNode,
     Overloaded,
@@ -184,7 +185,8 @@ async def test_cancelling_an_opener_leaves_no_session(tmp_path: Path) -> None:
 
 
 class Scorers(reward_pb2_grpc.RewardServiceServicer):
-    """Counts what it is asked; refuses an item whose task is "bad"; `errors` are raised first."""
+    """Counts what it is asked; refuses an item whose task is "bad", and loses the connection for one whose task is
+    "deadly"; `errors` are raised first."""
 
     def __init__(self, errors: Sequence[MeshError] = ()) -> None:
         self.errors = list(errors)
@@ -214,6 +216,8 @@ class Scorers(reward_pb2_grpc.RewardServiceServicer):
             raise self.errors.pop(0)
         if any(item.task.task_id == "bad" for item in request.items):
             raise UnknownOracle("no such key")
+        if any(item.task.task_id == "deadly" for item in request.items):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         reward = types_pb2.Reward(name="r", value=1.0, segment=-1, outcome=types_pb2.REWARD_OUTCOME_OK)
         samples = [sample.sample_id for item in request.items for sample in item.samples]
         return reward_pb2.RewardServiceScoreResponse(
@@ -290,6 +294,16 @@ async def test_a_refused_item_does_not_take_its_company_with_it() -> None:
     refused = [i for i, answer in enumerate(answers) if isinstance(answer, BaseException)]
     assert refused == [3]
     assert isinstance(answers[3], UnknownOracle)
+
+
+async def test_an_item_that_ends_its_node_does_not_take_its_company_with_it() -> None:
+    scorers = scorers_of()
+    async with reward_client(scorers, tries_max=3) as client:
+        items = [item(f"e{i}", task="deadly" if i == 3 else "good") for i in range(8)]
+        answers = await asyncio.gather(*(client.score("run", i) for i in items), return_exceptions=True)
+    assert [i for i, answer in enumerate(answers) if isinstance(answer, BaseException)] == [3]
+    assert isinstance(answers[3], ConnectionLost)
+    assert scorers.sizes == [8, 4, 2, 2, 1, 1, 1, 1, 4], "each batch once, and the item itself three times"
 
 
 async def test_a_busy_service_is_asked_again_a_limited_number_of_times() -> None:

@@ -1,6 +1,6 @@
 """Run 10,000 sessions over the real service process and kill it 20 times: nothing of them is left, seen from outside.
 
-`make leaks` runs this test alone. ROLLMESH_SESSIONS and ROLLMESH_KILLS change its size.
+`make suite NAME=leaks` runs this test alone. ROLLMESH_SESSIONS and ROLLMESH_KILLS change its size.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
             pb.SandboxLimits(disk_bytes=-(2**63)),
         ):
             name = limits.ListFields()[0][0].name
-            with pytest.raises(InvalidInput, match=rf"`limits.{name}`: must be finite and >= 0, got") as caught:
+            with pytest.raises(InvalidInput, match=rf"`limits.{name}` must be finite and >= 0, got") as caught:
                 await judged(stub, ADD, limits=limits)
             assert caught.value.violations[0].field == f"limits.{name}"
         long = {"kind": "stdio", "tests": [{"stdout": "x" * 70_000}]}
@@ -116,7 +116,7 @@ async def test_hidden_tests_that_judge_no_candidate_are_errors_before_it_runs(tm
             after = f"import solution\ndef test_it(): solution.f([{value}] * 5_000_000)"
             response = await judged(stub, {"kind": "unit", "source": after}, "N = 1\ndef f(x): return 1")
             assert outcomes(response) == ["WRONG_ANSWER"], "the candidate may have chosen a value that makes it long"
-        with pytest.raises(InvalidInput, match=r"`budget_s`: must be finite and >= 0, got -1"):
+        with pytest.raises(InvalidInput, match=r"`budget_s` must be finite and >= 0, got -1"):
             await judged(stub, ADD, budget_s=-1)
         assert core.sessions.counts().live == 0
 

@@ -36,7 +36,7 @@ WHOLE = (
     "verdicts/test_verdicts.py",
 )
 HERE = Path(__file__).parent
-ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
+ROOTS = ("protos", "shared", "services", "app", "trainer", "sandbox_runtime")
 
 
 def readable_python() -> str | None:

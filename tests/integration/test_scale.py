@@ -65,7 +65,7 @@ async def ready(run: World, *names: str) -> bool:
 
 @pytest.mark.timeout(400)
 async def test_workers_start_and_leave_while_the_run_goes_on(tmp_path: Path) -> None:
-    config = mesh_config(save_model_folder(tmp_path / "model"), batch_groups=2, group_size=2, updates_max=0)
+    config = paced(mesh_config(save_model_folder(tmp_path / "model"), batch_groups=2, group_size=2, updates_max=0))
     config = msgspec.structs.replace(config, counts=CountsConfig(inference=1))
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()

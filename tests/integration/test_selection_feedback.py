@@ -66,13 +66,42 @@ def test_the_selector_of_the_page_draws_what_was_never_trained_and_then_the_larg
 
     selector = make()
     for position, signal in ((0, 0.2), (1, 0.7)):
-        measured = TrainedGroup(group="g", mean_abs_advantage=signal, policy_loss=0.0, num_tokens=9)
+        measured = TrainedGroup(group="g", measures={"mean_abs_advantage": signal})
         selector.observe(GroupResult(position=position, successes=1.0, failures=1.0))
         selector.observe_trained(GroupResult(position=position, successes=1.0, failures=1.0, trained=measured))
     restored = make()
     restored.restore(selector.snapshot())
     for each in (selector, restored):
         assert [each.draw(9, frozenset(taken)) for taken in ((), {2}, {1, 2})] == [2, 1, 0]
+
+
+def test_a_new_number_travels_from_an_estimator_to_a_selector_in_one_file_each() -> None:
+    """Every hop but the network: trainer, request, ledger record, and the draws of the data service."""
+    samples, groups = random_batch()  # groups g0 to g3
+    groups[2] = group("g2", *(member(m.sample_id, {"correct": float(n == 0)}) for n, m in enumerate(groups[2].members)))
+    config = UpdateConfig(estimator=Extension("best_gap.py:BestGap").located(FOLDER))
+    made = BatchTrainer(build_tiny_model(TinyModelConfig(hidden_size=32), seed=1), config, seed=7)
+    measured = made.update(1, samples, groups).groups
+    request = run_pb2.CommitUpdateRequest(
+        run="r",
+        trainer_epoch=1,
+        update=1,
+        lease_ids=["b"],
+        outcome=run_pb2.UPDATE_OUTCOME_APPLIED,
+        groups=[encode_trained_group(each) for each in measured],
+    )
+    validation.check_commit(request)
+    fact = f.UpdateCommitted(update=1, groups=translate.commit_update(1, request).groups)
+    record = events_pb2.LedgerRecord.FromString(encode_record("r1", 1.0, [fact]))
+    tasks = MemoryPool(
+        PoolTask(task_id=f"t{n}", messages=(Message(role="user", content="?"),)) for n in range(len(groups))
+    )
+    choice = Extension("most_signal.py:MostSignal", {"measure": "best_gap"})
+    draws = RunDraws(pool=tasks, new_selector=lambda pool: SELECTORS.make(choice, FOLDER, pool=pool, seed=0))
+    fold(draws, created(), *(reserved(n, f"t{n}") for n in range(4)), *(finalized(n, 1.0) for n in range(4)))
+    draws.apply(facts_of(record))
+    assert {g.group: g.measures["best_gap"] for g in measured}["g2"] == pytest.approx(0.75)
+    assert draws.positions("main", 4, 1) == [2]
 
 
 @pytest.mark.timeout(120)

@@ -51,7 +51,7 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.hellos: list[coordinator_pb2.NodeHello] = []
         self.reports: list[tuple[str, coordinator_pb2.NodeReport]] = []
         self.fleet = coordinator_pb2.FleetView()
-        self.heard = asyncio.Condition()
+        self.received = asyncio.Condition()
         self._heartbeat_s = heartbeat_s
         self.protocol: coordinator_pb2.ProtocolVersion | None = encode(PROTOCOL, coordinator_pb2.ProtocolVersion)
         self._down: dict[str, asyncio.Queue[coordinator_pb2.JoinResponse | None]] = {}
@@ -76,12 +76,12 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         queue.put_nowait(None)
 
     async def _hear(self, node_id: str, message: coordinator_pb2.NodeHello | coordinator_pb2.NodeReport) -> None:
-        async with self.heard:
+        async with self.received:
             if isinstance(message, coordinator_pb2.NodeHello):
                 self.hellos.append(message)
             else:
                 self.reports.append((node_id, message))
-            self.heard.notify_all()
+            self.received.notify_all()
 
     def send(self, node_id: str, message: coordinator_pb2.JoinResponse) -> None:
         self._down[node_id].put_nowait(message)
@@ -119,8 +119,8 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return len(self.reports) == num
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20), self.heard:
-            await self.heard.wait_for(condition)
+        async with asyncio.timeout(20), self.received:
+            await self.received.wait_for(condition)
 
     async def outcome(
         self, node_id: str, version: PolicyVersion, *phases: WeightReport.Phase.ValueType
