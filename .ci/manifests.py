@@ -1,4 +1,5 @@
-"""Validate everything below deploy/ with the tools of `make tools`. A tool that is missing is skipped and named; a finding exits with code 1."""
+"""Validate everything below deploy/ with the tools that `make check` installs. A tool that is missing is skipped and
+named; a finding exits with code 1."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def main() -> int:
     findings = 0
     for what, command, missing in checks():
         if missing:
-            print(f"skipped  {what}: {missing} is not installed; `make tools` installs it")
+            print(f"skipped  {what}: {missing} is not installed; `make check` installs it")
             continue
         done = subprocess.run(command, capture_output=True, text=True, timeout=_S_MAX, check=False, cwd=ROOT)
         said = [line for line in (done.stdout + done.stderr).splitlines() if "ERROR" in line or done.returncode]

@@ -1,8 +1,9 @@
-"""Report expressions that do not belong in plain technical English, and Markdown lines that are too long.
+"""Report expressions and identifiers that do not belong in plain technical English, and Markdown lines that are too
+long.
 
     python .ci/prose.py [PATH...]      # default: every tracked .py, .md, .proto and .yaml file
     python .ci/prose.py --count        # only the number of lines per rule
-    python .ci/prose.py --sentences    # also sentences of more than 40 words in docs/ and README.md
+    python .ci/prose.py --sentences    # also sentences of more than 40 words in Markdown
 
 Each finding is `FILE:LINE: EXPRESSION -> WORDS TO USE`. The exit code is 1 if there is a finding.
 """
@@ -52,9 +53,33 @@ RULES = (
     ),
     (r"must be (positive|at least|above)|must not be negative", "must be >= N, must be > N, must be in [A, B]"),
 )
+IDENTIFIERS = {
+    "told": "reported, logged",
+    "heard": "received",
+    "hopeless": "fatal",
+    "bury": "dead_letter",
+    "buried": "dead_lettered",
+    "obey": "execute",
+    "deaths": "crashes",
+    "unanswered": "timed_out",
+    "nobody": "no_process",
+    "somebody": "another_process",
+    "whoever": "any_caller",
+    "anew": "again",
+    "behaviour": "behavior",
+    "colour": "color",
+    "favour": "favor",
+    "neighbour": "neighbor",
+    "judgement": "judgment",
+    "catalogue": "catalog",
+    "centre": "center",
+    "learnt": "learned",
+    "spelt": "spelled",
+}
+"""Words of identifiers that are defined in a Python file, and the words to use."""
 ALLOWED: tuple[tuple[str, str, str], ...] = (
     (r"\.ci/prose\.py", r".", "the rules themselves"),
-    (r"sandbox_runtime/.*/mounts\.py", r"nobody:x:65534", "the Unix user"),
+    (r"sandbox_runtime/.*/(mounts|contain|probe)\.py", r"nobody:x:65534|NOBODY", "the Unix user"),
     (r"tests/.*\.py", r"""["']nobody["']""", "the Unix user, or a name that does not exist"),
 )
 """Exceptions: (expression for the file, expression for the line, reason)."""
@@ -67,16 +92,32 @@ def tracked_files(paths: list[str]) -> list[str]:
 
 
 def is_doc(name: str) -> bool:
-    return name == "README.md" or (name.startswith("docs/") and name.endswith(".md"))
+    return name.endswith(".md")
 
 
 def is_allowed(name: str, line: str) -> bool:
     return any(re.fullmatch(file, name) and re.search(text, line) for file, text, _ in ALLOWED)
 
 
+def identifiers(text: str) -> Iterator[tuple[int, str]]:
+    """(line number, name) of every name that a Python file defines."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield node.lineno, name
+
+
 def findings(name: str) -> Iterator[tuple[int, str, str]]:
     """(line number, expression, words to use)."""
-    for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), start=1):
+    text = Path(name).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for number, identifier in identifiers(text) if name.endswith(".py") else ():
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", identifier):
+            if word.lower() in IDENTIFIERS and not is_allowed(name, lines[number - 1]):
+                yield number, identifier, IDENTIFIERS[word.lower()]
+    for number, line in enumerate(lines, start=1):
         if is_allowed(name, line):
             continue
         for rule, words in RULES:

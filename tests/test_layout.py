@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PORTIONS = ["protos", "shared", "services", "trainer", "sandbox_runtime"]
+PORTIONS = ["protos", "shared", "services", "app", "trainer", "sandbox_runtime"]
 LIGHT = [
     "rollmesh.v1.run_pb2_grpc",
     "rollmesh.services.coordinator",
@@ -42,6 +42,22 @@ def test_light_module_loads_no_heavy_library(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_host_imports_a_service_when_it_builds_it() -> None:
+    """A mesh of processes starts a dozen hosts, and each import of all services would take half a second of processor
+    time."""
+    code = (
+        "import rollmesh.mesh.host, sys\n"
+        "print([m for m in sys.modules if m.startswith('rollmesh.services.') and m.endswith(('.node', '.servicer'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_package_of_the_namespace_is_typed() -> None:
+    packages = {init.parent for portion in PORTIONS for init in (ROOT / portion / "rollmesh").glob("*/__init__.py")}
+    assert [str(package.relative_to(ROOT)) for package in sorted(packages) if not (package / "py.typed").exists()] == []
+
+
 def test_every_package_says_what_it_is_for() -> None:
     for portion in PORTIONS:
         for init in (ROOT / portion).rglob("__init__.py"):
@@ -50,7 +66,7 @@ def test_every_package_says_what_it_is_for() -> None:
 
 def test_paths_in_the_documentation_exist() -> None:
     """Every relative link, and every named path below docs, configs and examples."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
     missing = []
     for page in pages:
         text = page.read_text()
@@ -63,13 +79,44 @@ def test_paths_in_the_documentation_exist() -> None:
 
 
 def test_class_names_are_unique() -> None:
-    """A class name identifies one class. Only the generated mirrors of events.proto may repeat names of the domain."""
-    generated = ROOT / "services/rollmesh/services/coordinator/core/facts.py"
+    """A class name identifies one class. Only the generated mirrors of the protos may repeat names of the domain."""
+    core = ROOT / "services/rollmesh/services/coordinator/core"
+    generated = {core / "facts.py", core / "messages.py"}
     defined: dict[str, list[str]] = {}
     for portion in set(PORTIONS) - {"protos"}:
         for path in (ROOT / portion).rglob("*.py"):
-            for node in ast.parse(path.read_text()).body if path != generated else []:
+            for node in ast.parse(path.read_text()).body if path not in generated else []:
                 if isinstance(node, ast.ClassDef):
                     defined.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert len(defined) > 500
     assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}
+
+
+def test_collaborators_of_module_docstrings_exist() -> None:
+    """A collaborator is a module by the end of its dotted name, a name that such a module defines, or
+    `Class.member`."""
+    sources = {}
+    for path in (path for folder in [*PORTIONS, "tests"] for path in (ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        sources[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+
+    def exists(name: str) -> bool:
+        if any(f".{module}".endswith(f".{name}") for module in sources):
+            return True
+        owner, _, member = name.rpartition(".")
+        defined = re.compile(rf"^(class|def|async def) {member}\b", re.MULTILINE)
+        owners = (source for module, source in sources.items() if f".{module}".endswith(f".{owner}"))
+        if any(defined.search(source) for source in owners):
+            return True
+        pattern = re.compile(rf"^class {owner}\b.*?^    (def )?{member}\b", re.MULTILINE | re.DOTALL)
+        return bool(owner) and any(pattern.search(source) for source in sources.values())
+
+    wrong = []
+    for module, source in sources.items():
+        found = re.search(
+            r"Collaborators:(.*?)(\n\n|\Z)", ast.get_docstring(ast.parse(source)) or "", re.DOTALL | re.MULTILINE
+        )
+        wrong += [
+            f"{module}: {name}" for name in re.findall(r"`([\w.]+)`", found[1] if found else "") if not exists(name)
+        ]
+    assert not wrong

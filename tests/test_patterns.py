@@ -19,15 +19,15 @@ from rollmesh.services.reward.scorers.extract import ANSWER_TAG
 from .backtracking import weakness
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("services/rollmesh", "shared/rollmesh", "sandbox_runtime/rollmesh", "trainer/rollmesh")
-TOOLS = ("services/rollmesh/bench/", "services/rollmesh/testing/", "services/rollmesh/cli/")
+FOLDERS = ("services/rollmesh", "app/rollmesh", "shared/rollmesh", "sandbox_runtime/rollmesh", "trainer/rollmesh")
+TOOLS = ("app/rollmesh/testing/", "app/rollmesh/app/", "app/rollmesh/cli/")
 """Programs that read text of the operator only."""
 WHOLE = {"fullmatch", "match"}
 SEARCHES = {"search", "findall", "finditer", "sub", "subn", "split"}
 
 OPERATOR = "text of the operator's configuration"
 LIMITED: dict[tuple[str, str], str] = {
-    ("services/rollmesh/services/inference/engines/vllm_server_engine.py", r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$"):
+    ("services/rollmesh/services/inference/engines/attached/vllm_server.py", r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$"):
         "vLLM writes the text, which has each metric once",
     ("services/rollmesh/services/reward/math_text.py", r"(?<![\d.])\d{1,3}(?: \d{3})+(?![\d.])"):
         "two groups always match without the last one, and one group has at most six digits",
@@ -35,17 +35,17 @@ LIMITED: dict[tuple[str, str], str] = {
         "the text ends with the last end tag, so that each start finds an end",
     ("services/rollmesh/services/reward/scorers/tests.py", r"```[\w+-]*[ \t]*\n(.*?)```"):
         "each start but the last one finds the next one as its end",
-    ("shared/rollmesh/shared/config.py", r"^`?(?P<name>\w+)(?P<below>[^\s`]*)`? (?P<what>.*)$"): OPERATOR,
-    ("shared/rollmesh/shared/config.py", r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"): OPERATOR,
-    ("shared/rollmesh/shared/config.py", r"\.([^.\[]+)|\[([^\]]*)\]"): OPERATOR,
-    ("shared/rollmesh/shared/extras.py", r"""([\w.-]+).*;.*\bextra == ['"](\w+)['"]"""): "metadata of the package",
+    ("shared/rollmesh/shared/config/loader.py", r"^`?(?P<name>\w+)(?P<below>[^\s`]*)`? (?P<what>.*)$"): OPERATOR,
+    ("shared/rollmesh/shared/config/loader.py", r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"): OPERATOR,
+    ("shared/rollmesh/shared/config/loader.py", r"\.([^.\[]+)|\[([^\]]*)\]"): OPERATOR,
+    ("shared/rollmesh/shared/config/extras.py", r"""([\w.-]+).*;.*\bextra == ['"](\w+)['"]"""): "metadata of the package",
     ("sandbox_runtime/rollmesh/sandbox_runtime/languages/terminal.py", r"(\d+)m([\d.,]+)s"): "a mark has at most 200 bytes",
     ("trainer/rollmesh/trainer/estimators/dsdr.py", r"(?<![\w.])[\w.]+(?:\s?[-+*/^=<>]\s?\(*[\w.]+\)*)+"):
         "a start with one operator always matches, and a word has one start",
 }  # fmt: skip
 """Patterns that the analysis rejects -> why their work is bounded."""
 CONFIGURED = {
-    "services/rollmesh/demo/families/sql.py": 3,  # constants in a list, and words in one-line questions of the demo
+    "app/rollmesh/demo/families/sql.py": 3,  # constants in a list, and words in one-line questions of the demo
     "services/rollmesh/services/data/jsonl_source.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/engine.py": 1,  # an escaped answer
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator
@@ -53,7 +53,7 @@ CONFIGURED = {
     "services/rollmesh/services/rollout/conversation.py": 1,  # escaped tags
     "services/rollmesh/services/rollout/tokenizer.py": 1,  # escaped tags
     "shared/rollmesh/shared/bus/run_streams.py": 1,  # names of streams
-    "shared/rollmesh/shared/settings.py": 1,  # of settings, on values of the operator
+    "shared/rollmesh/shared/config/settings.py": 1,  # of settings, on values of the operator
 }
 """File -> number of its patterns that are not constants."""
 

@@ -1,6 +1,7 @@
 """Real vLLM servers in processes, for tests.
 
-Their interpreter is `ROLLMESH_VLLM_PYTHON`, or this one if it has vLLM, as in `make test-vllm`. Without both, the tests are skipped.
+Their interpreter is `ROLLMESH_VLLM_PYTHON`, or this one if it has vLLM, as in `make suite NAME=vllm`. Without both, the
+tests are skipped.
 """
 
 import os
@@ -19,7 +20,7 @@ import pytest
 
 PYTHON = os.environ.get("ROLLMESH_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else "")
 needs_vllm_server = pytest.mark.skipif(
-    not PYTHON, reason="there is no interpreter with vLLM: run make test-vllm, or set ROLLMESH_VLLM_PYTHON"
+    not PYTHON, reason="there is no interpreter with vLLM: run make suite NAME=vllm, or set ROLLMESH_VLLM_PYTHON"
 )
 _START_S = 240.0
 _STOP_S = 20.0

@@ -2,9 +2,9 @@
 contained.
 
     python -m tests.attack                                   # all attacks; results on the terminal
-    python -m tests.attack --write docs/sandbox/attacks.md   # and the result table in the document; or: make attack
+    python -m tests.attack --write docs/sandbox/attacks.md   # also the table in the document; or: make suite NAME=attack
     python -m tests.attack --only keyring fork               # attacks whose name or family contains one of the words
-"""
+"""  # noqa: W505
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class Arena:
         self.neighbor = Neighbor(engine)
         self._crashes: list[str] = []
         """Errors of the service's event loop since the last attack."""
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._crashes.append(_told(context)))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._crashes.append(_reported(context)))
 
     async def play(self, attack: Attack) -> Score:
         """Run one attack."""
@@ -261,7 +261,7 @@ class Arena:
         return [f"the {name}'s secret came out" for name, secret in secrets.items() if secret in everything]
 
 
-def _told(context: Mapping[str, object]) -> str:
+def _reported(context: Mapping[str, object]) -> str:
     return f"in the service: {context['message']}: {context.get('exception')!r}"
 
 

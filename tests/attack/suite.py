@@ -25,7 +25,7 @@ from .world import ROOT, World, world
 
 UID = 12345
 """Uid of an ordinary user, which needs no account."""
-_PORTIONS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
+_PORTIONS = ("protos", "shared", "services", "app", "trainer", "sandbox_runtime")
 _QUIET_CALLS = 6
 """Number of quiet calls before each attack."""
 _USER_RUN_S = 1800.0

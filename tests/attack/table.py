@@ -11,7 +11,7 @@ from .catalog import FAMILIES
 from .world import ROOT
 
 DOCS = ROOT / "docs" / "sandbox" / "attacks.md"
-BEGIN, END = "<!-- attacks: written by `make attack` -->", "<!-- end of attacks -->"
+BEGIN, END = "<!-- attacks: written by `make suite NAME=attack` -->", "<!-- end of attacks -->"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,10 +58,10 @@ def test_each_attack_has_a_unique_name_and_differs_from_its_control() -> None:
 
 def test_document_lists_exactly_the_attacks_that_exist() -> None:
     named = table.names_in(table.DOCS.read_text())
-    assert named == [attack.name for attack in all_attacks()], "run `make attack`"
+    assert named == [attack.name for attack in all_attacks()], "run `make suite NAME=attack`"
 
 
-# The checks themselves can fail -----------------------------------------------------------------------------------------
+# The checks themselves can fail -----------------------------------------------------------------------------------------  # noqa: W505
 
 
 async def test_an_attack_that_succeeds_is_seen(tmp_path: Path) -> None:

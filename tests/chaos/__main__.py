@@ -1,7 +1,7 @@
 """Rounds of chaos: real processes under the real supervisor, killed and paused at random. Every round must end with a
 finished run and a clean audit.
 
-    python -m tests.chaos --rounds 40 --seed 0          # or: make chaos ROUNDS=40, PARALLEL=2 for two at a time
+    python -m tests.chaos --rounds 40 --seed 0          # or: make suite NAME=chaos ROUNDS=40 PARALLEL=2
     python -m tests.chaos --rounds 1 --seed 17          # round 17 again
 
 A round is named by its seed, from which all of its faults are drawn. One that fails keeps its folder; the others go on.

@@ -7,7 +7,7 @@ from rollmesh.services.rollout.agent import Agent, Environment, Task
 NUM_CALLS = 2
 
 
-class SeveralTurns:
+class SeveralTurns(Agent):
     """Calls the calculator between its turns."""
 
     async def run(self, task: Task, env: Environment) -> None:

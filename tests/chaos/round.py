@@ -50,7 +50,7 @@ fault."""
 _AUDIT_S_MAX = 180.0
 _CURRENT_S_MAX = 180.0
 """Longest time until a server of the cluster has all records again."""
-_LINES_TOLD = 15
+_LINES_LOGGED = 15
 Tell = Callable[[str], None]
 
 
@@ -343,7 +343,7 @@ class _Round:
         state = await self.command.state()
         logs = [self.command.run_dir.parent / "command.log", *sorted((self.command.run_dir / "logs").glob("*.log"))]
         ends = [
-            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_LINES_TOLD:])
+            f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-_LINES_LOGGED:])
             for path in logs
             if path.exists()
         ]

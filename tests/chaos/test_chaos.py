@@ -1,7 +1,7 @@
 """Real processes, ended by SIGKILL at named moments and at random ones, each started again at once
 (docs/reliability.md).
 
-`make soak` runs these; the default suite one lost checkpoint, and in test_round.py a short round of a demo run.
+The suite soak runs these; the default suite one lost checkpoint, and in test_round.py a short round of a demo run.
 """
 
 from __future__ import annotations

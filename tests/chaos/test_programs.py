@@ -32,10 +32,10 @@ async def test_the_episodes_of_a_killed_worker_are_run_by_another_and_its_progra
         updates_max=UPDATES,
         batch_groups=3,
     )
-    told: list[str] = []
-    outcome = await play(0, list(KILLS), config, tmp_path / "round", limit_s=360.0, tell=told.append)
-    assert not outcome.cause, (outcome.cause, told)
-    assert [injection.hit for injection in outcome.injections] == [True, True], told
+    reported: list[str] = []
+    outcome = await play(0, list(KILLS), config, tmp_path / "round", limit_s=360.0, tell=reported.append)
+    assert not outcome.cause, (outcome.cause, reported)
+    assert [injection.hit for injection in outcome.injections] == [True, True], reported
     assert (outcome.updates, outcome.updates_undone, outcome.samples["failed"]) == (UPDATES, 0, 0)
     assert outcome.samples["trained"] == sum(outcome.lags.values()) >= UPDATES * 24
     counts = outcome.programs

@@ -36,15 +36,13 @@ def config(tmp_path: Path) -> TrainConfig:
     return as_train_config(mesh_config(save_model_folder(tmp_path / "model"), engine=ENGINE, updates_max=UPDATES))
 
 
-@pytest.mark.slow  # `make chaos` runs such rounds
+@pytest.mark.slow  # `make suite NAME=chaos` runs such rounds
 @pytest.mark.timeout(300)
-async def test_a_run_is_trained_and_audited_whoever_is_killed_its_supervisor_too(
-    tmp_path: Path, config: TrainConfig
-) -> None:
-    told: list[str] = []
-    outcome = await play(7, list(SHORT), config, tmp_path / "round", limit_s=240.0, tell=told.append)
-    assert not outcome.cause, (outcome.cause, told)
-    assert [injection.hit for injection in outcome.injections] == [True] * len(SHORT), told
+async def test_a_run_is_trained_and_audited_whichever_process_is_killed(tmp_path: Path, config: TrainConfig) -> None:
+    reported: list[str] = []
+    outcome = await play(7, list(SHORT), config, tmp_path / "round", limit_s=240.0, tell=reported.append)
+    assert not outcome.cause, (outcome.cause, reported)
+    assert [injection.hit for injection in outcome.injections] == [True] * len(SHORT), reported
     assert outcome.num_starts == 2
     assert outcome.gone_s[0] < ALL_GONE_S_MAX
     assert outcome.updates == UPDATES
@@ -95,7 +93,7 @@ def test_a_round_is_drawn_from_its_seed_alone_and_its_faults_come_before_the_end
     assert draw(1, num=4, updates_max=9) != draw(2, num=4, updates_max=9)
 
 
-def test_forty_rounds_spare_nobody() -> None:
+def test_forty_rounds_spare_no_process() -> None:
     victims = {fault.victim for seed in range(40) for fault in draw(seed, num=4, updates_max=9)}
     assert victims == {SUPERVISOR, SERVER, *SERVICES, *MOMENTS}
     assert {fault.kind for seed in range(40) for fault in draw(seed, num=4, updates_max=9)} == {"kill", "pause"}

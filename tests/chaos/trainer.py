@@ -43,37 +43,13 @@ class Witnessed(msgspec.Struct, frozen=True, kw_only=True):
     """Number of segments whose tokens the stamped version does not generate."""
 
 
-class FakeWitness:
-    """The fake trainer with a witness, as `engine.TrainerClass`."""
-
-    trains_model = False
+class WitnessTrainer(TrainerEngine):
+    """Wraps another trainer."""
 
     @classmethod
-    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
-        return witnessed(FakeTrainer.open(config), config, can_forge=True)
-
-
-class TorchWitness:
-    """The torch trainer with a witness, as `engine.TrainerClass`."""
-
-    trains_model = True
-
-    @classmethod
-    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
-        from rollmesh.services.learner.engines.torch_trainer import (
-            TorchTrainer,  # only the learner's process needs torch
-        )
-
-        return witnessed(TorchTrainer.open(config), config, can_forge=False)
-
-
-def witnessed(restored: Restored, config: LearnerConfig, *, can_forge: bool) -> Restored:
-    """Add a witness to the engine. `can_forge`: its tokens are those of the fake engine."""
-    return replace(restored, engine=WitnessTrainer(restored.engine, Path(config.directory) / WITNESS, can_forge))
-
-
-class WitnessTrainer:
-    """An `engine.TrainerEngine` that wraps another one."""
+    def around(cls, restored: Restored, config: LearnerConfig, *, can_forge: bool) -> Restored:
+        """Add a witness to the engine. `can_forge`: its tokens are those of the fake engine."""
+        return replace(restored, engine=cls(restored.engine, Path(config.directory) / WITNESS, can_forge))
 
     def __init__(self, engine: TrainerEngine, path: Path, can_forge: bool) -> None:
         self._engine = engine
@@ -123,6 +99,28 @@ class WitnessTrainer:
             os.write(descriptor, msgspec.json.encode(line) + b"\n")
         finally:
             os.close(descriptor)
+
+
+class FakeWitness(WitnessTrainer):
+    """The fake trainer with a witness."""
+
+    @classmethod
+    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
+        return cls.around(FakeTrainer.open(config), config, can_forge=True)
+
+
+class TorchWitness(WitnessTrainer):
+    """The torch trainer with a witness."""
+
+    trains_model = True
+
+    @classmethod
+    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
+        from rollmesh.services.learner.engines.torch_trainer import (
+            TorchTrainer,  # only the learner's process needs torch
+        )
+
+        return cls.around(TorchTrainer.open(config), config, can_forge=False)
 
 
 class _TrappedLog(TrainedLog):

@@ -54,9 +54,9 @@ LEARNER_APART: Mapping[str, Sequence[str]] = {
 """The processes of tests that kill only the learner."""
 
 
-def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", direct: bool = False, **run: Any) -> MeshConfig:
-    """Fake model, trainer and sandbox engine; everything else is real. Short leases, so that an exit is detected soon. All calls use gRPC,
-    unless `direct` lets services on one event loop skip the socket."""
+def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) -> MeshConfig:
+    """Fake model, trainer and sandbox engine; everything else is real. Short leases, so that an exit is detected
+    soon."""
     sampling = {"max_tokens": 20}
     return config_from_dict(
         MeshConfig,
@@ -66,7 +66,6 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", direct: bool
                 "episode_lease_s": 4.0, "batch_lease_s": 6.0, "group_s_max": 60.0,
             }
             | run,
-            "network": {"direct": direct},
             "counts": {"inference": 2},
             "processes": {"restarts_max": 1000, "backoff_s": 0.05, "backoff_s_max": 0.5, "stop_s": 10.0},
             "coordinator": {
@@ -90,6 +89,14 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", direct: bool
             },
         },
     )  # fmt: skip
+
+
+def paced(made: MeshConfig) -> MeshConfig:
+    """Return the configuration with a model as slow as a real one, so that a run without an end leaves the processor to
+    the rest of a test."""
+    engine = made.inference.engine
+    slow = msgspec.structs.replace(engine, options={**engine.options, "step_s": 0.1})
+    return msgspec.structs.replace(made, inference=msgspec.structs.replace(made.inference, engine=slow))
 
 
 def as_train_config(mesh: MeshConfig) -> TrainConfig:

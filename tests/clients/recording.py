@@ -160,7 +160,7 @@ def scored_sample(item: ScoreItem) -> ScoredSample:
 # Trainer --------------------------------------------------------------------------------------------------------------
 
 
-class RecordingTrainer:
+class RecordingTrainer(TrainerEngine):
     """The torch trainer. It writes to the folder of the learner."""
 
     trains_model = True

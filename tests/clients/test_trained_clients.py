@@ -1,4 +1,5 @@
-"""The public `openai` packages of Python and npm, unmodified, in agents that are trained: four short runs, which `make clients` starts."""
+"""The public `openai` packages of Python and npm, unmodified, in agents that are trained: four short runs (suite
+clients)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_samples_are_the_tokens_of_the_engine_and_nothing_is_encoded_again(
     package: str, stream: bool, kind: str, model: Path, tmp_path: Path
 ) -> None:
     if package == "npm" and not (MODULES / "openai").is_dir():
-        pytest.fail(f"the npm package openai is not installed in {MODULES}: run make clients")
+        pytest.fail(f"the npm package openai is not installed in {MODULES}: run make suite NAME=clients")
     check(train(ClientArm(package, stream, kind), model, tmp_path, Sizes(updates=UPDATES)), UPDATES)
 
 

@@ -36,7 +36,7 @@ from .recording import GENERATED, SCORED, TRAINED, GeneratedTurn, ScoredSample, 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "openai_agent"
 MODULES = Path(os.environ.get("ROLLMESH_NPM_CLIENTS") or ROOT / ".tools" / "clients" / "node_modules")
-"""The npm packages `openai` and `node`, which `make clients` installs."""
+"""The npm packages `openai` and `node`, which `make suite NAME=clients` installs."""
 LEVELS = 3
 _TASKS: dict[str, Any] = {"level_max": LEVELS, "num_validation": 240}
 _SERVICE_S_MAX = 30.0

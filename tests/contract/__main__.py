@@ -1,8 +1,8 @@
 """Random sequences of calls, valid and invalid, compared with a model of the contract; with --minutes, while services
 are killed.
 
-    python -m tests.contract --sequences 500 --calls 60 --seed 0      # or: make contract
-    python -m tests.contract --minutes 20                             # or: make contract-kills
+    python -m tests.contract --sequences 500 --calls 60 --seed 0      # or: make suite NAME=contract
+    python -m tests.contract --minutes 20                             # or: make suite NAME=contract-kills
     python -m tests.contract --sequences 1 --seed 17                  # repeat sequence 17
 
 The seed determines a sequence, except for the timing of the mesh. The exit code is 1 if any sequence found a violation.

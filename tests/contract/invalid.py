@@ -136,9 +136,15 @@ def _commits(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     yield "unknown sample", run.CommitUpdate, request(samples=[unknown]), INVALID, "UNKNOWN_SAMPLE", *lost
     strange = events_pb2.TrainedGroup(group="g999", num_tokens=1)
     infinite = events_pb2.TrainedGroup(group="g999", mean_abs_advantage=math.inf, num_tokens=1)
+    regret = events_pb2.TrainedGroup(group="g999", measures={"regret": math.nan})
+    many = events_pb2.TrainedGroup(group="g999", measures={f"m{n}": 1.0 for n in range(17)})
+    unnamed = events_pb2.TrainedGroup(group="g999", measures={"": 1.0})
+    both = events_pb2.TrainedGroup(group="g999", policy_loss=1.0, measures={"policy_loss": 2.0})
     yield "unknown group", run.CommitUpdate, request(groups=[strange]), INVALID, "UNKNOWN_GROUP", *lost
     yield "group named twice", run.CommitUpdate, request(groups=[strange, strange]), INVALID
     yield "infinite advantage", run.CommitUpdate, request(groups=[infinite]), INVALID
+    for what, group in (("nan", regret), ("too many", many), ("unnamed", unnamed), ("contradicted", both)):
+        yield f"{what} measures", run.CommitUpdate, request(groups=[group]), INVALID
     yield "strange disposition", run.CommitUpdate, request(samples=[odd]), INVALID, *lost
     yield "no outcome", run.CommitUpdate, request(outcome=0), INVALID
     yield "strange outcome", run.CommitUpdate, request(outcome=77), INVALID

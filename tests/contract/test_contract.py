@@ -1,4 +1,5 @@
-"""Random sequences of valid and invalid calls agree with an independent model of the contract; the long version is `make contract`."""
+"""Random sequences of valid and invalid calls agree with an independent model of the contract; the suite contract is
+longer."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ WORKLOADS = ("StatefulSet", "Deployment")
 
 
 def tool(name: str) -> str:
-    """Return the path of an external tool of `make tools`, or skip the test and name it."""
+    """Return the path of an external tool that `make check` installs, or skip the test and name it."""
     found = shutil.which(name, path=str(TOOLS / "bin")) or shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not installed; `make tools` installs it")
+        pytest.skip(f"{name} is not installed; `make check` installs it")
     return found
 
 

@@ -27,15 +27,34 @@ async def exercise(coordinator: str, gateway: str, access: Access, sizes: Sizes,
         Membership(coordinator, access=access, handler=PassiveHandler(hello)) as member,
     ):
         await member.wait_joined()
-        made = await client.create_run(spec("target", updates_max=0))
-        async with await made.attach() as trainer:
-            await trainer.publish(WEIGHTS)
-            batch = await trainer.batch()
-            assert batch is not None
-            values = _plausible(trainer.attached.trainer_epoch, batch.lease_id, batch.samples[0].sample_id)
-            result = await walk(await servers_of(coordinator, access), access, values, sizes, every=every)
+        async with _leased(client, "another") as theirs:
+            await client.run("another").stop()  # the mesh serves one live run at a time
+        async with _leased(client, "target") as mine:
+            servers = await servers_of(coordinator, access)
+            values = _plausible(*mine)
+            foreign = dict(zip(_OWNED, theirs, strict=True)) | {
+                "run": "another",
+                "lease_ids": theirs[1],
+                "node_id": next(name for name in servers if name not in (WORKER, "coordinator")),
+            }
+            result = await walk(servers, access, values, foreign, sizes, every=every)
         assert len(await whole_run(client, "afterwards", updates_max=UPDATES)) == UPDATES
     return result
+
+
+_OWNED = ("trainer_epoch", "lease_id", "sample_id")
+"""Fields whose values belong to one run."""
+
+
+@asynccontextmanager
+async def _leased(client: Client, run: str) -> AsyncIterator[tuple[int, str, str]]:
+    """A new run with a batch lease: trainer epoch, lease and the first sample."""
+    made = await client.create_run(spec(run, updates_max=0))
+    async with await made.attach() as trainer:
+        await trainer.publish(WEIGHTS)
+        batch = await trainer.batch()
+        assert batch is not None
+        yield trainer.attached.trainer_epoch, batch.lease_id, batch.samples[0].sample_id
 
 
 def _plausible(epoch: int, lease_id: str, sample_id: str) -> dict[str, Any]:

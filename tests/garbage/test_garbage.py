@@ -30,7 +30,7 @@ NEARLY_A_MESSAGE = 8_300_000
 
 
 async def test_every_method_of_every_server_withstands_malformed_requests(tmp_path: Path) -> None:
-    """A sixth of the cases; `make garbage` sends all of them, and large ones, to a mesh of processes."""
+    """A sixth of the cases; `make suite NAME=garbage` sends all of them, and large ones, to a mesh of processes."""
     config = mesh_config(save_model_folder(tmp_path / "model"))
     services = [name for name in service_names(config) if name != "learner"]
     async with Mesh(config, run_dir=tmp_path / "run", services=services) as mesh:
@@ -74,8 +74,8 @@ async def mesh_of_processes(folder: Path) -> AsyncIterator[tuple[str, str, Acces
         async with open_channel(mesh.gateway, access=access) as channel:
             with typed_errors():
                 stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-                told = await stub.GetMesh(coordinator_pb2.GetMeshRequest())
-        yield told.coordinator, mesh.gateway, access, Processes(mesh.process.pid)
+                reported = await stub.GetMesh(coordinator_pb2.GetMeshRequest())
+        yield reported.coordinator, mesh.gateway, access, Processes(mesh.process.pid)
 
 
 @pytest.mark.slow

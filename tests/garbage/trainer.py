@@ -24,8 +24,12 @@ def spec(run: str, **changes: float | str) -> events_pb2.RunSpec:
 
 async def whole_run(client: Client, run: str, **changes: float | str) -> list[float]:
     """Drive a run from its creation to its end. Return the seconds from each publication to the next batch."""
+    return await drive(await client.create_run(spec(run, **changes)))
+
+
+async def drive(made: Run) -> list[float]:
+    """Drive a run to its end. Return the seconds from each publication to the next batch."""
     took: list[float] = []
-    made = await client.create_run(spec(run, **changes))
     async with await made.attach(holder="garbage") as trainer:
         await trainer.publish(WEIGHTS)
         published_s = time.monotonic()

@@ -83,16 +83,26 @@ async def methods_of(address: str, access: Access) -> list[MethodDescriptor]:
 
 
 async def walk(
-    servers: Mapping[str, str], access: Access, plausible: Mapping[str, Any], sizes: Sizes, *, every: int = 1
+    servers: Mapping[str, str],
+    access: Access,
+    plausible: Mapping[str, Any],
+    foreign: Mapping[str, Any],
+    sizes: Sizes,
+    *,
+    every: int = 1,
 ) -> Result:
-    """Call every method of `servers` with every case; with `every` n, a plausible request and each n-th of the others."""
+    """Call every method of `servers` with every case; with `every` n, a plausible request and each n-th of the others.
+
+    `plausible` and `foreign` are as for `cases`.
+    """
     result = Result()
 
     async def of_server(server: str, address: str) -> None:
         methods = await methods_of(address, access)
         async with open_channel(address, access=access) as channel:
             for last in (False, True):
-                calls = _calls(server, [m for m in methods if (m.name in LAST) is last], plausible, sizes, every)
+                last_or_not = [m for m in methods if (m.name in LAST) is last]
+                calls = _calls(server, last_or_not, plausible, foreign, sizes, every)
                 await _call_all(channel, calls, result)
 
     async with asyncio.TaskGroup() as group:
@@ -105,11 +115,16 @@ Call = tuple[str, MethodDescriptor, Case]
 
 
 def _calls(
-    server: str, methods: Sequence[MethodDescriptor], plausible: Mapping[str, Any], sizes: Sizes, every: int
+    server: str,
+    methods: Sequence[MethodDescriptor],
+    plausible: Mapping[str, Any],
+    foreign: Mapping[str, Any],
+    sizes: Sizes,
+    every: int,
 ) -> Iterator[Call]:
     number = 0
     for method in methods:
-        for case in cases(method.full_name, method.input_type, plausible, sizes):
+        for case in cases(method.full_name, method.input_type, plausible, foreign, sizes):
             number += 1
             if case.name in ("empty", "plausible") or number % every == 0:
                 yield server, method, case

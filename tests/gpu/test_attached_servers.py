@@ -6,7 +6,7 @@ ROLLMESH_SERVED_MODEL                    folder of the served model, with its we
 ROLLMESH_WEIGHTS_DIR                     folder for weights that the server can read
 
     pytest -m gpu tests/gpu/test_attached_servers.py
-"""
+"""  # noqa: W505
 
 import asyncio
 import os
@@ -72,7 +72,7 @@ def changed(path: Path, folder: Path) -> Path:
     return folder / path.name
 
 
-class Heard:
+class Received:
     """The deltas of one request."""
 
     def __init__(self, engine: Engine, name: str, outputs: tuple[str, ...] = (), **params: Any) -> None:
@@ -104,45 +104,45 @@ class Heard:
 
 
 async def test_logprobs_are_those_of_the_score(engine: Engine) -> None:
-    heard = Heard(engine, "plain")
-    await heard.end()
-    (scored,) = await engine.score([np.array(PROMPT + heard.tokens, np.int32)], outputs=("top_k",), num_top=4)
+    received = Received(engine, "plain")
+    await received.end()
+    (scored,) = await engine.score([np.array(PROMPT + received.tokens, np.int32)], outputs=("top_k",), num_top=4)
     assert scored.version == version(0)
-    np.testing.assert_allclose(heard.logprobs, scored.logprobs[len(PROMPT) :], atol=TOLERANCE)
+    np.testing.assert_allclose(received.logprobs, scored.logprobs[len(PROMPT) :], atol=TOLERANCE)
     best = scored.arrays["top_k_logprobs"][len(PROMPT) :, 0]
     assert (best >= scored.logprobs[len(PROMPT) :] - TOLERANCE).all()
 
 
 async def test_truncated_logprobs_are_renormalized(engine: Engine) -> None:
-    heard = Heard(engine, "shaped", outputs=("top_k",), top_k=3, top_p=0.9, temperature=0.7)
-    await heard.end()
-    logprobs = np.concatenate([delta.arrays["top_k_logprobs"] for delta in heard.deltas if len(delta.token_ids)])
+    received = Received(engine, "shaped", outputs=("top_k",), top_k=3, top_p=0.9, temperature=0.7)
+    await received.end()
+    logprobs = np.concatenate([delta.arrays["top_k_logprobs"] for delta in received.deltas if len(delta.token_ids)])
     np.testing.assert_allclose(np.exp(logprobs).sum(axis=1), 1.0, atol=TOLERANCE)
 
 
 async def test_an_update_changes_the_weights_of_running_requests(engine: Engine) -> None:
-    heard = Heard(engine, "long", max_tokens=400)
-    await asyncio.wait_for(heard.first.wait(), 60)
+    received = Received(engine, "long", max_tokens=400)
+    await asyncio.wait_for(received.first.wait(), 60)
     await engine.activate(version(1), KvPolicy.RECOMPUTE)
-    assert (await heard.end()).finish is FinishReason.LENGTH
-    assert {delta.version for delta in heard.deltas} == {version(0), version(1)}
-    old = sum(len(delta.token_ids) for delta in heard.deltas if delta.version == version(0))
-    (scored,) = await engine.score([np.array(PROMPT + heard.tokens, np.int32)])
+    assert (await received.end()).finish is FinishReason.LENGTH
+    assert {delta.version for delta in received.deltas} == {version(0), version(1)}
+    old = sum(len(delta.token_ids) for delta in received.deltas if delta.version == version(0))
+    (scored,) = await engine.score([np.array(PROMPT + received.tokens, np.int32)])
     assert scored.version == version(1)
     start = len(PROMPT) + old
-    np.testing.assert_allclose(heard.logprobs[old:], scored.logprobs[start:], atol=TOLERANCE)
-    assert not np.allclose(heard.logprobs[:old], scored.logprobs[len(PROMPT) : start], atol=TOLERANCE)
+    np.testing.assert_allclose(received.logprobs[old:], scored.logprobs[start:], atol=TOLERANCE)
+    assert not np.allclose(received.logprobs[:old], scored.logprobs[len(PROMPT) : start], atol=TOLERANCE)
 
 
 async def test_a_cancelled_request_ends(engine: Engine) -> None:
-    heard = Heard(engine, "long", max_tokens=900)
-    await asyncio.wait_for(heard.first.wait(), 60)
+    received = Received(engine, "long", max_tokens=900)
+    await asyncio.wait_for(received.first.wait(), 60)
     engine.cancel("long")
-    assert (await heard.end()).finish is FinishReason.CANCELLED
+    assert (await received.end()).finish is FinishReason.CANCELLED
 
 
 async def test_many_requests_at_once(engine: Engine) -> None:
-    crowd = [Heard(engine, f"r{i}", seed=i, max_tokens=20 + i) for i in range(100)]
-    for number, heard in enumerate(crowd):
-        assert (await heard.end()).finish is FinishReason.LENGTH
-        assert len(heard.tokens) == 20 + number
+    crowd = [Received(engine, f"r{i}", seed=i, max_tokens=20 + i) for i in range(100)]
+    for number, received in enumerate(crowd):
+        assert (await received.end()).finish is FinishReason.LENGTH
+        assert len(received.tokens) == 20 + number

@@ -1,4 +1,5 @@
-"""Write the table of docs/models.md by running every architecture of `tests.models` in trainer and engine (`make models`)."""
+"""Write the table of docs/models.md by running every architecture of `tests.models` in trainer and engine (`make suite
+NAME=models`)."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def main() -> int:
 
 def _remark(trained: TrainerResult, served: EngineResult) -> str:
     """Return the reasons against faster forwards, without numbers that change between runs."""
-    told = {"trainer": trained.reason, "engine": served.reason if served.forward in ("recompute", "") else ""}
-    parts = [f"{part}: {reason.split('; cached: ')[-1]}" for part, reason in told.items() if reason]
+    reported = {"trainer": trained.reason, "engine": served.reason if served.forward in ("recompute", "") else ""}
+    parts = [f"{part}: {reason.split('; cached: ')[-1]}" for part, reason in reported.items() if reason]
     return re.sub(r"/tmp/\S+ ", "", "; ".join(parts)).replace("|", "/").replace("\n", " ")
 
 

@@ -259,6 +259,26 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
 """Name in tests and tables -> (`model_type`, changes to the common sizes)."""
 
 
+_WIDTHS = frozenset(
+    {"hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads", "num_key_value_heads", "moe_intermediate_size",
+     "shared_expert_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_embd", "n_head",
+     "d_model", "n_heads", "ffn_dim", "word_embed_proj_dim", "attention_heads", "mamba_n_heads", "n_mamba_heads", "mamba_num_heads",
+     "mamba_d_ssm", "lru_width", "attention_hidden_size", "dim_model_base"}
+)  # fmt: skip
+"""Sizes that grow with the width of a model. The size of a head does not."""
+
+
+def wide_config(name: str, factor: int) -> Any:
+    """Return the configuration of a model like the one called `name`, with `factor` times as many channels, heads and
+    experts."""
+    model_type, changes = ARCHITECTURES[name]
+    text = changes.get("text_config", {**_SIZES, **changes})
+    wide = {key: value * factor if key in _WIDTHS else value for key, value in text.items()}
+    if model_type == "mamba2":
+        wide["num_heads"] *= factor
+    return CONFIG_MAPPING[model_type](**({**changes, "text_config": wide} if "text_config" in changes else wide))
+
+
 def build_model(name: str, *, seed: int = 0, fresh: bool = False) -> PreTrainedModel:
     """Return the model called `name`, float32, in evaluation mode. Equal seeds give equal weights.
 

@@ -17,10 +17,13 @@ from tests.models.output_check import check_outputs
 
 FAST = {
     "llama_llama3_rope": "built_in",
-    "mistral_window": "built_in",
-    "gemma2_softcap": "built_in",
-    "gemma3": "built_in",
-    "qwen3_moe": "built_in",
+    "qwen2": "built_in",
+    "qwen3": "built_in",
+    "mistral": "built_in",
+    "mistral_window": "cached",
+    "gemma2_softcap": "cached",
+    "gemma3": "cached",
+    "qwen3_moe": "cached",
     "gpt2": "cached",
     "falcon_alibi": "cached",
 }

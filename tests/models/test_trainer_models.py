@@ -35,6 +35,9 @@ CAPPED_OR_SCALED = (
 )
 """Models whose logits are changed after the output layer, by values that have little effect on fresh weights."""
 
+NOT_NARROWED = ("mamba2", "zamba2")
+"""Models that fit no cut of their width: the sizes of their recurrent layers follow from several others."""
+
 
 def _check(name: str) -> ForwardMode | None:
     result = trainer_result(name)
@@ -59,6 +62,33 @@ def test_the_choice_on_fresh_weights_is_right_when_they_have_grown(name: str) ->
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_choice_on_fresh_weights_is_wrong_when_they_have_grown(name: str) -> None:
     assert trainer_result(name, grown=6.0).logprob_error < 1e-5
+
+
+def _check_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cut of a wide model is as small as the model of the tests, and packed and plain forward differ on both or on
+    neither."""
+    small = build_model(name)
+    expected = spread_difference(spread_model.SpreadCopy(small))
+    monkeypatch.setattr(spread_model, "_WHOLE_PARAMETERS", 0)
+    monkeypatch.setattr(spread_model, "_INNER", 48)
+    config = wide_config(name, 8)
+    with torch.device("meta"):
+        wide = auto_class(config).from_config(config)
+    cut = spread_model.SpreadCopy(wide, torch.device("cpu"))
+    assert bool(spread_difference(cut)) is bool(expected), (spread_difference(cut), expected)
+    if name not in NOT_NARROWED:
+        assert cut.model.num_parameters() < wide.num_parameters() / 8
+
+
+@pytest.mark.parametrize("name", [*FAST, "deepseek_v3", "minicpm3", "mixtral"])
+def test_the_cut_of_a_wide_model_gives_the_same_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_cut(name, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_cut_of_any_wide_model_gives_the_same_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _check_cut(name, monkeypatch)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The tools of Prometheus, which `make tools` installs."""
+"""The tools of Prometheus, which `make suite NAME=monitoring` installs."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def tool(name: str) -> str:
     """Return the path of `prometheus` or `promtool`, or skip the test."""
     found = shutil.which(name, path=str(INSTALLED)) or shutil.which(name)
     if found is None:
-        pytest.skip(f"{name} is not installed; run: make tools")
+        pytest.skip(f"{name} is not installed; run: make suite NAME=monitoring")
     return found

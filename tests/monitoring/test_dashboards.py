@@ -21,7 +21,7 @@ from tools.queries import Not, select
 from .promtool import ROOT
 
 DEPLOY = ROOT / "deploy"
-REMEDY = "run: make reference"
+REMEDY = "run: make docs"
 METRICS = {metric.name: metric for metric in catalog()}
 SERIES = {
     f"{name}{suffix}": m

@@ -1,6 +1,7 @@
-"""The commands in the code blocks of README.md and docs/.
+"""The commands in the code blocks of README.md, ARCHITECTURE.md, benchmarks/README.md and docs/.
 
-A block of the language `sh` is executed by `make newcomer`. A mark after the language says that it is only parsed, and why:
+A block of the language `sh` is executed by the suite newcomer. A mark after the language says that it is only parsed,
+and why:
 
     sh         executed in the folder of tests/newcomer/test_documentation.py
     sh mesh    needs a running mesh, or one with a symptom
@@ -18,11 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MARKS = {"mesh", "gpu", "cluster", "long"}
 SHELLS = {"sh", "bash", "shell", "console"}
 _BLOCK = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-_INLINE = re.compile(r"`(rollmesh [^`]+)`")
+_INLINE = re.compile(r"`((?:rollmesh|make) [^`]+)`")
 _COMMAND = re.compile(r"^\s*(?:\.venv/bin/)?(?:rollmesh [a-z]|make [a-z]|pip install|torchrun ).*", re.MULTILINE)
 _BREAKS = {"|", "||", "&&", "&", ";"}
 _BEFORE = re.compile(r"\w+=\S*|exec|nohup|time|\\")
@@ -83,7 +89,7 @@ def split(line: str) -> Iterator[list[str]]:
 
 
 def inline(page: Path) -> list[str]:
-    """Return the commands of rollmesh in the text of a page, without those in code blocks."""
+    """Return the commands of rollmesh and make in the text of a page, without those in code blocks."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     return [" ".join(command.split()) for command in _INLINE.findall(text)]
 

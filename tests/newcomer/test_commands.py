@@ -35,6 +35,8 @@ def check(words: list[str], folder: Path = ROOT) -> None:
     elif program == "make":
         unknown = [one for one in arguments if "=" not in one and not one.startswith("-") and one not in TARGETS]
         assert not unknown, f"make has no target {unknown[0]}"
+        suites = [one.removeprefix("NAME=") for one in arguments if one.startswith("NAME=")]
+        assert set(suites) <= {*SUITES, "..."}, f"there is no suite {suites[0]}"
     elif program in ("python", "python3") and arguments and arguments[0].endswith(".py"):
         assert (folder / arguments[0]).is_file(), f"{arguments[0]} is not a file of {folder}"
 
@@ -111,6 +113,7 @@ def test_every_block_with_commands_is_marked_as_shell() -> None:
         ("rollmesh train mine.yaml run.max_stalness=1", "max_stal"),
         ("rollmesh train mine.yaml run.max_staleness=-1", "max_staleness"),
         ("make tset", "has no target tset"),
+        ("make suite NAME=choas", "no suite choas"),
         ("python examples/missing.py", "is not a file"),
     ],
 )

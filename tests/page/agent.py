@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.rollout.agent import Agent, Environment, Task
 
 
-class MarkupTurns:
+class MarkupTurns(Agent):
     """Generates, observes a text with markup, and generates again."""
 
     async def run(self, task: Task, env: Environment) -> None:

@@ -19,8 +19,8 @@ from .world import login_link
 CHROMIUM = os.environ.get("ROLLMESH_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 BROWSER = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("playwright") is None, reason="playwright is not installed; `make page` installs it"),
-    pytest.mark.skipif(not CHROMIUM, reason="no chromium is installed; `make page` installs it where it can"),
+    pytest.mark.skipif(find_spec("playwright") is None, reason="playwright is not installed; run make suite NAME=page"),
+    pytest.mark.skipif(not CHROMIUM, reason="no chromium is installed; run make suite NAME=page"),
 ]
 """Marks of the tests that need a browser."""
 WAIT_MS = 90_000

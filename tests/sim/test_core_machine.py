@@ -17,7 +17,7 @@ from rollmesh.shared.errors import MeshError
 from tests.sim.world import World, endless_spec
 
 OUTCOMES = st.sampled_from(
-    [i.EpisodeOutcome.COMPLETED] * 6 + [i.EpisodeOutcome.INFRA_FAILURE, i.EpisodeOutcome.CANCELLED]
+    [m.EpisodeOutcome.COMPLETED] * 6 + [m.EpisodeOutcome.INFRA_FAILURE, m.EpisodeOutcome.CANCELLED]
 )
 DECISIONS = st.sampled_from([GroupDecision.KEEP] * 4 + [GroupDecision.FILTER, GroupDecision.EXTEND])
 EXPECTED_AFTER_DOUBT = {"LEASE_EXPIRED", "UNKNOWN_LEASE", "WRONG_UPDATE", "RUN_ENDED", "FENCED"}
@@ -44,7 +44,7 @@ class CoreMachine(RuleBasedStateMachine):
             eval_s_max=30.0,
         )
         self.world = World(spec=spec, rng=random.Random(seed))
-        self.world.ask(i.CreateRun(ticket=0, spec=spec))
+        self.world.ask(m.CreateRun(ticket=0, spec=spec))
         self.world.attach()
         self.world.checkpoint(report=True)
 
@@ -52,7 +52,7 @@ class CoreMachine(RuleBasedStateMachine):
         """A trainer that has lost its lease is rejected and returns to its checkpoint."""
         try:
             action(*args, **kwargs)
-        except Refusal as refusal:
+        except MeshError as refusal:
             assert refusal.reason in EXPECTED_AFTER_DOUBT, refusal
             self.world.attach()
 
@@ -61,13 +61,13 @@ class CoreMachine(RuleBasedStateMachine):
         self.world.acquire(num)
 
     @rule(outcome=OUTCOMES, again=st.booleans(), num=st.integers(0, 2))
-    def worker_reports(self, outcome: i.EpisodeOutcome, again: bool, num: int) -> None:
+    def worker_reports(self, outcome: m.EpisodeOutcome, again: bool, num: int) -> None:
         self.world.finish_episode(outcome=outcome, keep_lease=again, num_samples=num)
 
     @rule(count=st.integers(1, 12))
     def workers_complete(self, count: int) -> None:
         for _ in range(count):
-            self.world.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+            self.world.finish_episode(outcome=m.EpisodeOutcome.COMPLETED)
 
     @rule(decision=DECISIONS)
     def services_answer(self, decision: GroupDecision) -> None:
@@ -80,7 +80,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def workers_renew(self) -> None:
         ids = tuple(lease.lease_id for lease in self.world.leases)
-        self.world.ask(i.RenewLeases(ticket=self.world.ticket(), node_id="worker", lease_ids=ids))
+        self.world.ask(m.RenewLeases(ticket=self.world.ticket(), node_id="worker", lease_ids=ids))
 
     @rule()
     def trainer_leases(self) -> None:
@@ -168,7 +168,7 @@ class CoreMachine(RuleBasedStateMachine):
                 break
             world.acquire(8)
             while world.leases:
-                world.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+                world.finish_episode(outcome=m.EpisodeOutcome.COMPLETED)
             world.serve_questions()
             world.lease_batch()
             if world.trainer.lease is not None:
@@ -178,7 +178,7 @@ class CoreMachine(RuleBasedStateMachine):
             world.check()
         assert world.trainer.update >= goal, f"no progress: {world.core.waiting()}, {world.core.state.counters}"
         world.checkpoint(report=True)
-        world.ask(i.StopRun(ticket=world.ticket(), reason="test"))
+        world.ask(m.StopRun(ticket=world.ticket(), reason="test"))
         world.check()
         assert world.core.state.counters.live == 0, world.core.state.groups
 

@@ -16,7 +16,7 @@ from rollmesh.services.coordinator.ledger import StoredRecord
 from tests.sim.world import World, endless_spec
 
 OUTCOMES = st.sampled_from(
-    [i.EpisodeOutcome.COMPLETED] * 4 + [i.EpisodeOutcome.INFRA_FAILURE, i.EpisodeOutcome.CANCELLED]
+    [m.EpisodeOutcome.COMPLETED] * 4 + [m.EpisodeOutcome.INFRA_FAILURE, m.EpisodeOutcome.CANCELLED]
 )
 
 
@@ -31,7 +31,7 @@ class ExportMachine(RuleBasedStateMachine):
             export_groups=groups, group_size=size, tries_max=tries, episode_lease_s=10.0, group_s_max=60.0
         )
         self.world = World(spec=spec, rng=random.Random(seed))
-        self.world.ask(i.CreateRun(ticket=0, spec=spec))
+        self.world.ask(m.CreateRun(ticket=0, spec=spec))
         self.world.attach()
 
     @rule(num=st.integers(1, 8))
@@ -39,7 +39,7 @@ class ExportMachine(RuleBasedStateMachine):
         self.world.acquire(num)
 
     @rule(outcome=OUTCOMES, again=st.booleans(), num=st.integers(0, 2))
-    def worker_reports(self, outcome: i.EpisodeOutcome, again: bool, num: int) -> None:
+    def worker_reports(self, outcome: m.EpisodeOutcome, again: bool, num: int) -> None:
         self.world.finish_episode(outcome=outcome, keep_lease=again, num_samples=num)
 
     @rule(seconds=st.sampled_from([0.5, 11.0, 61.0]))
@@ -51,7 +51,7 @@ class ExportMachine(RuleBasedStateMachine):
         self.world.serve_questions()
 
     @rule()
-    def whoever_has_the_weights_comes_again(self) -> None:
+    def the_trainer_with_the_weights_comes_again(self) -> None:
         self.world.attach()
 
     @rule()
@@ -78,7 +78,7 @@ class ExportMachine(RuleBasedStateMachine):
                 break
             world.acquire(8)
             while world.leases:
-                world.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+                world.finish_episode(outcome=m.EpisodeOutcome.COMPLETED)
             world.advance(1.0)
         state = world.core.state
         assert state.ended == "EXPORTED", world.core.waiting()

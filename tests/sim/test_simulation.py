@@ -37,7 +37,7 @@ def make_world(seed: int) -> World:
         eval_s_max=30.0,
     )
     world = World(spec=spec, rng=rng)
-    world.ask(i.CreateRun(ticket=0, spec=spec))
+    world.ask(m.CreateRun(ticket=0, spec=spec))
     world.attach()
     world.checkpoint(report=True)
     return world
@@ -76,10 +76,10 @@ def checkpoint_before_commit(world: World) -> None:
 ACTION_WEIGHTS: list[tuple[int, Callable[[World], None]]] = [
     (30, lambda w: w.train(stragglers=w.rng.randint(0, 8))),
     (20, lambda w: w.acquire(w.rng.randint(1, 8))),
-    (20, lambda w: w.finish_episode(outcome=i.EpisodeOutcome.COMPLETED, keep_lease=w.rng.random() < 0.1)),
-    (5, lambda w: w.finish_episode(outcome=i.EpisodeOutcome.COMPLETED, num_samples=w.rng.randint(0, 3))),
-    (5, lambda w: w.finish_episode(outcome=i.EpisodeOutcome.INFRA_FAILURE)),
-    (2, lambda w: w.finish_episode(outcome=i.EpisodeOutcome.CANCELLED)),
+    (20, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.COMPLETED, keep_lease=w.rng.random() < 0.1)),
+    (5, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.COMPLETED, num_samples=w.rng.randint(0, 3))),
+    (5, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.INFRA_FAILURE)),
+    (2, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.CANCELLED)),
     (8, lambda w: w.serve_questions(w.rng.choice(list(GroupDecision)))),
     (10, lambda w: w.advance(w.rng.choice([0.5, 3.0, 11.0, 22.0, 61.0]))),
     (5, lambda w: w.lease_batch()),
@@ -99,7 +99,7 @@ def act(world: World) -> None:
     action = world.rng.choices(actions, weights)[0]
     try:
         action(world)
-    except Refusal as refusal:
+    except MeshError as refusal:
         assert refusal.reason in AFTER_DOUBT, refusal
         world.attach()
     world.check()
@@ -118,7 +118,7 @@ def test_long_history_keeps_the_invariants(seed: int) -> None:
             world.advance(1.0)
         assert world.trainer.update >= goal, f"no progress: {world.core.waiting()}"
         world.checkpoint(report=True)
-        world.ask(i.StopRun(ticket=world.ticket(), reason="end of test"))
+        world.ask(m.StopRun(ticket=world.ticket(), reason="end of test"))
         world.check()
         assert world.core.state.counters.live == 0
     except AssertionError:

@@ -23,7 +23,6 @@ from rollmesh.services.coordinator.core.decision_context import (
     DrawTasks,
     Effect,
     FinalizeGroup,
-    Refusal,
     Reply,
 )
 from rollmesh.services.coordinator.core.facts import (
@@ -73,7 +72,7 @@ class Trainer:
     incarnation: int = 0
     digest: str = ""
     content: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    lease: i.BatchGrant | None = None
+    lease: m.LeaseBatchResponse | None = None
     stepped: bool = False
     """The weights contain the leased batch, but the commit has no reply."""
 
@@ -180,7 +179,7 @@ class World:
             self.leases.extend(answer.leases)
         self.serve_questions()
 
-    def finish_episode(self, *, outcome: i.EpisodeOutcome, keep_lease: bool = False, num_samples: int = 1) -> None:
+    def finish_episode(self, *, outcome: m.EpisodeOutcome, keep_lease: bool = False, num_samples: int = 1) -> None:
         """Report one of the held episodes. Its tokens are of steps between its minimum and what nodes serve now."""
         if not self.leases:
             return
@@ -195,11 +194,11 @@ class World:
             attempt=lease.attempt,
             outcome=outcome,
             payload=PayloadRef(sequence=self.ticket(), size_bytes=10),
-            samples=samples if outcome is i.EpisodeOutcome.COMPLETED else (),
+            samples=samples if outcome is m.EpisodeOutcome.COMPLETED else (),
             cause="the jail broke",
         )
         answer = self.ask(i.ReportEpisodes(ticket=self.ticket(), node_id="worker", reports=(report,)))
-        assert isinstance(answer, i.Reported)
+        assert isinstance(answer, m.ReportEpisodesResponse)
         assert not answer.results[0].startswith("INVALID"), answer
         if answer.results == ("",) and report.samples and lease.lease_id not in self.scored:
             self.scored.add(lease.lease_id)
@@ -240,7 +239,7 @@ class World:
             )
         )
         assert isinstance(answer, i.Attached)
-        if answer.resolution is i.Resolution.ROLLED_BACK:
+        if answer.resolution is m.AttachResolution.ROLLED_BACK:
             self.rollbacks.append((answer.incarnation, newest.update))
         assert answer.next_update == newest.update + 1
         self.trainer = Trainer(
@@ -266,7 +265,7 @@ class World:
             i.LeaseBatch(ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update + 1, wait_s=0.0, **NAMES)
         )
         self.serve_questions()
-        if isinstance(answer, i.BatchGrant) and answer.lease_id:
+        if isinstance(answer, m.LeaseBatchResponse) and answer.lease_id:
             t.lease, t.stepped = answer, False
 
     def read_ahead(self) -> None:
@@ -275,7 +274,7 @@ class World:
         request = i.WatchReady(ticket=0, trainer_epoch=t.epoch, **NAMES)
         try:
             found = core.ready_ahead(request, self.ahead)
-        except Refusal as refusal:
+        except MeshError as refusal:
             assert refusal.reason in ("FENCED", "RUN_ENDED"), refusal
             return
         assert not core.ready_ahead(request, self.ahead)
@@ -293,14 +292,14 @@ class World:
             return
         release = {"trainer_epoch": t.epoch, "lease_id": t.lease.lease_id, **NAMES}
         t.lease = None
-        self.ask(i.ReleaseBatch(ticket=self.ticket(), **release))
+        self.ask(m.ReleaseBatch(ticket=self.ticket(), **release))
         self.lease_batch()
-        self.ask(i.ReleaseBatch(ticket=self.ticket(), **release))
+        self.ask(m.ReleaseBatch(ticket=self.ticket(), **release))
         if t.lease is not None:
             again = self.ask(
                 i.LeaseBatch(ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update + 1, wait_s=0.0, **NAMES)
             )
-            assert isinstance(again, i.BatchGrant)
+            assert isinstance(again, m.LeaseBatchResponse)
             assert again.lease_id == t.lease.lease_id != release["lease_id"]
 
     def step_and_commit(self, *, lose_reply: bool, dropped: Sequence[str] = (), applied: bool = True) -> None:
@@ -349,7 +348,7 @@ class World:
         self.checkpoints.append(Checkpoint(t.update, t.digest, t.incarnation, list(t.content)))
         if report:
             self.ask(
-                i.ReportCheckpoint(
+                m.ReportCheckpoint(
                     ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update, digest=t.digest, **NAMES
                 )
             )
@@ -363,7 +362,7 @@ class World:
         for _ in range(20):
             self.acquire(8)
             while len(self.leases) > stragglers:
-                self.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+                self.finish_episode(outcome=m.EpisodeOutcome.COMPLETED)
             self.serve_questions()
             if self.trainer.lease is None:
                 self.lease_batch()
@@ -399,6 +398,6 @@ def refused(world: World, request: i.Input) -> str:
     """Return the reason for which the core rejects `request`. Fail if it does not."""
     try:
         world.core.handle(request, world.now)
-    except Refusal as refusal:
+    except MeshError as refusal:
         return refusal.reason
     raise AssertionError(f"{request} was not refused")

@@ -344,7 +344,7 @@ CONTRADICTIONS: dict[str, Kind] = {
 """Kinds that are found without any stored head."""
 
 
-# The checkpoint is changed ---------------------------------------------------------------------------------------------
+# The checkpoint is changed ---------------------------------------------------------------------------------------------  # noqa: W505
 
 
 def meta_changed(edit: Callable[[random.Random, CheckpointMeta], dict[str, Any]]) -> Kind:

@@ -36,7 +36,9 @@ async def read_raw(log: StreamLog) -> list[RawRecord]:
 def with_facts(raw: RawRecord, facts: Sequence[Fact]) -> RawRecord:
     """Return the record with other facts and the same previous hash. Its own hash is right."""
     old = decode_record(raw.payload)
-    return sealed(replace(raw, payload=encode_record(old.record_id, old.time_unix_s, facts, old.previous)))
+    return sealed(
+        replace(raw, payload=encode_record(old.record_id, old.time_unix_s, facts, old.previous, old.protocol_minor))
+    )
 
 
 def sealed(raw: RawRecord) -> RawRecord:

@@ -144,6 +144,43 @@ async def test_old_payload_files_are_read(bus: MemoryBus, files: Path) -> None:
     assert len(read) > 10
 
 
+@pytest.mark.parametrize("protocol_minor", [0, 1])
+async def test_tokens_of_other_sources_are_unchecked_in_old_records_and_a_finding_in_present_ones(
+    bus: MemoryBus, files: Path, protocol_minor: int
+) -> None:
+    """A ledger from before `SampleMeta.external`, of a run that trained tokens of other sources."""
+    await bus.delete(run_streams(RUN).samples.name)
+    samples = await bus.create(run_streams(RUN).samples)
+    records, num = [], 0
+    for raw in await read_raw(await ledger_of(bus)):
+        old = decode_record(raw.payload)
+        facts = []
+        for fact in old.facts:
+            if isinstance(fact, EpisodeScored) and not num:
+                episode = types_pb2.Episode.FromString(PayloadFiles(files / "payloads").read(fact.payload.sequence))
+                num += len(episode.samples)
+                given = next(one for one in episode.segments if one.source != types_pb2.SEGMENT_SOURCE_POLICY)
+                given.loss_mask = b"\1" * (len(given.token_ids) // 4)
+                given.source = types_pb2.SEGMENT_SOURCE_DATASET
+                payload = episode.SerializeToString()
+                ref = PayloadRef(sequence=await samples.append(payload, msg_id="e"), size_bytes=len(payload))
+                fact = msgspec.structs.replace(fact, payload=ref)
+            facts.append(fact)
+        payload = encode_record(old.record_id, old.time_unix_s, facts, old.previous, protocol_minor)
+        records.append(replace(raw, payload=payload))
+    await bus.delete(run_streams(RUN).ledger.name)
+    report = await audit_run(await store(rechained(records), RUN, bus), RUN, payloads=True)
+    assert report.payloads is not None
+    assert report.payloads.compared == num == 1
+    assert report.holds == (protocol_minor == 0), report.to_text()
+    if report.holds:
+        unchecked = "an earlier release recorded 1 sample without the trained tokens of other sources, which could not be checked"
+        assert unchecked in report.to_text()
+    else:
+        assert [finding.check for finding in report.findings] == ["payloads"]
+        assert "`external` was reported as []" in report.findings[0].message
+
+
 # Newer files ----------------------------------------------------------------------------------------------------------
 
 

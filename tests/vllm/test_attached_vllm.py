@@ -1,7 +1,7 @@
 """What a real vLLM server does to a node that attaches to it: it ends, lacks a flag, or runs a model that it updates
 wrongly.
 
-The conformance suite has the rest. `make test-vllm` runs these tests.
+The conformance suite has the rest. `make suite NAME=vllm` runs these tests.
 """
 
 import asyncio
