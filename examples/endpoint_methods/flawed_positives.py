@@ -21,7 +21,7 @@ QUESTION = """\
 [Solution in steps; its answer is right]
 {steps}
 
-Review the solution step by step. Return JSON: {{"first_error": INDEX}}, the index of the earliest wrong step, or -1 if there is none."""
+Review the solution step by step. Return JSON: {{"first_error": INDEX}}, the index of the earliest wrong step, or -1 if there is none."""  # noqa: E501
 
 
 class FlawedPositivesOptions(AnswerOptions):
@@ -30,7 +30,7 @@ class FlawedPositivesOptions(AnswerOptions):
     """Reward of a flawed positive."""
 
 
-class FlawedPositives:
+class FlawedPositives(Scorer):
     Options = FlawedPositivesOptions
     rewards = ("flawed",)
 

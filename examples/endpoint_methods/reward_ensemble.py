@@ -45,7 +45,7 @@ def combined(scores, how, penalty):
     return fmean(scores) - (penalty * pvariance(scores) if how == "uncertainty" else 0.0)
 
 
-class RewardEnsemble:
+class RewardEnsemble(Scorer):
     Options = RewardEnsembleOptions
     rewards = tuple(f"member_{number}" for number in range(MEMBERS_MAX))
 

@@ -29,7 +29,7 @@ class CritiquedOptions(Settings):
     endpoint: str = "critic"
 
 
-class Critiqued:
+class Critiqued(Agent):
     """The agent: answers, reads a critique, and answers again."""
 
     Options = CritiquedOptions
@@ -47,7 +47,7 @@ class Critiqued:
         await env.generate()
 
 
-class AnswerOfTurn:
+class AnswerOfTurn(Scorer):
     """The scorer: 1 for each turn whose answer is accepted, else 0."""
 
     Options = AnswerOptions
@@ -84,7 +84,7 @@ class FirstTurnBaseline(TurnEstimator):
         }
 
 
-class FirstPromptGradient:
+class FirstPromptGradient(LossTerm):
     """The loss term: the gradient of the log-prob of the answer after the task alone."""
 
     needs = ("first_prompt",)

@@ -10,7 +10,7 @@ class CloseTextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ignore_case: bool = False
 
 
-class CloseText:
+class CloseText(Scorer):
     Options = CloseTextOptions
 
     def __init__(self, *, options):

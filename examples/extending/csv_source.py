@@ -13,7 +13,7 @@ class CsvOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
 
 
-class CsvSource:
+class CsvSource(TaskSource):
     Options = CsvOptions
 
     def __init__(self, *, base_dir, options):

@@ -9,7 +9,7 @@ class DoubtfulOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gap_max: float = 1.0
 
 
-class Doubtful:
+class Doubtful(LossTerm):
     Options = DoubtfulOptions
     needs = ("top_k_logprobs", "margin")  # an array of the engine, and a feature of `learner.features`
 

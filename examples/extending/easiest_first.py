@@ -4,7 +4,8 @@ import msgspec
 
 from rollmesh.services.data.selector import Selector
 
-class EasiestFirst:
+
+class EasiestFirst(Selector):
     def __init__(self, *, pool, seed):
         self.counts = [[0.0, 0.0] for _ in range(len(pool))]  # successes and failures per position in the pool
 

@@ -10,7 +10,7 @@ class KlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_ratio_max: float = 10.0
 
 
-class KlToBehavior:
+class KlToBehavior(LossTerm):
     Options = KlOptions
     needs = ()  # columns beside those that every update has, e.g. ("proximal",) or an output of the engine
 

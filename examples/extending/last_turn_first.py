@@ -3,7 +3,7 @@
 from rollmesh.trainer.update_rules import OptimizerStep, UpdateRule
 
 
-class LastTurnFirst:
+class LastTurnFirst(UpdateRule):
     def steps(self, batch, rng):
         samples = range(len(batch.samples))
         for turn in sorted(set(batch["turn"].tolist()), reverse=True):

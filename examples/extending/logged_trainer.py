@@ -14,7 +14,7 @@ class LoggedOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = "updates.jsonl"
 
 
-class LoggedTrainer:
+class LoggedTrainer(TrainerEngine):
     Options = LoggedOptions
     trains_model = True  # `rollmesh check` checks model, loss and device
 

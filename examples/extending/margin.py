@@ -1,7 +1,10 @@
-"""A feature: the log-prob of the token minus that of the most likely other token. Negative where another token was likelier."""
+"""A feature: the log-prob of the token minus that of the most likely other token. Negative where another token was
+likelier."""
+
+from rollmesh.trainer.features import Feature
 
 
-class Margin:
+class Margin(Feature):
     by_token = True
 
     def __call__(self, inputs):

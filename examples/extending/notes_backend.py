@@ -13,7 +13,7 @@ class NotesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     directory: str
 
 
-class NotesBackend:
+class NotesBackend(Backend):
     Options = NotesOptions
 
     def __init__(self, *, limits, folder, upstream, options):

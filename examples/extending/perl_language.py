@@ -10,7 +10,7 @@ class PerlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warnings: bool = True
 
 
-class Perl:
+class Perl(SandboxLanguage):
     Options = PerlOptions
 
     def __init__(self, *, options):

@@ -19,7 +19,7 @@ class ReverseSource(GeneratedSource):
         return Demonstration(calls=(), answer=key[::-1])
 
 
-class ReverseOracle:
+class ReverseOracle(Oracle):
     """Runs in the reward service only: the answer is in no task, message or log line."""
 
     def resolve(self, rest):

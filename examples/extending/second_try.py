@@ -9,7 +9,7 @@ class SecondTryOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request: str = "Check your answer and answer again."
 
 
-class SecondTry:
+class SecondTry(Agent):
     Options = SecondTryOptions
 
     def __init__(self, *, options):

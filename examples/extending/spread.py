@@ -9,7 +9,7 @@ class SpreadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     least: float = 0.5
 
 
-class Spread:
+class Spread(Finalizer):
     Options = SpreadOptions
 
     def __init__(self, *, options):

@@ -16,7 +16,7 @@ class UniformOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context_max: int = 1024
 
 
-class UniformEngine:
+class UniformEngine(Engine):
     Options = UniformOptions
     capabilities = EngineCapabilities()  # e.g. outputs=("entropy",): further per-token outputs that a request may name
 

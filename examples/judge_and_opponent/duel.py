@@ -39,8 +39,9 @@ class LargestSource(GeneratedSource):
         return Demonstration(calls=((largest, theirs),), answer=largest)  # draft, draft of the opponent, answer
 
 
-class LargestOracle:
-    """The answers of the tasks. They are for the reward `correct`, which is only recorded; the judge does not get them."""
+class LargestOracle(Oracle):
+    """The answers of the tasks. They are for the reward `correct`, which is only recorded; the judge does not get
+    them."""
 
     def resolve(self, rest):
         return AnswerKey(answers=(max(rest.split(), key=int),))
@@ -51,7 +52,7 @@ def draft_of(text):
     return re.sub(r"</?[a-z_]+>", "", text).strip()
 
 
-class Duelist:
+class Duelist(Agent):
     """Writes a draft, asks the opponent for one, and writes the final answer."""
 
     async def run(self, task, env):
@@ -61,7 +62,7 @@ class Duelist:
         await env.generate()
 
 
-class ComparedByJudge:
+class ComparedByJudge(Scorer):
     """The reward is the score of the judge."""
 
     def use_endpoints(self, endpoints):

@@ -28,13 +28,13 @@ class Judge(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = request["messages"][-1]["content"]
         said = json.dumps({"score": score(question)})
-        words, told = len(question.split()), len(said.split())  # the words are the tokens of this judge
+        words, reported = len(question.split()), len(said.split())  # the words are the tokens of this judge
         body = {
             "id": "chatcmpl-judge",
             "object": "chat.completion",
             "model": request["model"],
             "choices": [{"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": words, "completion_tokens": told, "total_tokens": words + told},
+            "usage": {"prompt_tokens": words, "completion_tokens": reported, "total_tokens": words + reported},
         }
         data = json.dumps(body).encode()
         self.send_response(200)

@@ -5,7 +5,7 @@ it answers.
     python agent.py [--stream] --serve PORT  a service that gets tasks by POST /run, as for `rollout.agent: {name: url, ...}`
 
 `OpenAI()` reads the address and the key of the model from the environment. It needs `pip install openai`.
-"""
+"""  # noqa: E501, W505
 
 import ast
 import json

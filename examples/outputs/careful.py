@@ -14,7 +14,7 @@ class CarefulOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Beginning of the second answer."""
 
 
-class Careful:
+class Careful(Agent):
     Options = CarefulOptions
 
     def __init__(self, *, options):

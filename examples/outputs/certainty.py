@@ -10,7 +10,7 @@ from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.domain.trajectory import Message, Reward
 
 
-class Certainty:
+class Certainty(Scorer):
     """The mean distance of the two most likely tokens, in nats, and the negative mean entropy of the last turn."""
 
     columns = ("entropy", "top_k_logprobs")  # arrays of `rollout.outputs`; `logprobs` is always there
@@ -30,8 +30,9 @@ class Certainty:
         return [Reward(name="", value=float(margin)), Reward(name="low_entropy", value=-float(entropy))]
 
 
-class Dependence:
-    """The mean log-prob of the answer after its prompt, less that after another prompt. It is high for an answer to this question only."""
+class Dependence(Scorer):
+    """The mean log-prob of the answer after its prompt, less that after another prompt. It is high for an answer to
+    this question only."""
 
     other: ClassVar = [Message(role="user", content="Answer any question.")]
 

@@ -4,6 +4,6 @@ from rollmesh.services.rollout import agent
 from rollmesh.services.rollout.agent import Environment, Task
 
 
-class Agent:
+class Agent(agent.Agent):
     async def run(self, task: Task, env: Environment) -> None:
         await env.generate()

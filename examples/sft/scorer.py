@@ -4,6 +4,6 @@ from rollmesh.services.reward import scorer
 from rollmesh.services.reward.item import ScoreItem
 
 
-class Scorer:
+class Scorer(scorer.Scorer):
     async def score(self, item: ScoreItem) -> float:
         return float(item.response().strip() == item.answer_key.answers[0])

@@ -20,7 +20,7 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Observation after a turn that is neither a call nor an answer."""
 
 
-class Agent:
+class Agent(agent.Agent):
     """One instance serves many episodes at once, so keep the state of an episode in local variables."""
 
     Options: ClassVar[type[msgspec.Struct]] = AgentOptions

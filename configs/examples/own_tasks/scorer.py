@@ -23,7 +23,7 @@ class ScorerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Largest absolute difference from the key of a correct answer."""
 
 
-class Scorer:
+class Scorer(scorer.Scorer):
     """The answer key comes from the task file by `answer_pattern`; it must not appear in the evidence."""
 
     Options: ClassVar[type[msgspec.Struct]] = ScorerOptions
