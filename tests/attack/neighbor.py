@@ -21,7 +21,7 @@ from rollmesh.shared.errors import MeshError, SandboxFailed
 
 _PAUSE_S = 0.004
 """Seconds between two timed calls, because a model calls again only after it has read the result."""
-_CALL_S = 20.0
+CALL_S = 20.0
 """Timeout of a call, long enough that a busy host alone loses no neighbor."""
 _STATE = """
 import os, signal, time
@@ -71,7 +71,7 @@ class Neighbor:
     async def open(self) -> None:
         await self._engine.open("neighbor", "python", self._engine.limits("python"))
         code = _STATE.format(secret=self.secret)
-        result = await self._engine.run("neighbor", Program(code=code), _CALL_S)
+        result = await self._engine.run("neighbor", Program(code=code), CALL_S)
         assert result.error_message == "", result.traceback
 
     async def replace(self) -> None:
@@ -81,7 +81,7 @@ class Neighbor:
 
     async def state(self) -> str:
         """Return all state of the neighbor that an attack could change."""
-        return (await self._engine.call("neighbor", "state", [], _CALL_S)).result
+        return (await self._engine.call("neighbor", "state", [], CALL_S)).result
 
     async def quiet(self, num_calls: int) -> None:
         """Time calls while nothing else runs."""
@@ -121,7 +121,7 @@ class Neighbor:
 
     async def _tick(self) -> float:
         began_s = time.perf_counter()
-        result = await self._engine.call("neighbor", "tick", [], _CALL_S)
+        result = await self._engine.call("neighbor", "tick", [], CALL_S)
         if result.result != "tock":
             raise SandboxFailed(f"the neighbor answered {result}")
         return time.perf_counter() - began_s
