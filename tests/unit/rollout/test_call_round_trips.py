@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rollmesh.services.rollout.config import FormatConfig
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall, turn_tokens
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
+from rollmesh.services.rollout.tool_calls.marked import READS_MAX, MarkedStream
 from rollmesh.services.rollout.tool_calls.parsing import ParsedCall, parse_turn
 from rollmesh.services.rollout.tool_calls.xml_calls import Qwen3CoderParser
 from rollmesh.shared.config.registry import Extension
@@ -178,6 +180,11 @@ def test_a_name_outside_of_the_arguments_is_read(
         (DEEPSEEK, "<|call|>```json{}```<|end|>", "must have a name before ```json"),
         (DEEPSEEK, "<|call|>add```json[1]```<|end|>", "must be a JSON object, got list"),
         (DEEPSEEK, '<|call|>add```json{"a": NaN}```<|end|>', "NaN"),
+        (
+            DEEPSEEK,
+            "<|call|>add```json{a: 1}```<|end|>",
+            "the arguments of a tool call must be a JSON object, got JSON",
+        ),
         (DEEPSEEK, "<|call|>add```json{} and so on```<|end|>", "must end after its arguments"),
         (DEEPSEEK, "<|call|>add```json" + "[" * 20_000 + "```<|end|>", "cannot be read"),
         (MISTRAL, "[TOOL_CALLS]add[CALL_ID]{}", "must have [ARGS] after its id"),
@@ -196,6 +203,45 @@ def test_a_malformed_call_with_a_name_stays_in_the_content(words: ChatFormat, te
 def test_many_named_calls_are_read_in_linear_time() -> None:
     text = "[TOOL_CALLS]" + "[TOOL_CALLS]".join(['add[ARGS]{"note": "[ARGS]{"}'] * 20_000)
     assert len(parse_turn(tool_call_parser(DEMO_FORMAT, Extension("named_json")), text, TOOLS).calls) == 20_000
+
+
+QUOTED_IDS = replace(MISTRAL, tool_call_end="<|end|>", tool_call_next="[TOOL_CALLS]")
+END = "</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("words", "part", "begin", "end"),
+    [
+        (QUOTED_IDS, '[TOOL_CALLS]add[CALL_ID]"[ARGS]{{"note":"<|end|>"}}', "", "<|end|>"),
+        (TAGGED, f"<arg_key>k{{}}</arg_key><arg_value>{END}</arg_value>", "<tool_call>add", END),
+        (
+            replace(DEMO_FORMAT, tool_call_body="xml"),
+            f"<parameter=k{{}}>{END}</parameter>",
+            "<tool_call><function=add>",
+            f"</function>{END}",
+        ),
+    ],
+)
+def test_a_call_with_an_end_marker_in_each_of_many_values_is_read_in_linear_time(
+    monkeypatch: pytest.MonkeyPatch, words: ChatFormat, part: str, begin: str, end: str
+) -> None:
+    num_read = 0
+    plain = MarkedStream.__init__
+
+    def counting(self: MarkedStream, start: str, end: str, read: Callable[[str], list[ParsedCall]]) -> None:
+        def counted(body: str) -> list[ParsedCall]:
+            nonlocal num_read
+            num_read += len(body)
+            return read(body)
+
+        plain(self, start, end, counted)
+
+    monkeypatch.setattr(MarkedStream, "__init__", counting)
+    few, many = (begin + "".join(part.format(number) for number in range(num)) + end for num in (20, 1000))
+    assert parse_turn(tool_call_parser(words), few, TOOLS).calls
+    num_read = 0
+    assert "in fewer than 64 of its values" in parse_turn(tool_call_parser(words), many, TOOLS).error
+    assert num_read <= READS_MAX * len(many)
 
 
 def test_a_parser_that_does_not_fit_the_template_is_reported(tokenizers: dict[str, ChatTokenizer]) -> None:

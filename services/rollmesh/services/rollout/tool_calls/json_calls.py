@@ -33,27 +33,30 @@ class UnterminatedCall(MalformedCall):
 
 def read_json(text: str) -> Any:
     """Return the value of a JSON text. Raise `MalformedCall`."""
-    return _decoded(lambda: json.loads(text, parse_constant=_reject_constant))
+    return _decoded(lambda: json.loads(text, parse_constant=_reject_constant), _EXPECTED)
 
 
 def read_object(text: str, at: int) -> tuple[dict[str, Any], int]:
     """Return the JSON object that begins at a place of the text, or after white space there, and the place after it.
     Raise `MalformedCall`."""
     at = after_space(text, at)
-    value, end = _decoded(lambda: _DECODER.raw_decode(text, at))
+    expected = "the arguments of a tool call must be a JSON object"
+    value, end = _decoded(lambda: _DECODER.raw_decode(text, at), expected)
     if not isinstance(value, dict):
-        raise MalformedCall(f"the arguments of a tool call must be a JSON object, got {type(value).__name__}")
+        raise MalformedCall(f"{expected}, got {type(value).__name__}")
     return value, end
 
 
-def _decoded(decode: Callable[[], Any]) -> Any:
+def _decoded(decode: Callable[[], Any], expected: str) -> Any:
+    """Return what `decode` returns. Raise `MalformedCall`, which begins with what is expected, for a text that is not
+    JSON."""
     try:
         return decode()
     except json.JSONDecodeError as err:
         kind = UnterminatedCall if err.msg.startswith("Unterminated string") else MalformedCall
-        raise kind(f"{_EXPECTED}, got JSON with an error at character {err.pos}: {err.msg}") from err
+        raise kind(f"{expected}, got JSON with an error at character {err.pos}: {err.msg}") from err
     except (ValueError, RecursionError) as err:  # a number with too many digits, or too many brackets
-        raise MalformedCall(f"{_EXPECTED}, got JSON that cannot be read: {err}") from err
+        raise MalformedCall(f"{expected}, got JSON that cannot be read: {err}") from err
 
 
 def calls_of(value: Any, tools: Sequence[ToolSchema]) -> list[ParsedCall]:

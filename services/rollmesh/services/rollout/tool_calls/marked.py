@@ -31,6 +31,9 @@ from rollmesh.services.rollout.tool_calls.parsing import (
 
 _STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 """The rest of a string of JSON, up to its end or to a backslash without the next character."""
+READS_MAX = 64
+"""How often a call with end markers inside its values is read. Each of them could otherwise cost the time of the whole
+call."""
 HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 MISTRAL_WORDS = ("[TOOL_CALLS]", "", "[ARGS]", "[TOOL_CALLS]")
 """Start and end of a call, what ends its name, and what stands between two calls."""
@@ -101,6 +104,8 @@ class MarkedStream:
         """Number of characters of `_text` that have no end marker, or one that is a part of the call."""
         self._in_string: bool | None = None
         """Whether `_searched` is inside a string of JSON; None until an end marker was inside one."""
+        self._num_reads = 0
+        """How often the call was read and had no end yet."""
         self._value_end = ""
         """What closes the value that `_searched` is inside of; empty outside of such a value."""
 
@@ -136,7 +141,7 @@ class MarkedStream:
         return pieces + self._content.finish()
 
     def _begin_call(self) -> None:
-        self._searched, self._in_string, self._value_end = 0, None, ""
+        self._searched, self._in_string, self._value_end, self._num_reads = 0, None, "", 0
 
     def _call(self) -> list[str | ParsedCall] | None:
         """Return the call at the beginning of the text, or it as content if it is malformed, or None if its end is
@@ -145,12 +150,15 @@ class MarkedStream:
             body, rest = self._text[:at], self._text[at + len(self._end) :]
             try:
                 calls = self._read(body)
-            except UnterminatedCall as err:
-                self._searched, self._value_end = at + len(self._end), err.value_end
-                self._in_string = None if err.value_end else True
-                continue
             except MalformedCall as err:
+                self._num_reads += 1
+                if isinstance(err, UnterminatedCall) and self._num_reads < READS_MAX:
+                    self._searched, self._value_end = at + len(self._end), err.value_end
+                    self._in_string = None if err.value_end else True
+                    continue
                 self.error = str(err)
+                if isinstance(err, UnterminatedCall):
+                    self.error = f"a tool call must have {self._end} in fewer than {READS_MAX} of its values"
                 wrong, again, _ = body.rpartition(self._start)
                 if not again:
                     self._inside, self._text = False, rest
