@@ -24,6 +24,7 @@ from rollmesh.services.rollout.tool_calls.marked import READS_MAX, MarkedStream
 from rollmesh.services.rollout.tool_calls.parsing import ParsedCall, parse_turn
 from rollmesh.services.rollout.tool_calls.xml_calls import Qwen3CoderParser
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.unit.rollout.chat_tokenizers import save_all
 
@@ -262,6 +263,18 @@ def test_words_of_the_configuration_describe_calls_to_a_template_that_ignores_to
             ),
         )
         assert why_unread(tokenizer, tool_call_parser(tokenizer.format)) == "", body
+
+
+@pytest.mark.parametrize(
+    ("start", "separator", "key"),
+    [(None, None, "tool_call_separator"), (None, "", "tool_call_separator"), (None, "{id}[ARGS]", "tool_call_separator"), ("", "[ARGS]", "tool_call_start")],
+)  # fmt: skip
+def test_words_that_do_not_bound_the_name_of_a_call_are_rejected(
+    tmp_path: Path, start: str | None, separator: str | None, key: str
+) -> None:
+    words = FormatConfig(tool_call_body="named_json", tool_call_start=start, tool_call_separator=separator)
+    with pytest.raises(ConfigError, match=f"`rollout.format.{key}`: must .* for the body named_json"):
+        _ = load_tokenizer(save_all(tmp_path)["gemma"], words).format
 
 
 # The tags of Qwen3-Coder ----------------------------------------------------------------------------------------------

@@ -97,7 +97,8 @@ class ChatFormat:
 def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str], eos: Sequence[str]) -> ChatFormat:
     """Return the format of a model. `special` are its special tokens, `eos` the tokens that end a sequence.
 
-    Raise `ConfigError` if no token ends a turn, or if the template does not write the configured token there.
+    Raise `ConfigError` if no token ends a turn, if the template does not write the configured token there, or if
+    nothing would show where a call begins or its name ends.
     """
     as_text = _takes_text_only(render)
     tail = _tail(render)
@@ -105,7 +106,7 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
     call = _written_call(render, turn_end, as_text) or _Call("<tool_call>", "</tool_call>", "json")
     turn_ends = tuple(dict.fromkeys((turn_end, *eos)))
     observation = config.observation or _observation(render, turn_ends, as_text)
-    return ChatFormat(
+    words = ChatFormat(
         turn_ends=turn_ends,
         tool_call_start=call.start if config.tool_call_start is None else config.tool_call_start,
         tool_call_end=call.end if config.tool_call_end is None else config.tool_call_end,
@@ -119,6 +120,21 @@ def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str
         renders_results=_renders_results(render, as_text),
         arguments_as_text=as_text,
     )
+    if words.tool_call_body == "named_json":
+        _check_named(words)
+    return words
+
+
+def _check_named(words: ChatFormat) -> None:
+    for name, word, must in (
+        ("tool_call_start", words.tool_call_start, "not be empty"),
+        ("tool_call_separator", words.tool_call_separator, f"begin with text that ends the name, before {_ID_PLACE}"),
+    ):
+        if not word.partition(_ID_PLACE)[0].strip():
+            raise ConfigError(
+                f"`rollout.format.{name}`: must {must} for the body named_json, got {word!r}; set the key",
+                key=f"rollout.format.{name}",
+            )
 
 
 def tools_text(tools: Sequence[ToolSchema], words: ChatFormat) -> str:
@@ -247,7 +263,9 @@ def _markers(render: Render, turn_end: str, as_text: bool, name: str, key: str, 
         return _Call(before.strip(), after.rpartition("</arg_value>")[2].strip(), "arg_tags")
     if before and "{" in after:
         separator = after.partition("{")[0].strip().replace(_CALL_ID, _ID_PLACE)
-        return _Call(before.strip(), after.rpartition("}")[2].strip(), "named_json", separator) if separator else None
+        if not separator.partition(_ID_PLACE)[0].strip():
+            return None  # nothing ends the name
+        return _Call(before.strip(), after.rpartition("}")[2].strip(), "named_json", separator)
     start, _, rest = turn.partition(value)
     # A bare call without a marker cannot be distinguished from an answer.
     return _Call(start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None

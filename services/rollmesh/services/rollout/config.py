@@ -63,11 +63,6 @@ class FormatConfig(Settings):
     def check_fields(self) -> None:
         if self.observation is not None and self.observation.count("{text}") != 1:
             raise ValueError(f"`observation` must contain {{text}} exactly once, got {self.observation!r}")
-        if self.tool_call_body == "named_json" and self.tool_call_separator == "":
-            raise ValueError(
-                "`tool_call_separator` must not be empty for the body named_json, got ''; name what ends the tool's "
-                "name"
-            )
         if self.turn_end == "":
             raise ValueError("`turn_end` must not be empty, got ''; remove the key to take it from the chat template")
 
