@@ -73,7 +73,6 @@ class Comparer:
         self._i = sympy.I
         self._latex = [math_verify.LatexExtractionConfig(normalization_config=normalization)]
         self._boxed = extract_boxed_content
-
         self._zero = sympy.Integer(0)
         self.key = lru_cache(maxsize=_KEYS_MAX)(self._key)
 

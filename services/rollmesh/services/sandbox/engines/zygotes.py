@@ -40,8 +40,10 @@ class Zygotes:
         self._closed = False
 
     async def get(self, profile: str) -> ZygoteProcess:
-        """Return a running zygote, started if needed. Raises SandboxFailed. It is guaranteed to run only until the
-        caller awaits again."""
+        """Return a running zygote, started if needed. It is guaranteed to run only until the caller awaits again.
+
+        Raises SandboxFailed, and Cancelled if `close` ends the start.
+        """
         num_starts = 0
         while (zygote := self.running(profile)) is None:  # it can end before the caller resumes
             if self._closed:

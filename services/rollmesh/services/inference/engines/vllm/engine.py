@@ -4,9 +4,10 @@ vLLM runs the model, the key-value cache and the batch in its own processes. Thi
 has at most `slots_max` of them, and none before the first weights. A sampler of the project runs in vLLM's workers
 (`sampler`), so tokens depend on weights, prefix and seed only, as with the other engines.
 
-    submit -> queue -> a task per running request: add to vLLM -> outputs -> `LiveRequest` -> deltas prepare -> check
-    the files -> keep them (`prepared_files`) activate -> pause -> each worker loads the files (`weights`) -> drop or
-    keep the cache -> emit the old tokens -> resume
+    submit   -> queue -> a task per running request: add to vLLM -> outputs -> `LiveRequest` -> deltas
+    prepare  -> check the files -> keep them (`prepared_files`)
+    activate -> pause -> each worker loads the files (`weights`) -> drop or keep the cache -> emit the old tokens
+             -> resume
 
 Prefixes are salted with the serial number of the weights under which a request begins, so that its prompt is never read
 from keys and values of other weights. A request without a token at an update begins again under the new weights, at
@@ -249,9 +250,8 @@ class VllmEngine(Engine):
                 self._prompt(request.request.token_ids),
                 self._params(request),
             )
-            if (
-                self._running.get(request_id) is not asyncio.current_task()
-            ):  # it has ended or begun again before vLLM had it
+            # It may have ended or begun again before vLLM had it.
+            if self._running.get(request_id) is not asyncio.current_task():
                 await self._llm.abort(collector.request_id, internal=True)
                 return
             self._collectors[request_id] = collector
