@@ -93,6 +93,21 @@ async def test_a_key_beyond_the_limit_is_an_error_of_the_task() -> None:
         await compared.close()
 
 
+async def test_a_key_that_crashes_its_worker_is_an_error_with_this_cause() -> None:
+    compared = pool(compare_s_max=30.0)
+    try:
+        assert (await compared.compare(["8"], "8.0")).equal
+        (worker,) = compared._idle
+        worker.send_signal(signal.SIGSTOP)
+        waiting = asyncio.create_task(compared.compare(["7"], "7"))
+        worker.send_signal(signal.SIGSEGV)
+        worker.send_signal(signal.SIGCONT)
+        with pytest.raises(ScorerFailed, match=r"answer of the key ends the process that reads it \(status -11\)"):
+            await waiting
+    finally:
+        await compared.close()
+
+
 BUSY = """
 import sys, time
 from rollmesh.services.reward import math_worker

@@ -115,9 +115,11 @@ class MathPool:
             _kill(worker)
             raise
         if key is None:
+            cause = f"needs more than {self.compare_s_max:g} s of CPU to compare (`compare_s_max`)"
+            if worker.returncode != -signal.SIGPROF:
+                cause = f"ends the process that reads it (status {worker.returncode})"
             raise ScorerFailed(
-                f"an accepted answer of the key needs more than {self.compare_s_max:g} s of CPU to compare "
-                "(`compare_s_max`); write its value in a simpler form in the key of the task"
+                f"an accepted answer of the key {cause}; write its value in a simpler form in the key of the task"
             )
         if reply is not None:
             self._idle.append(worker)
