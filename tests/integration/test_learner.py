@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import weakref
 from collections.abc import AsyncIterator, Sequence
@@ -249,6 +250,26 @@ async def test_sources_that_were_admitted_since_the_start_of_the_learner_are_tra
         assert opened == [(), ("hint", "dataset")]
         await train(running, config(tmp_path, external_sources=("dataset", "hint")), open_engine=opener)
     assert opened[2:] == [("dataset", "hint")]
+
+
+async def test_a_checkpoint_that_is_lost_while_the_trainer_is_opened_again_is_rolled_back(tmp_path: Path) -> None:
+    """The attach named the lost checkpoint. The older weights must not be published as those of its update."""
+    num_opened = 0
+
+    def opener(settings: LearnerConfig) -> Restored:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened == 2:
+            shutil.rmtree(list_checkpoints(settings.checkpoints)[-1])
+        return FakeTrainer.open(settings)
+
+    async with RunningWorld(tmp_path, updates_max=4) as running:
+        await train_and_die(running, config(tmp_path), LearnerFaultPoint.CHECKPOINTED, update=2)
+        running.world.spec.external_sources.append("dataset")
+        settings = config(tmp_path)
+        await train(running, settings, open_engine=opener)
+        assert running.world.incarnation == 1
+        check_once(running.world, settings)
 
 
 async def test_stop_command_ends_with_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:

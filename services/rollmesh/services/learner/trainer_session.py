@@ -90,10 +90,7 @@ async def begin_session(parts: Parts) -> TrainerSession:
     `VersionConflict` are permanent.
     """
     with parts.progress.during("attach"):
-        restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
-        for damage in restored.passed_by:
-            parts.progress.last_error = damage
-            _log.error("%s", damage)
+        restored = await _open(parts, parts.config)
         position = restored.position
         trainer = await parts.run.attach(
             last_update=position.update,
@@ -105,16 +102,25 @@ async def begin_session(parts: Parts) -> TrainerSession:
         if set(admitted) != set(parts.config.external_sources):  # changed since this process has read its configuration
             # This frees the memory of its model. It is not closed, because the next one uses the ranks of torchrun.
             del restored
-            config = structs.replace(parts.config, external_sources=admitted)
-            restored = await parts.compute.run(lambda: parts.open_engine(config))
-    attached = trainer.attached
-    if attached.next_update != position.update + 1:
+            restored = await _open(parts, structs.replace(parts.config, external_sources=admitted))
+    attached, opened = trainer.attached, restored.position.update
+    if attached.next_update != opened + 1:
         raise WrongUpdate(
-            f"attached with update {position.update}, but the coordinator expects {attached.next_update} next"
+            f"attached with update {position.update}, but the trainer was opened at update {opened} and the "
+            f"coordinator expects {attached.next_update} next; attach again from the newest checkpoint"
         )
     session = TrainerSession(parts, restored, trainer)
     await session.publish()  # no batch can be leased before it
     return session
+
+
+async def _open(parts: Parts, config: LearnerConfig) -> Restored:
+    """Open the trainer, and report the checkpoints that it passed by."""
+    restored = await parts.compute.run(lambda: parts.open_engine(config))
+    for damage in restored.passed_by:
+        parts.progress.last_error = damage
+        _log.error("%s", damage)
+    return restored
 
 
 @dataclass(frozen=True, slots=True)
