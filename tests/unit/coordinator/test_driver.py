@@ -15,6 +15,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.errors import (
     DataLoss,
@@ -383,6 +384,22 @@ async def test_a_bug_in_the_core_stops_the_driver_after_what_was_decided_before(
         assert not b.failures
         assert not b.lost
         assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+async def test_a_refusal_after_a_part_was_decided_is_a_bug_because_the_ledger_lacks_that_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench() as b:
+        await b.begin()
+
+        def broken(ctx: DecisionContext, request: i.Input) -> None:
+            ctx.emit(f.CheckpointReported(policy="main", learner="main", update=9))
+            raise Fenced("too late")
+
+        monkeypatch.setitem(core_module._HANDLERS, i.AttachTrainer, broken)
+        with pytest.raises(Internal, match="rejected after CheckpointReported was decided: too late"):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+        assert b.core.state.the_clock.checkpoint == 0
 
 
 async def test_a_bug_outside_the_core_ends_the_run_in_place_and_callers_retry(

@@ -36,7 +36,7 @@ from rollmesh.services.coordinator.core.decision_context import DecisionContext,
 from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 from rollmesh.shared.domain.versions import oldest_admissible
-from rollmesh.shared.errors import RunEnded, RunExists, UnknownRun
+from rollmesh.shared.errors import MeshError, RunEnded, RunExists, UnknownRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +113,21 @@ class Core:
         self.ephemeral = EphemeralState()
 
     def handle(self, request: i.Input, now: float) -> Decision:
-        """Decide on one input. Raises MeshError if the input is rejected; the state is then unchanged."""
+        """Decide on one input. Raises MeshError if the input is rejected; the state is then unchanged. An error after a
+        part was decided is a bug, which the caller must resolve by a recovery of the stored state."""
         ctx = DecisionContext(self.state, self.ephemeral, now)
         if self.state.spec is None and not isinstance(request, m.CreateRun):
             raise UnknownRun("no such run; CreateRun first")
         if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(ctx):
             raise RunEnded(f"run {ctx.spec.run} has ended: {self.state.ended}")
-        _HANDLERS[type(request)](ctx, request)
-        self._pump(ctx)
+        try:
+            _HANDLERS[type(request)](ctx, request)
+            self._pump(ctx)
+        except MeshError as error:
+            if ctx.facts:
+                names = ", ".join(type(fact).__name__ for fact in ctx.facts)
+                raise RuntimeError(f"rejected after {names} was decided: {error}") from error
+            raise
         if any(isinstance(fact, PROGRESS) for fact in ctx.facts):
             self.ephemeral.progressed_at = now
             self.ephemeral.failing.clear()
