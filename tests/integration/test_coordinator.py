@@ -258,7 +258,7 @@ async def test_measurements_on_groups_are_stored_with_the_first_commit_of_an_upd
         events_pb2.TrainedGroup(group=name, mean_abs_advantage=0.1 + n, policy_loss=-0.3, num_tokens=5 + n)
         for n, name in enumerate(names)
     ]
-    with pytest.raises(InvalidInput, match="is not in the leases of update 1") as caught:
+    with pytest.raises(InvalidInput, match="`groups` must name only groups of the leases of update 1, got ") as caught:
         await mesh.commit(1, [batch.lease_id], groups=[*given, events_pb2.TrainedGroup(group="g999", num_tokens=1)])
     assert [violation.field for violation in caught.value.violations] == ["groups"]
     committed = await mesh.commit(1, [batch.lease_id], groups=given)

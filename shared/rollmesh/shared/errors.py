@@ -75,14 +75,14 @@ __all__ = [
 # Invalid input --------------------------------------------------------------------------------------------------------
 
 
-def field_error(field: str, must: str, got: object, remedy: str = "") -> InvalidInput:
+def field_error(field: str, must: str, got: object, remedy: str = "", **metadata: object) -> InvalidInput:
     """Return the error of a field: "`FIELD` must MUST, got GOT; REMEDY".
 
     `got` is shown as Python writes it, at most 100 characters. None is shown as "none", and an exception as its
     message.
     """
     what = f"must {must}, got {_shown(got)}" + (f"; {remedy}" if remedy else "")
-    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])
+    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)], **metadata)
 
 
 def _shown(got: object) -> str:

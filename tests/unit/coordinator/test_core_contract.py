@@ -139,6 +139,9 @@ def test_a_gateway_reads_only_the_samples_that_it_names() -> None:
     fields = {"trainer_epoch": run.epoch, "lease_id": batch.lease_id}
     assert ids(run.ask(m.GetBatch, **fields)) == ids(batch)
     assert ids(run.ask(m.GetBatch, **fields, sample_ids=tuple(wanted))) == wanted
+    fenced = refusal(run, m.GetBatch, **fields | {"trainer_epoch": run.epoch - 1})
+    assert (fenced.reason, fenced.metadata["current_epoch"]) == ("FENCED", str(run.epoch))
+    assert fenced.message.endswith("attach again from the newest checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,7 @@ def test_an_amount_that_admission_never_supplies_is_refused_with_the_largest(uni
         "geometry.amount",
         str(most),
     )
+    assert f"must be in [1, {most}] {unit.name.lower()} for update 1, got {most + 1}; max_staleness" in error.message
     run.ask(i.LeaseBatch, **trainer(run, update=1, unit=unit, amount=most, wait_s=1.0))
 
 

@@ -11,18 +11,22 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.apply import RELEASED
 from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext
 from rollmesh.services.coordinator.core.facts import SampleEnd
-from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
+from rollmesh.services.coordinator.core.guards import (
+    check_epoch,
+    check_not_fenced,
+    check_trains,
+    held_batch,
+    refuse_expired,
+)
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.errors import (
-    Fenced,
-    FieldViolation,
-    InvalidInput,
     NotPublished,
     PayloadTooLarge,
     RunEnded,
     WrongUpdate,
+    field_error,
 )
 
 
@@ -152,11 +156,9 @@ def _check_geometry(ctx: DecisionContext, request: i.LeaseBatch) -> None:
     update = ctx.clock.applied + 1
     most = _most(ctx, update, unit)
     if amount > most:
-        message = (
-            f"`geometry.amount` must be in [1, {most}] {unit.name.lower()} for update {update}, got {amount}: with "
-            f"max_staleness {ctx.spec.max_staleness} and batch_groups {ctx.spec.batch_groups} no more can be admitted"
-        )
-        raise InvalidInput(message, violations=[FieldViolation("geometry.amount", message)], amount_max=most)
+        must = f"be in [1, {most}] {unit.name.lower()} for update {update}"
+        why = f"max_staleness {ctx.spec.max_staleness} and batch_groups {ctx.spec.batch_groups} admit no more"
+        raise field_error("geometry.amount", must, amount, why, amount_max=most)
 
 
 def _most(ctx: DecisionContext, update: int, unit: i.GeometryUnit) -> int:
@@ -306,8 +308,7 @@ def group_members(group: GroupState) -> m.GroupContext:
 
 def get_batch(ctx: DecisionContext, request: m.GetBatch) -> None:
     """Reply with the samples of a lease, for the gateway. The request has no policy."""
-    if request.trainer_epoch != ctx.clock.trainer_epoch:
-        raise Fenced(f"trainer epoch {request.trainer_epoch} is fenced by {ctx.clock.trainer_epoch}")
+    check_not_fenced(ctx, request.trainer_epoch)
     batch, wanted = held_batch(ctx, request.lease_id), set(request.sample_ids)
     samples = ((g, s) for g in (ctx.state.groups[name] for name in batch.groups) for s in g.live_samples())
     found = tuple(_leased_sample(ctx, g, s, batch) for g, s in samples if not wanted or s.sample_id in wanted)

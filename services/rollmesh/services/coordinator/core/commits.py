@@ -18,13 +18,13 @@ from rollmesh.shared.errors import (
     BeyondBound,
     CommitConflict,
     DigestMismatch,
-    FieldViolation,
     InvalidInput,
     RunEnded,
     UnknownUpdate,
     VersionConflict,
     WrongUpdate,
     WrongVersion,
+    field_error,
 )
 
 SKIPPED = "SKIPPED_UPDATE"
@@ -58,18 +58,9 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
         )
     leased = [s for b in batches for s in b.sample_ids]
     if unleased := sorted(set(request.named) - set(leased)):
-        raise _not_leased(
-            "samples",
-            "UNKNOWN_SAMPLE",
-            f"`samples` names {unleased[0]!r}, which is not in the leases of update {request.update}",
-        )
+        raise _not_leased("samples", "UNKNOWN_SAMPLE", request.update, unleased[0])
     if unleased := sorted({g.group for g in request.groups} - {name for b in batches for name in b.groups}):
-        raise _not_leased(
-            "groups",
-            "UNKNOWN_GROUP",
-            f"`groups` names {unleased[0]!r}, which is not in the leases of update {request.update}; name only groups "
-            "of the lease",
-        )
+        raise _not_leased("groups", "UNKNOWN_GROUP", request.update, unleased[0])
     used, dropped = dispositions(request, leased)
     _check_bound(ctx, batches, used, request.update)
     digest = next_digest(ctx.clock.digest, request.update, used)
@@ -95,9 +86,9 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
     ctx.reply(request, i.Committed(digest=digest))
 
 
-def _not_leased(field: str, reason: str, message: str) -> InvalidInput:
-    """Return the error of a commit whose `field` names what it did not lease."""
-    error = InvalidInput(message, violations=[FieldViolation(field, message)])
+def _not_leased(field: str, reason: str, update: int, name: str) -> InvalidInput:
+    """Return the error of a commit whose `field` contains a name that is not in its leases."""
+    error = field_error(field, f"name only {field} of the leases of update {update}", name)
     error.reason = reason
     return error
 

@@ -29,12 +29,16 @@ def check_names(ctx: DecisionContext, policy: str, learner: str) -> None:
 
 def check_epoch(ctx: DecisionContext, request: TrainerRequest[Any]) -> None:
     check_names(ctx, request.policy, request.learner)
+    check_not_fenced(ctx, request.trainer_epoch)
+
+
+def check_not_fenced(ctx: DecisionContext, trainer_epoch: int) -> None:
     current = ctx.clock.trainer_epoch
-    if request.trainer_epoch != current:
+    if trainer_epoch != current:
         raise Fenced(
-            f"trainer epoch {request.trainer_epoch} is fenced by {current}: a newer trainer has attached; stop, or "
-            "attach again from the newest checkpoint",
-            trainer_epoch=request.trainer_epoch,
+            f"trainer epoch {trainer_epoch} is fenced by {current}: a newer trainer has attached; stop, or attach "
+            "again from the newest checkpoint",
+            trainer_epoch=trainer_epoch,
             current_epoch=current,
         )
 
