@@ -252,9 +252,8 @@ def _joined_config(described: pb.GetMeshResponse, options: JoinOptions, folder: 
     }
     tree["bus"] |= {"url": described.bus_url}
     tree["inference"]["python"] = ""  # the node runs in this process
-    if (
-        described.model_files and options.kind != "learner"
-    ):  # a learner needs the initial weights, in a folder that the user names
+    # A learner needs the initial weights, in a folder that the user names.
+    if described.model_files and options.kind != "learner":
         tree["model"] = str(folder / "model") if tree["model"] else ""
         tree["rollout"]["model_dir"] = str(folder / "model")
     others = [item for item in options.overrides if not item.startswith(_SECURITY)]

@@ -150,10 +150,8 @@ class Mesh:
         assert name not in self._services, f"{name} runs already"
         assert self._bus is not None or not role_of([name]), "enter the mesh first"
         trained = {"run": self.run} if name == "learner" else {}  # other services may serve runs of other names
-        with (
-            log_context(node=name, **trained),
-            libraries_needed(name),
-        ):  # the tasks that the service starts inherit the context
+        # The tasks that the service starts inherit the context.
+        with log_context(node=name, **trained), libraries_needed(name):
             service = build_service(name, self.layout, self._bus, **self._options.get(name, {}))
             self._services[name] = (service, await service.__aenter__())
         node = self._services[name][1]

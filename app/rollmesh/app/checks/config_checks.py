@@ -396,9 +396,8 @@ class _Check:
         if len(self.mistakes) > before:
             return  # the checks below need these parts
         self._reward_names = names
-        with (
-            self._collected() if has_tasks else suppress(InvalidInput)
-        ):  # the answers are often in the file of the tasks
+        # The answers are often in the file of the tasks.
+        with self._collected() if has_tasks else suppress(InvalidInput):
             asyncio.run(build_reward_engine(reward_config(config), self._base_dir).close())
         if num_bytes * config.run.group_size > REWARDS_BYTES_MAX:
             self.mistakes.append(

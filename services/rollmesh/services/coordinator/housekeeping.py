@@ -101,9 +101,8 @@ class Housekeeper:
     def _mark(self, core: Core, _: LedgerHead) -> int:
         """Return the sequence below which to purge. It is read between two decisions, so no later report can be
         accepted for a purged payload."""
-        if (
-            core.state.spec is None or core.state.spec.exports
-        ):  # a reader may begin at the start of the stream at any time
+        # A reader of an export may begin at the start of the stream at any time.
+        if core.state.spec is None or core.state.spec.exports:
             return 0
         term_s = 0.0 if core.state.ended else REPORT_TERMS * core.state.spec.episode_lease_s
         settled = self._settled_end(self._clock.monotonic_s() - term_s)

@@ -200,9 +200,8 @@ class _OpenEndpoint:
             found = self._answers.find(digest, number, meter.scope)
             reply = found or await self._sent(asked, digest, number, meter)
             value = _json_value(reply) if asked.json else None
-            if (
-                found is None
-            ):  # an answer that fails the request is not recorded, because it would fail every repetition
+            # An answer that fails the request is not recorded, because it would fail every repetition.
+            if found is None:
                 self._record(asked, reply, digest, number, meter.scope)
         except BaseException:
             meter.release(digest, number)

@@ -70,12 +70,8 @@ class DeltaCache:
             paths = [await self._store.open(digest) for digest in pair]
             delta = await asyncio.to_thread(_worthwhile, *paths)
             self.add(*pair, delta)
-        except (
-            UnknownBlob,
-            HashMismatch,
-            FileNotFoundError,
-        ):  # the whole chunk remains, or the error of reading that one
-            delta = b""
+        except (UnknownBlob, HashMismatch, FileNotFoundError):
+            delta = b""  # the whole chunk remains, or the error of reading that one
         finally:
             del self._making[pair]
         return delta

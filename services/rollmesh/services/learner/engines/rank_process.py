@@ -40,9 +40,8 @@ def run_rank(member: RankMember, own: LearnerConfig | None = None) -> None:
             if name == "open":
                 config, found = arguments
                 trainer = None  # frees the memory of the one before
-                if (
-                    own is not None
-                ):  # checkpoints are on a file system that all hosts share, and the run has one list of sources
+                # Checkpoints are on a file system that all hosts share, and the run has one list of sources.
+                if own is not None:
                     config = structs.replace(own, directory=config.directory, external_sources=config.external_sources)
                 engine = open_part(config, found, member.ranks, _local_rank(member.ranks.rank)).engine
                 assert isinstance(engine, TorchTrainer)

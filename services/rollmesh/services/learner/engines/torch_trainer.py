@@ -173,9 +173,8 @@ class RankedTrainer(TrainerEngine):
         """Start the ranks, or those of torchrun again, and open the trainer on all of them. Ranks of a session before
         end first."""
         global _group
-        if (
-            config.checkpoint_async
-        ):  # with the ranks of torchrun; those of `compute.ranks` are checked with the configuration
+        # For the ranks of torchrun; those of `compute.ranks` are checked with the configuration.
+        if config.checkpoint_async:
             raise ConfigError(
                 "`checkpoint_async` must be false with several ranks, because every rank writes a part of a checkpoint",
                 key="checkpoint_async",

@@ -165,9 +165,8 @@ def _secrets(header_files: Mapping[str, str]) -> dict[str, str]:
         secrets = {name.lower(): Path(path).read_text(encoding="ascii").strip() for name, path in header_files.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise EgressRefused("upstream", "the service cannot read a key for this host") from error
-    if not all(
-        value.isprintable() for value in secrets.values()
-    ):  # not quoted, because the error of the parser would show it
+    # The error of the parser would show the value.
+    if not all(value.isprintable() for value in secrets.values()):
         raise EgressRefused("upstream", "a key for this host is not a valid header value")
     return secrets
 
