@@ -19,11 +19,9 @@ from google.protobuf.message import Message
 
 from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
-from rollmesh.shared.codec.trajectory import decode_trained_group
+from rollmesh.shared.codec.trajectory import DEFAULT_POLICY, decode_trained_group
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
-
-DEFAULT_POLICY = "main"
 
 DRAWS_REMEMBERED_MAX = 8192
 """Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another
