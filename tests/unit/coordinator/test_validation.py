@@ -49,6 +49,7 @@ REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
     (validation.check_trainer, run_pb2.ReleaseBatchRequest(**HELD, lease_id="b" * 257), "lease_id"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(**HELD, policy="a b"), "policy"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(**HELD, learner="x" * 65), "learner"),
+    (validation.check_renew, coordinator_pb2.RenewLeasesRequest(lease_ids=["r/g0.0#1"]), "node_id"),
     (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", last_update=-1), "last_update"),
     (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", holder="x" * 257), "holder"),
     (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", digest="x" * 129), "digest"),

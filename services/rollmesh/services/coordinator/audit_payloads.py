@@ -107,7 +107,8 @@ class Payloads:
 
     async def _check(self, log: StreamLog, sequence: int, last_seq: int, newest_file: int) -> bool:
         """Return whether the payload exists."""
-        fact, position, *_ = scored = self._scored[sequence]
+        scored = self._scored[sequence]
+        fact, position = scored.fact, scored.position
         try:
             payload = (await log.read_direct(sequence)).payload
         except (NewerFormat, UnreadableRecord, WrongHost) as error:
@@ -136,7 +137,7 @@ class Payloads:
 
     def _compare(self, scored: _Scored, episode: types_pb2.Episode, num_bytes: int) -> None:
         """Compare metadata and payload. Raises MetadataMismatch for the first difference."""
-        fact, _, key, protocol_minor = scored
+        fact, key = scored.fact, scored.key
         if fact.payload.size_bytes != num_bytes:
             raise MetadataMismatch(
                 f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `size_bytes` "
@@ -145,7 +146,7 @@ class Payloads:
         check_key(episode, key)
         for meta in fact.samples:
             encoded = encode(meta, types_pb2.SampleMeta)
-            if protocol_minor < _EXTERNAL_SINCE and not encoded.external:
+            if scored.protocol_minor < _EXTERNAL_SINCE and not encoded.external:
                 for sample in episode.samples:
                     if sample.sample_id == meta.sample_id:
                         encoded.external.extend(sample_meta(episode, sample).external)
