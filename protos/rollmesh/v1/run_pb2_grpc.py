@@ -338,8 +338,8 @@ class RunServiceServicer(object):
 
     def WatchRun(self, request, context):
         """Streams the state of a run and commands to its trainers, beginning with the current state. A slow reader misses intermediate
-        states, but never the newest one. All streams of a run together get at most 250 states per second, so that with many streams each gets
-        fewer.
+        states, but never the newest one. Beyond their first states, all streams of a run together get at most 250 states per second, so that
+        with many streams each gets fewer.
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """

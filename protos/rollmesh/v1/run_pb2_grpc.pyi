@@ -199,8 +199,8 @@ class RunServiceStub:
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
     """Streams the state of a run and commands to its trainers, beginning with the current state. A slow reader misses intermediate
-    states, but never the newest one. All streams of a run together get at most 250 states per second, so that with many streams each gets
-    fewer.
+    states, but never the newest one. Beyond their first states, all streams of a run together get at most 250 states per second, so that
+    with many streams each gets fewer.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
@@ -383,8 +383,8 @@ class RunServiceAsyncStub(RunServiceStub):
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Streams the state of a run and commands to its trainers, beginning with the current state. A slow reader misses intermediate
-    states, but never the newest one. All streams of a run together get at most 250 states per second, so that with many streams each gets
-    fewer.
+    states, but never the newest one. Beyond their first states, all streams of a run together get at most 250 states per second, so that
+    with many streams each gets fewer.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
@@ -654,8 +654,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.WatchRunResponse], _abc.AsyncIterator[_run_pb2.WatchRunResponse]]:
         """Streams the state of a run and commands to its trainers, beginning with the current state. A slow reader misses intermediate
-        states, but never the newest one. All streams of a run together get at most 250 states per second, so that with many streams each gets
-        fewer.
+        states, but never the newest one. Beyond their first states, all streams of a run together get at most 250 states per second, so that
+        with many streams each gets fewer.
         Errors:
           NOT_FOUND UNKNOWN_RUN.
         """

@@ -24,8 +24,8 @@ from rollmesh.shared.errors import MeshError, Overloaded
 
 T = TypeVar("T")
 STATES_PER_S = 250
-"""Maximum rate of states for all watchers of a run together. They get them one after the other, so that calls pass
-between them."""
+"""Maximum rate of states for all watchers of a run together, beyond their first ones. They get them one after the
+other, so that calls pass between them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,8 +120,8 @@ class Callers:
         skips states.
 
         All watchers with `is_shared` must have an equivalent `read` and no `interval_s`, and must not modify what they
-        get. They share a read for `watch_interval_s`, except that the first state of each is the current one. Together
-        they get `STATES_PER_S` at most.
+        get. They share a read for `watch_interval_s`. Each gets the current state at once; of later states all of them
+        together get `STATES_PER_S` at most.
         """
         self._num_watchers += 1
         try:
