@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.services.coordinator.core import core as core_module
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -25,7 +26,7 @@ from rollmesh.services.coordinator.core.facts import (
     SegmentSource,
     StepSpan,
 )
-from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.records import Request, RunSpec, TrainerRequest
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
 from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.domain.sources import ExternalSource
@@ -97,6 +98,17 @@ def test_an_episode_lease_is_renewed_by_its_worker_alone() -> None:
     assert run.core.ephemeral.episode_deadlines[lease.lease_id] == run.now + 4.0, "not renewed"
     assert run.ask(m.RenewLeases, node_id="w", lease_ids=names).gone == names[1:]
     assert run.core.ephemeral.episode_deadlines[lease.lease_id] == run.now + 10.0
+
+
+def test_every_request_has_a_handler() -> None:
+    """`WatchReady` is only read. The driver would take a request without a handler for a bug, and end the run."""
+    requests: set[type] = set()
+    bases: list[type] = [Request]
+    while bases:
+        found: list[type] = bases.pop().__subclasses__()
+        bases += found
+        requests.update(found)
+    assert requests - set(core_module._HANDLERS) == {TrainerRequest, i.WatchReady}
 
 
 def ahead(run: CoreRun, known: set[str], **fields: Any) -> list[str]:
