@@ -192,6 +192,22 @@ async def test_a_value_of_a_newer_release_is_shown_by_its_number() -> None:
         assert feed.problem == ""
 
 
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        (b"\xff\xff", "ledger record 2 of a cannot be read: "),
+        (ev.LedgerRecord(format=2).SerializeToString(), "ledger record 2 of a has format 2, and this release reads"),
+    ],
+)
+async def test_a_record_that_cannot_be_read_is_shown(payload: bytes, what: str) -> None:
+    async with world() as one:
+        await one.ledger("a")
+        await (await one.bus.open(run_streams("a").ledger.name)).append(payload, msg_id="x")
+        feed = await one.feed.run_feed("a")
+        await one.settle(lambda: feed.problem != "")
+        assert feed.problem.startswith(what)
+
+
 async def test_a_bug_in_a_reader_is_shown_and_no_answer_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def enter(*_: object) -> None:
         raise LookupError("a bug")

@@ -8,14 +8,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.page import transcripts
 from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.parts import PageParts
 from rollmesh.services.gateway.page.transcripts import Transcripts
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import DataLoss, DeadlineExceeded, UnknownSample
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.errors import DataLoss, DeadlineExceeded, MeshError, UnknownSample
 from rollmesh.testing.memory_bus import MemoryBus
+from rollmesh.v1 import events_pb2
 
 
 async def test_a_search_that_takes_too_long_ends_and_others_can_follow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +44,23 @@ async def test_a_search_that_takes_too_long_ends_and_others_can_follow(monkeypat
             await page.read("r", "g0.0-0", RunHistory())
 
 
-async def test_a_damaged_record_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("payload", "kind", "what"),
+    [
+        (b"\xff\xff g0.0-0", DataLoss, "ledger record 1 of r cannot be read: .*audit the run"),
+        (
+            events_pb2.LedgerRecord(record_id="g0.0-0", format=2).SerializeToString(),
+            NewerFormat,
+            "ledger record 1 of r has format 2",
+        ),
+    ],
+)
+async def test_a_record_that_cannot_be_read_is_reported(payload: bytes, kind: type[MeshError], what: str) -> None:
     bus = MemoryBus()
     log = await bus.create(run_streams("r").ledger)
-    await log.append(b"\xff\xff g0.0-0", msg_id="1")
-    with pytest.raises(DataLoss, match="audit the run"):
+    await log.append(payload, msg_id="1")
+    with pytest.raises(kind, match=what):
         await Transcripts(bus, PageParts()).read("r", "g0.0-0", RunHistory())
+    await bus.create(run_streams("r").samples)
+    with pytest.raises(kind, match=what):
+        await anext(Exports(bus).stream("r", ""))

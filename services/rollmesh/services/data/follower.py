@@ -16,16 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import msgpack
-from google.protobuf.message import DecodeError
 
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog, StreamRecord, UnknownRecord
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.domain.formats import check_format
-from rollmesh.shared.domain.ledger_facts import facts_of
-from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
-from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
+from rollmesh.shared.domain.ledger_facts import facts_of, read_record
+from rollmesh.shared.errors import CatchingUp, CorruptSnapshot
 from rollmesh.v1 import events_pb2
 
 _log = logging.getLogger(__name__)
@@ -219,7 +216,7 @@ class RunFollower:
         self._changed = asyncio.Event()
 
     def _fold(self, record: StreamRecord) -> None:
-        facts = list(facts_of(_decode(record, self.run)))
+        facts = list(facts_of(read_record(record.payload, self.run, record.seq)))
         self._draws.apply(facts)
         self._warn_if_blind()
         self.ended = self.ended or any(isinstance(fact, events_pb2.RunEnded) for fact in facts)
@@ -238,18 +235,6 @@ class RunFollower:
                 self.run,
                 self._draws.success_reward,
             )
-
-
-def _decode(record: StreamRecord, run: str) -> events_pb2.LedgerRecord:
-    message = events_pb2.LedgerRecord()
-    try:
-        message.ParseFromString(record.payload)
-    except DecodeError as error:
-        raise DataLoss(
-            f"ledger record {record.seq} of {run} cannot be read: {error}; audit the run", seq=record.seq
-        ) from error
-    check_format(f"ledger record {record.seq} of {run}", message.format, RECORD_FORMAT)
-    return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from rollmesh.services.gateway.payloads import EpisodeRef, read_episode, scored_ref
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
-from rollmesh.shared.domain.ledger_facts import fact_of
+from rollmesh.shared.domain.ledger_facts import fact_of, read_record
 from rollmesh.shared.domain.ledger_head import record_hash
-from rollmesh.shared.errors import DataLoss, HasLearner, InvalidInput, PayloadLost, UnknownRun, field_error
+from rollmesh.shared.errors import HasLearner, InvalidInput, PayloadLost, UnknownRun, field_error
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 Place = tuple[int, int]
@@ -36,7 +36,7 @@ class Exports:
     async def stream(self, run: str, cursor: str) -> AsyncIterator[run_pb2.StreamSamplesResponse]:
         """Yield scored episodes after `cursor` until the run has ended.
 
-        Raise UnknownRun, HasLearner, InvalidInput, PayloadLost or DataLoss.
+        Raise UnknownRun, HasLearner, InvalidInput, PayloadLost, DataLoss or NewerFormat.
         """
         after = parse_cursor(cursor)
         ledger, samples = await self._open(run)
@@ -76,7 +76,7 @@ class _Story:
 
     def enter(self, record: StreamRecord) -> Iterator[_ExportedEpisode]:
         """Yield the episodes that this record reports as scored."""
-        for index, fact in enumerate(_decode(record, self.run).facts):
+        for index, fact in enumerate(read_record(record.payload, self.run, record.seq).facts):
             scored = self._enter(fact_of(fact), (record.seq, index))
             if scored is not None:
                 yield scored
@@ -147,12 +147,3 @@ def parse_cursor(text: str) -> Place:
         raise field_error("cursor", "be the cursor of a response, or empty to start at the first episode", text)
     record, _, fact = text.partition(".")
     return int(record), int(fact)
-
-
-def _decode(record: StreamRecord, run: str) -> events_pb2.LedgerRecord:
-    try:
-        return events_pb2.LedgerRecord.FromString(record.payload)
-    except DecodeError as error:
-        raise DataLoss(
-            f"cannot read ledger record {record.seq} of {run}: {error}; audit the run", seq=record.seq
-        ) from error

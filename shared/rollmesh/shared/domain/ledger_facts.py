@@ -9,9 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from rollmesh.shared.domain.formats import check_format
+from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
+from rollmesh.shared.errors import DataLoss
 from rollmesh.v1 import events_pb2
+
+
+def read_record(payload: bytes, run: str, position: int) -> events_pb2.LedgerRecord:
+    """Return the record of a run's ledger that the bytes contain. Raises DataLoss if they are not one, and NewerFormat
+    for one of a later release."""
+    what = f"ledger record {position} of {run}"
+    try:
+        record = events_pb2.LedgerRecord.FromString(payload)
+    except DecodeError as error:
+        raise DataLoss(f"{what} cannot be read: {error}; audit the run", seq=position) from error
+    check_format(what, record.format, RECORD_FORMAT)
+    return record
 
 
 def fact_of(fact: events_pb2.Fact) -> Message | None:

@@ -19,17 +19,18 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import msgspec
-from google.protobuf.message import DecodeError
 
 from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.plain import plain
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError, Overloaded, Unimplemented, UnknownRun
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.domain.ledger_facts import read_record
+from rollmesh.shared.errors import DataLoss, MeshError, Overloaded, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb
-from rollmesh.v1 import coordinator_pb2_grpc, events_pb2, run_pb2, run_pb2_grpc
+from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, run_pb2_grpc
 
 IDLE_S = 20.0
 """Readers stop when no page has used them for this time."""
@@ -173,14 +174,15 @@ class RunFeed:
                     self.caught_up.clear()
                 self._note_position()
                 async for record in log.follow(self.history.position + 1):
-                    self.history.enter(events_pb2.LedgerRecord.FromString(record.payload), record.seq)
+                    try:
+                        self.history.enter(read_record(record.payload, self.run, record.seq), record.seq)
+                    except (DataLoss, NewerFormat) as error:
+                        self._report(error.message)
+                        return
                     self._newest_id = record.msg_id
                     self._note_position()
                     if record.seq % 50 == 0:
                         await asyncio.sleep(0)  # buffered records do not wait
-            except DecodeError as error:
-                self._report(f"record {self.history.position + 1} of the ledger cannot be read: {error}; audit the run")
-                return
             except UnknownStream:
                 self._report("the ledger of this run is not on the bus of this gateway")
                 return

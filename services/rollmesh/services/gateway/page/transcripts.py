@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.parts import LifeLine, PageParts, TokenDecoder
@@ -23,9 +23,9 @@ from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context
 from rollmesh.shared.config.extras import install_hint
-from rollmesh.shared.domain.ledger_facts import facts_of
+from rollmesh.shared.domain.ledger_facts import facts_of, read_record
 from rollmesh.shared.domain.trajectory import IntArray, Sample, Segment
-from rollmesh.shared.errors import ConfigError, DataLoss, DeadlineExceeded, MeshError, PayloadLost, UnknownSample
+from rollmesh.shared.errors import ConfigError, DeadlineExceeded, MeshError, PayloadLost, UnknownSample
 from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
@@ -120,7 +120,7 @@ class Transcripts:
 
     async def read(self, run: str, name: str, history: RunHistory) -> Transcript:
         """Return the sample `name`, or the first one of an episode. Raise UnknownSample, BusUnavailable, DataLoss,
-        DeadlineExceeded."""
+        NewerFormat, DeadlineExceeded."""
         try:
             async with asyncio.timeout(READ_S_MAX):
                 return await self._read(run, name, history)
@@ -128,10 +128,6 @@ class Transcripts:
             raise DeadlineExceeded(
                 f"sample {name} was not found within {READ_S_MAX:.0f} s, because it is not recent and the ledger is "
                 f"long; `rollmesh show RUN {name}` has no limit"
-            ) from error
-        except DecodeError as error:
-            raise DataLoss(
-                f"a ledger record of {run} about {name} cannot be decoded: {error}; audit the run"
             ) from error
 
     async def _read(self, run: str, name: str, history: RunHistory) -> Transcript:
@@ -164,35 +160,35 @@ class Transcripts:
         known = history.find(name)
         if known is not None and known.sample_id == known.episode:
             raise UnknownSample(f"episode {name} ended without a sample: {known.end} {known.reason}", sample=name)
-        group = known.group if known is not None else await self._group_of(log, name)
-        begin = history.group_begin(group) or await self._reservation_of(log, group)
+        group = known.group if known is not None else await self._group_of(run, log, name)
+        begin = history.group_begin(group) or await self._reservation_of(run, log, group)
         found = _Found()
         async for record in log.read_range(begin):
             if len(found.records) == RECORDS_MAX:
                 found.cut = True
                 break
             found.records.append(record)
-            for fact in _facts_about(record, group):
+            for fact in _facts_about(record, group, run):
                 _note(found, fact, group, name)
             await _pause(len(found.records))
         if found.scored is None:
             raise UnknownSample(f"the ledger of {run} has no sample {name!r} in group {group!r}", sample=name)
         return found
 
-    async def _group_of(self, log: StreamLog, name: str) -> str:
+    async def _group_of(self, run: str, log: StreamLog, name: str) -> str:
         """Return the group of a sample that is no longer recent. Raise UnknownSample."""
         async for record in log.read_range():
-            for fact in _facts_about(record, name):
+            for fact in _facts_about(record, name, run):
                 if isinstance(fact, events_pb2.EpisodeScored) and fact.samples and name in _names(fact):
                     return fact.group
             await _pause(record.seq)
         what = f"{log.name} has no sample {name!r}; the list of samples has those that exist"
         raise UnknownSample(what, sample=name)
 
-    async def _reservation_of(self, log: StreamLog, group: str) -> int:
+    async def _reservation_of(self, run: str, log: StreamLog, group: str) -> int:
         """Return the record that reserved a group."""
         async for record in log.read_range():
-            for fact in _facts_about(record, group):
+            for fact in _facts_about(record, group, run):
                 if isinstance(fact, events_pb2.GroupReserved) and fact.group == group:
                     return record.seq
             await _pause(record.seq)
@@ -356,10 +352,10 @@ def token_texts(ids: IntArray, decoder: TokenDecoder | None) -> list[str]:
     return texts
 
 
-def _facts_about(record: StreamRecord, name: str) -> Iterator[Message]:
+def _facts_about(record: StreamRecord, name: str, run: str) -> Iterator[Message]:
     """Yield the facts of a record if its bytes contain `name`. Most records do not, and are not decoded."""
     if name.encode() in record.payload:
-        yield from facts_of(events_pb2.LedgerRecord.FromString(record.payload))
+        yield from facts_of(read_record(record.payload, run, record.seq))
 
 
 def _names(scored: events_pb2.EpisodeScored) -> list[str]:
