@@ -273,6 +273,26 @@ async def test_a_handler_may_end_before_it_has_read_its_requests() -> None:
         assert await within(make(endless())) == MIB
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_stream_that_ends_while_its_client_writes_is_unavailable(ends: bool) -> None:
+    """gRPC replaces the status, so a client calls again, and gets the status when it does not write."""
+
+    async def behavior(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            if ends:
+                return
+            raise errors.StaleWeights("node n1 is at step 3")
+        yield b""
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield MIB
+
+    async with one_call("stream_stream", behavior) as make:
+        with pytest.raises(errors.Unavailable, match="ended while a message was sent"), typed_errors():
+            await within(drain(make(endless())))
+
+
 async def test_a_failed_request_iterator_cancels_the_call() -> None:
     waiting = Waiting()
 

@@ -9,7 +9,7 @@ import pytest
 from google.rpc import code_pb2
 
 from rollmesh.shared import errors
-from rollmesh.shared.rpc.status import from_status, to_status
+from rollmesh.shared.rpc.status import from_rpc_error, from_status, to_status
 from rollmesh.shared.store import jsonl
 
 
@@ -38,6 +38,28 @@ def test_a_reason_of_a_newer_peer_becomes_the_class_of_its_code() -> None:
     err = from_status(status)
     assert type(err) is errors.NotFound
     assert err.reason == "UNKNOWN_MOOSE"
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "sent_to", "expected"),
+    [
+        (grpc.StatusCode.INTERNAL, "Internal error from Core", "", errors.Unavailable),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core", "h:1", errors.ConnectionLost),
+        (grpc.StatusCode.INTERNAL, "Exception deserializing response!", "h:1", errors.Internal),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "", errors.Unavailable),
+        (grpc.StatusCode.UNAVAILABLE, "Socket closed", "h:1", errors.ConnectionLost),
+    ],
+)
+def test_what_grpc_reports_of_a_connection_is_retried_and_no_other_error_is(
+    code: grpc.StatusCode, details: str, sent_to: str, expected: type[errors.MeshError]
+) -> None:
+    none = grpc.aio.Metadata()
+    err = from_rpc_error(grpc.aio.AioRpcError(code, none, none, details), sent_to)
+    assert type(err) is expected
+    assert err.code is expected.code
+    assert err.retryable is (expected is not errors.Internal)
+    assert "Internal error" not in str(err)
+    assert err.metadata == ({"address": sent_to} if expected is errors.ConnectionLost else {})
 
 
 def test_metadata_keys_of_a_peer_cannot_break_the_error() -> None:

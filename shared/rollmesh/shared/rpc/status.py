@@ -2,7 +2,8 @@
 
 A status carries ErrorInfo (domain `rollmesh`, reason, metadata), RetryInfo where waiting helps, and BadRequest where
 fields are wrong, in the `grpc-status-details-bin` trailer. The class is restored by its reason, so `except
-StaleWeights` works on both sides. Errors that gRPC itself raises (no ErrorInfo) become the class of their code.
+StaleWeights` works on both sides. Errors that gRPC itself raises (no ErrorInfo) become the class of their code, except
+one that stands for any status (`_STATUS_LOST`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ MESSAGE_CHARS_MAX = 1500
 """Trailers share one 8 KiB metadata budget, which contains the message twice; beyond it the call fails with another
 error."""
 METADATA_CHARS_MAX = 200
+_STATUS_LOST = "Internal error from Core"
+"""Details that grpc.aio sets in place of the status of a call whose client was writing when the call ended."""
 
 
 def to_status(err: MeshError) -> status_pb2.Status:
@@ -81,6 +84,11 @@ def from_rpc_error(err: grpc.aio.AioRpcError, sent_to: str = "") -> MeshError:
         return from_status(status)
     text = call.details() or ""
     code = call.code()
+    if code is grpc.StatusCode.INTERNAL and text == _STATUS_LOST:
+        # A write fails if the server ends a bidirectional call, or its connection breaks, during the write. Then
+        # grpc.aio sets this status in place of the one that the server may have sent. It does not report a bug of the
+        # server, so the caller retries, and gets the status of the server if the call fails again.
+        code, text = grpc.StatusCode.UNAVAILABLE, "the call ended while a message was sent, and its status is not known"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
         return PayloadTooLarge(f"{text}; send less at once, or raise message_bytes_max on both sides")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in text:
