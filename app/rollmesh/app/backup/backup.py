@@ -153,7 +153,7 @@ async def _copy(bus: Bus, run: str, kind: Kind, out: BackupWriter, *, after: int
     last, records, size = max(after or 0, first_seq - 1), list[StreamRecord](), 0
     async for record in log.read_range(last + 1):
         records.append(record)
-        size += len(record.payload)
+        size += len(record.payload) + len(record.msg_id)  # a payload may be empty
         last = record.seq
         if size >= PART_BYTES:
             out.add(StreamPart(kind=kind, first_seq=first_seq, records=records))

@@ -139,7 +139,10 @@ class BackupWriter:
         try:
             with disk_full_errors(self._path.parent):
                 self._tar.addfile(member, file)
-        except tarfile.ReadError as err:
+        except OSError as err:
+            if err.errno is not None:
+                raise
+            # tarfile raises an OSError without a number if the file ends before the size that its header states.
             raise DataLoss(f"{name} became shorter while it was copied; repeat the backup", path=name) from err
         return member.size
 
@@ -172,7 +175,7 @@ class BackupWriter:
 def read_backup(path: Path) -> Iterator[Part]:
     """Yield the parts of a file. Raises DataLoss if it is damaged or cut off, ConfigError if it is not a backup of this
     format."""
-    at = 0
+    at, is_archive = 0, False
     try:
         with path.open("rb") as file:
             if file.read(len(_FORMAT_1)) == _FORMAT_1:
@@ -182,7 +185,7 @@ def read_backup(path: Path) -> Iterator[Part]:
                 )
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                head = EMPTY
+                is_archive, head = True, EMPTY
                 while (member := tar.next()) is not None:
                     at = member.offset
                     part = None
@@ -199,16 +202,17 @@ def read_backup(path: Path) -> Iterator[Part]:
                     tar.members = []  # type: ignore[attr-defined]  # nothing reads the list of all members
     except OSError as err:
         raise ConfigError(f"{path}: cannot be read: {err.strerror}", path=str(path)) from err
-    except (tarfile.TarError, ValueError, *UNDECODABLE) as err:
-        if not at and isinstance(err, tarfile.ReadError):
+    except (tarfile.TarError, ValueError, OverflowError, *UNDECODABLE) as err:
+        if not is_archive:
             raise ConfigError(f"{path} is not a file of `rollmesh backup`", path=str(path)) from err
         raise _damaged(path, at) from err
     raise _damaged(path, path.stat().st_size)  # tarfile ends at a header that it cannot read
 
 
 def _parts(path: Path, member: tarfile.TarInfo, tar: tarfile.TarFile) -> Iterator[Part]:
-    """Yield what a member contains; nothing for a member that a backup does not have."""
-    file = tar.extractfile(member) if member.isreg() else None
+    """Yield what a member contains; nothing for a member that a backup does not have. A sparse file can state any size,
+    and no backup has one."""
+    file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
     if file is None:
         return
     if member.name.startswith(_FILES):
