@@ -58,6 +58,15 @@ def test_an_old_path_of_rollmesh_is_an_error_with_the_new_one(tmp_path: Path, mo
     for name in (f"{old}:TorchEngine", "my_file.py:Engine", "my_module:Engine"):
         with pytest.raises(ConfigError, match=f"{old} is now {new}"):
             load_object(name, tmp_path)
+    for file in ("my_file_2.py", "my_module_2.py"):
+        (tmp_path / file).write_text("from rollmesh.shared import settings\n")
+    for name in ("my_file_2.py:Engine", "my_module_2:Engine"):
+        with pytest.raises(ConfigError, match="rollmesh.shared.settings is now rollmesh.shared.config.settings"):
+            load_object(name, tmp_path)
+    (tmp_path / "other.py").write_text("from rollmesh.shared import something\n")
+    with pytest.raises(ConfigError, match="cannot import name 'something' from 'rollmesh.shared'") as caught:
+        load_object("other.py:Engine", tmp_path)
+    assert "is now" not in str(caught.value)
 
 
 def test_the_table_of_moved_modules_names_modules_that_exist() -> None:

@@ -124,6 +124,18 @@ class Mine(GroupEstimator):
     assert len(caplog.records) == 3
 
 
+def test_a_module_of_a_user_may_have_a_name_that_begins_like_a_library(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "abc_features.py").write_text(
+        "class Mine:\n    reads_hiden = True\n    def __call__(self, inputs): ..."
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    FEATURES.make("abc_features:Mine")
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "Feature has no member `reads_hiden`; did you mean `reads_hidden`?" in said
+
+
 WITHOUT_BASE = {
     "class": "class Mine:\n    {}",
     "slots": "import dataclasses\n@dataclasses.dataclass(frozen=True, slots=True)\nclass Mine:\n    number: int = 1\n    {}",

@@ -53,7 +53,7 @@ def _import(name: str, module: str) -> ModuleType:
             f"`{name}`: importing `{module}` failed: {err}{f'; {remedy}' if remedy else ''}", name=name
         ) from err
     except Exception as err:  # user code may raise anything; the name that led to it must be reported
-        raise ConfigError(f"`{name}`: importing `{module}` failed: {type(err).__name__}: {err}", name=name) from err
+        raise ConfigError(f"`{name}`: importing `{module}` failed: {explain(err)}", name=name) from err
 
 
 def _load_file(name: str, source: str, base_dir: str | Path | None) -> ModuleType:

@@ -28,8 +28,8 @@ __all__ = ["Adoption", "Plugin", "members", "optional_attribute", "overrides", "
 _log = logging.getLogger(__name__)
 _CLOSE = 0.8
 """Similarity from which a name is taken for a misspelled member."""
-_LIBRARIES = ("rollmesh.", "torch.", "builtins", "abc", "typing")
-"""Modules of classes whose names are not those of the user."""
+_LIBRARIES = frozenset({"rollmesh", "torch", "builtins", "abc", "typing"})
+"""Top-level packages of classes whose names are not those of the user."""
 
 
 class Requirement:
@@ -133,7 +133,7 @@ class Adoption:
             )
 
     def _report_misspelled(self, cls: type, names: Mapping[str, Any], name: str) -> None:
-        bases = {self._base, *(one for one in cls.__mro__ if one.__module__.startswith(_LIBRARIES))}
+        bases = {self._base, *(one for one in cls.__mro__ if _is_of_library(one))}
         known = {key for one in bases for key in dir(one)}
         known |= {key.lower() for key in known}
         for key, value in names.items():
@@ -167,7 +167,7 @@ class Adoption:
     def _fill(self, plugin: Any, cls: type, keys: Iterable[str]) -> None:
         """Set the defaults of the optional members that a class without the base lacks: on the class, if it is of the
         user."""
-        own = not cls.__module__.startswith(_LIBRARIES)
+        own = not _is_of_library(cls)
         for key in keys:
             value = self._members[key]
             if isinstance(_plain(value), Requirement) or not _lacks(plugin, key):
@@ -196,9 +196,13 @@ def _is_method(member: Any) -> bool:
     return inspect.isroutine(member) and not isinstance(member, AttributeDefault)
 
 
+def _is_of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in _LIBRARIES
+
+
 def _names_of(cls: type) -> dict[str, Any]:
     """Return the names that the user's classes define, with their values."""
-    own = [one for one in reversed(cls.__mro__) if not one.__module__.startswith(_LIBRARIES)]
+    own = [one for one in reversed(cls.__mro__) if not _is_of_library(one)]
     return {name: value for one in own for name, value in vars(one).items()}
 
 

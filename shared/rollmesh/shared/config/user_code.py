@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from rollmesh.shared.config.moved import moved_hint
+from rollmesh.shared.config.moved import import_hint
 from rollmesh.shared.errors import MeshError
 
 TRACEBACK_CHARS_MAX = 4000
@@ -23,7 +23,7 @@ package."""
 def explain(error: BaseException) -> str:
     """Return the error in one line, with the probable mistake."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError) and (hint := moved_hint(error.name)):
+    if isinstance(error, ImportError) and (hint := import_hint(error)):
         return f"{text} ({hint})"
     owner = error.obj if isinstance(error, AttributeError) else None
     if inspect.isfunction(owner) or inspect.ismethod(owner):
