@@ -122,10 +122,7 @@ async def speaks_tls(address: str) -> bool:
     """Return whether a TLS server responds at the address. False if no server responds within a few seconds."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # Nothing is sent, and the response is not trusted.
-    context.check_hostname, context.verify_mode = (
-        False,
-        ssl.CERT_NONE,
-    )
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     first = split_addresses(address)[0]
     try:
         async with asyncio.timeout(TLS_S_MAX):

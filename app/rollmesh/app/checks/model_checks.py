@@ -232,8 +232,8 @@ def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPla
 def _refuse_unread(tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError if the agent `tool_calling` does not read the calls that the chat template writes.
 
-    It writes no call through the template, so settings of `rollout.format` that name other calls hold for a model that
-    writes those.
+    The agent writes no call through the template. So `rollout.format` may name other calls, for a model that writes
+    those.
     """
     if why := why_unread(tokenizer, tool_call_parser(tokenizer.format)):
         raise ConfigError(

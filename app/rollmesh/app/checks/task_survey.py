@@ -1,5 +1,4 @@
-"""Read every task of a configuration once, and keep what its checks need. A pool can be far larger than memory allows
-to hold twice."""
+"""Read every task of a configuration once, and keep what its checks need, because reading a task may take time."""
 
 from __future__ import annotations
 

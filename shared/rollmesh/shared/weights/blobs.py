@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Self, TypeVar
 
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
+from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob, field_error
 from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.weights.digests import check_digest, sha256_of_file
 from rollmesh.shared.weights.owners import OwnerJournal
@@ -132,7 +132,7 @@ class BlobStore:
         """
         if digest not in self._sizes and (partial := self._incoming.get(digest)) is not None:
             if not 0 <= offset <= partial.size_bytes:
-                raise InvalidInput(f"offset: {offset}, but blob {digest} has {partial.size_bytes} bytes", digest=digest)
+                raise field_error("offset", f"be in [0, {partial.size_bytes}], the size of blob {digest}", offset)
             async with contextlib.aclosing(partial.follow(offset, piece_bytes)) as pieces:
                 async for piece in pieces:
                     offset += len(piece)
@@ -140,7 +140,7 @@ class BlobStore:
         path = await self.open(digest)
         size = self._sizes[digest]
         if not 0 <= offset <= size:
-            raise InvalidInput(f"offset: {offset}, but blob {digest} has {size} bytes", digest=digest)
+            raise field_error("offset", f"be in [0, {size}], the size of blob {digest}", offset)
         with path.open("rb") as file:  # an open file remains readable after its deletion
             file.seek(offset)
             while offset < size and (piece := await run_sized(size - offset, lambda: file.read(piece_bytes))):
@@ -194,7 +194,7 @@ class BlobStore:
         """Create a blob that is written piece by piece. Reserves its size; raises `DiskFull`."""
         check_digest(digest)
         if size_bytes < 0:
-            raise InvalidInput(f"size_bytes: {size_bytes} is negative", digest=digest)
+            raise field_error("size_bytes", "be >= 0", size_bytes)
         self._check_quota(size_bytes)
         path = self.directory / f"{digest}.{next(self._partial_numbers)}{PARTIAL_SUFFIX}"
         return PartialBlob(self, path, digest, size_bytes)

@@ -35,7 +35,8 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
 
     async def Has(self, request: weights_pb2.HasRequest, context: Context) -> weights_pb2.HasResponse:
         if len(request.digests) > DIGESTS_MAX:
-            raise InvalidInput(f"digests: {len(request.digests)}, at most {DIGESTS_MAX} at once; ask in parts")
+            must = f"have at most {DIGESTS_MAX} entries"
+            raise field_error("digests", must, len(request.digests), "send several requests")
         missing = self._store.missing(request.digests)
         if request.weights_digest:
             missing += await self._missing_of(request.weights_digest)
@@ -111,7 +112,7 @@ async def _pieces(first: weights_pb2.PutRequest, rest: AsyncIterable[weights_pb2
 
 def _checked(data: bytes) -> bytes:
     if len(data) > PIECE_BYTES_MAX:
-        raise InvalidInput(f"data: a piece of {len(data)} bytes, at most {PIECE_BYTES_MAX}; send smaller ones")
+        raise field_error("data", f"have at most {PIECE_BYTES_MAX} bytes", len(data), "send smaller pieces")
     return data
 
 
