@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gc
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollmesh.shared import errors
-from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
+from rollmesh.shared.rpc import channel as channel_module
+from rollmesh.shared.rpc.channel import ChannelConfig, connected_address, open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2
@@ -491,6 +493,22 @@ async def test_a_channel_finds_the_server_that_replaces_a_stopped_one() -> None:
         async with echo_server(ServerConfig(address=address, stop_s=0.0)):
             assert await call(channel, "unary_unary", b"3", wait_for_ready=True) == [b"3"]
             assert await call(channel, "stream_stream", b"4", wait_for_ready=True) == [b"4"]
+
+
+async def test_an_address_is_connected_only_if_its_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with echo_server() as server, open_channel(server.address, access=ACCESS) as channel:
+        assert await within(connected_address(channel, server.address)) == server.address
+        address = server.address
+        await server.stop()
+    async with open_channel(address, access=ACCESS) as channel:
+        assert await within(connected_address(channel, address)) == ""
+    monkeypatch.setattr(channel_module, "CONNECT_S_MAX", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with open_channel(address, access=ACCESS) as channel:
+            assert await within(connected_address(channel, address)) == ""
+            with pytest.raises(errors.DeadlineExceeded), typed_errors():
+                await within(channel.unary_unary(METHOD)(b"", timeout=0.1))
 
 
 async def test_a_client_may_open_its_channel_before_the_server_starts() -> None:

@@ -1,9 +1,10 @@
-"""A reader whose consumers are lost at once does not create new ones without a pause."""
+"""A reader whose consumers are lost at once does not create new ones without a pause, and reports silent ones."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,3 +68,19 @@ async def test_consumers_that_are_lost_at_once_are_created_with_a_pause(monkeypa
             await anext(StreamReader("s", link, batch=8, deadline_s=1.0).follow(1))
     assert len(link.created_s) == CONSUMERS
     assert link.created_s[-1] - link.created_s[0] >= 0.05 * (CONSUMERS - 1)
+
+
+async def test_a_silent_consumer_is_reported_while_it_is_quiet_and_replaced_when_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_reader, "_LOST_S", 0.04)
+    monkeypatch.setattr(stream_reader, "_PAUSE_S", 0.0)
+    link: Any = LosingLink()
+    monkeypatch.setattr(LosingClient, "publish", _no_answer)
+    reader = StreamReader("s", link, batch=8, deadline_s=1.0)
+    async with asyncio.timeout(10), aclosing(reader.watch(1, 0.01)) as records:
+        found = [(await anext(records), len(link.created_s)) for _ in range(5)]
+    assert found == [(None, 1)] * 4 + [(None, 2)], "three quiet times and the loss, then the next consumer"
+
+
+async def _no_answer(client: LosingClient, subject: str, payload: bytes, reply: str = "") -> None: ...
