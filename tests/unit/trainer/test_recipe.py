@@ -111,6 +111,17 @@ def test_a_mistake_in_a_recipe_names_its_file_and_key(text: str, message: str, t
         load_config(MeshConfig, tmp_path / "run.yaml")
 
 
+def test_a_recipe_of_the_release_before_loads_and_the_new_place_of_its_expectations_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.yaml").write_text("about: {summary: s, baseline: gdpo, expected: [{task: calc}]}\n")
+    assert read_recipe(tmp_path / "mine.yaml")[0].summary == "s"
+    logged = [record.message for record in caplog.records]
+    assert [re.findall(r"`(\w+)`|(NAME\.expected\.yaml)", line) for line in logged] == [
+        [(key, ""), ("", "NAME.expected.yaml")] for key in ("baseline", "expected")
+    ], logged
+
+
 def test_a_recipe_that_does_not_exist_is_an_error_with_the_nearest_one() -> None:
     with pytest.raises(
         ConfigError, match=r"`recipe`: there is no recipe `grpoo`; known: .*dr_grpo.*did you mean `grpo`"

@@ -51,6 +51,9 @@ class About(Settings):
     """The part of the method that a `partial` recipe does not do."""
     test: str = ""
     """The test that shows it: file::function."""
+    removed = dict.fromkeys(
+        ("baseline", "expected"), "`python -m benchmarks methods` reads it from NAME.expected.yaml beside the recipe"
+    )
 
     def check_fields(self) -> None:
         if (self.status == "partial") != bool(self.missing):
