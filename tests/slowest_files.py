@@ -25,7 +25,7 @@ def used_s() -> float:
 
 
 def pytest_runtest_logstart() -> None:
-    """The first report of a test contains what came after this."""
+    """Start to count: the setup of a test begins here, and collection is not part of it."""
     global _before_s
     _before_s = used_s()
 
