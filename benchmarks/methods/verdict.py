@@ -5,10 +5,10 @@ baseline):
 
     mean = sum d / n        standard error = sqrt(sum (d - mean)^2 / (n - 1) / n)
 
-A difference is shown if |mean| > 2 standard errors. It then `agrees` with or `contradicts` the direction that the recipe expects.
-Otherwise it is `not shown`. With 3 seeds, 18 % of the comparisons without a true difference exceed 2 standard errors (Student's t with 2
-degrees of freedom), and with 10 seeds 8 %. So a verdict on few seeds is a hint.
-"""  # noqa: E501, W505
+A difference is shown if |mean| > 2 standard errors. It then `agrees` with or `contradicts` the direction that the
+recipe expects. Otherwise it is `not shown`. With 3 seeds, 18 % of the comparisons without a true difference exceed 2
+standard errors (Student's t with 2 degrees of freedom), and with 10 seeds 8 %. So a verdict on few seeds is a hint.
+"""
 
 from __future__ import annotations
 

@@ -4,13 +4,14 @@ Jordan et al. 2024 (kellerjordan.github.io/posts/muon): for a weight matrix with
 
     M <- beta M + G,   U = G + beta M (Nesterov),   W <- W - lr * sqrt(max(1, rows / cols)) * NS5(U)
 
-NS5 is five Newton-Schulz steps X <- a X + (b A + c A^2) X with A = X X^T, which move all singular values of U / |U| towards 1.
+NS5 is five Newton-Schulz steps X <- a X + (b A + c A^2) X with A = X X^T, which move all singular values of U / |U|
+towards 1.
 
 With AdamW, the induction phase transition of the tiny model depends on the seed: 1000 and more steps for some seeds,
 none for others. With Muon it comes within 170-300 steps for every seed tried. `torch.optim.Muon` is not used, because
 its bf16 Newton-Schulz is slow on CPUs without bf16 units (70 ms per step instead of 25 ms). This one processes matrices
 of one shape as one batch.
-"""  # noqa: E501, W505
+"""
 
 from __future__ import annotations
 

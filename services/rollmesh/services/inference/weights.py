@@ -257,8 +257,8 @@ class WeightKeeper:
         kv: KvPolicy,
         retain: Collection[PolicyVersion],
     ) -> float:
-        """Activate a version. Return the largest |log-prob difference| over all probes, in nats; infinite if the engine scored under
-        another version."""  # noqa: E501, W505
+        """Activate a version. Return the largest |log-prob difference| over all probes, in nats; infinite if the engine
+        scored under another version."""
         engine, probes = self._state.engine, probes_of(manifest)
         rows = [probe.token_ids for probe in probes]
         results = await engine.activate_scored(version, kv, rows, retain)

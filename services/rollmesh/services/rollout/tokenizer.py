@@ -1,11 +1,11 @@
 """Convert text to token ids and back with the model's tokenizer.json and chat template, without transformers or torch.
 
-Only templates produce tags (special tokens): `encode_markup` encodes them, `encode_text` encodes everything as plain text, so that a
-tool's output with `<|assistant|>` remains data. Prompts are rendered as by transformers' `apply_chat_template`, which a test
-verifies. The messages of a task may therefore contain tags.
+Only templates produce tags (special tokens): `encode_markup` encodes them, `encode_text` encodes everything as plain
+text, so that a tool's output with `<|assistant|>` remains data. Prompts are rendered as by transformers'
+`apply_chat_template`, which a test verifies. The messages of a task may therefore contain tags.
 
 The libraries are imported with the first tokenizer, not with this module.
-"""  # noqa: E501, W505
+"""
 
 from __future__ import annotations
 

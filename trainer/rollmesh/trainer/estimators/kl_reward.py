@@ -2,10 +2,11 @@
 
     R_i <- R_i - coefficient * sum over the trained tokens of k(d),   d = log prox - log ref,   then the advantages of `grpo`
 
-k is an estimate of KL(prox || ref), as in `losses/kl.py`: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. This is the form of PPO for
-language models (Ouyang et al. 2022, arXiv:2203.02155), of REINFORCE++ (arXiv:2501.03262) and of verl's `use_kl_in_reward`. For one token,
-k1 in the reward and k2 as a loss have the same expected gradient on data of pi (arXiv:2510.01555). Over a sample, the reward also
-counts against a token the divergence of the tokens after it, so that its gradient is that of the divergence of whole samples.
+k is an estimate of KL(prox || ref), as in `losses/kl.py`: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. This is the form
+of PPO for language models (Ouyang et al. 2022, arXiv:2203.02155), of REINFORCE++ (arXiv:2501.03262) and of verl's
+`use_kl_in_reward`. For one token, k1 in the reward and k2 as a loss have the same expected gradient on data of pi
+(arXiv:2510.01555). Over a sample, the reward also counts against a token the divergence of the tokens after it, so that
+its gradient is that of the divergence of whole samples.
 
 prox is the policy at the start of the update, and both are at the sampling temperature. Deviations: only leased samples
 have log-probs, so a member that is not leased gets the mean penalty of those of its group, which does not shift the

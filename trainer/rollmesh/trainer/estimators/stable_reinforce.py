@@ -4,15 +4,15 @@ code: yfzhang114/r1_reward).
     z_i = (R_i - mean_batch R) / (std_batch R + epsilon)
     A_i = z_i if |z_i| <= sigma_max, else 0
 
-Where almost all rewards are equal, the few others get extreme advantages, which the 3-sigma rule removes. Among n episodes |z| is at most
-(n - 1) / sqrt(n), so the filter needs at least 11 episodes to remove one. The method also limits log-ratios before the exponential,
-which `log_ratio_max` of the loss `ppo_clip` does, at log 1000.
+Where almost all rewards are equal, the few others get extreme advantages, which the 3-sigma rule removes. Among n
+episodes |z| is at most (n - 1) / sqrt(n), so the filter needs at least 11 episodes to remove one. The method also
+limits log-ratios before the exponential, which `log_ratio_max` of the loss `ppo_clip` does, at log 1000.
 
 Deviations: mean and deviation count episodes, where the code counts tokens; the code compares z with the mean of the
 unscaled advantages +- 3, and the paper and this file with +- 3. A reward that is not finite is a failure of its scorer
 here, and drops the sample, where the code sets the advantage to 0. The published script also subtracts 0.001 times the
 divergence from the reference from the reward; here, a loss term `kl` of kind k2 has nearly that gradient.
-"""  # noqa: E501, W505
+"""
 
 from __future__ import annotations
 

@@ -8,11 +8,12 @@ trained tokens, and the samples of a group divided by their reward:
     loss             = - mean over groups of the values + sg[max(0, beta * (K - delta))] * K
     K                = mean over tokens of exp(d) - 1 - d,   d = log pi - log old
 
-A long right answer has a small weight and is never pushed down. A group with answers of one kind has the value 0. K estimates
-KL(old || pi), old being the policy at the start of the update. The coefficient of the penalty rises with the excess over delta.
-The samples of a group MUST be in one optimizer step, which `whole_groups` of the rule `minibatches` ensures. Deviations: an answer is right if its reward is at least
-`right_min` (the code compares with 1); groups may have different sizes.
-"""  # noqa: E501, W505
+A long right answer has a small weight and is never pushed down. A group with answers of one kind has the value 0. K
+estimates KL(old || pi), old being the policy at the start of the update. The coefficient of the penalty rises with the
+excess over delta. The samples of a group MUST be in one optimizer step, which `whole_groups` of the rule `minibatches`
+ensures. Deviations: an answer is right if its reward is at least `right_min` (the code compares with 1); groups may
+have different sizes.
+"""
 
 from __future__ import annotations
 

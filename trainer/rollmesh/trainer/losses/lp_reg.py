@@ -9,14 +9,14 @@ the lowest log-prob, and pi < proxy:
     loss of a protected token = - r A + beta * (exp(d) - 1 - d),   d = log proxy - log pi;   r = pi / mu
     loss of other tokens      = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-The penalty is the estimate k3 of KL(pi || proxy). Its gradient by log pi is beta * (1 - proxy / pi) < 0, so it raises the token. The proxy
-has no gradient. A token below the threshold has no probability under the proxy, and no protection.
+The penalty is the estimate k3 of KL(pi || proxy). Its gradient by log pi is beta * (1 - proxy / pi) < 0, so it raises
+the token. The proxy has no gradient. A token below the threshold has no probability under the proxy, and no protection.
 
 Deviations: the lowest tokens are those of a whole optimizer step, where the code takes those of a micro-batch, and
 their number is rounded down; the code protects none if that is 1. r is against the policy that sampled the token, as in
 `ppo_clip`. `proxy: start` is the policy at the start of the update, as in the scripts of the code. Costs one more
 forward per update and one per optimizer step; `proxy: step` only the latter.
-"""  # noqa: E501, W505
+"""
 
 from __future__ import annotations
 
