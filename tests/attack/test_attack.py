@@ -63,7 +63,7 @@ def test_document_lists_exactly_the_attacks_that_exist() -> None:
     assert named == [attack.name for attack in all_attacks()], "run `make suite NAME=attack`"
 
 
-# The checks themselves can fail -----------------------------------------------------------------------------------------  # noqa: W505
+# The checks themselves can fail ---------------------------------------------------------------------------------------
 
 
 async def test_an_attack_that_succeeds_is_seen(tmp_path: Path) -> None:

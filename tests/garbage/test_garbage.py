@@ -74,8 +74,8 @@ async def mesh_of_processes(folder: Path) -> AsyncIterator[tuple[str, str, Acces
         async with open_channel(mesh.gateway, access=access) as channel:
             with typed_errors():
                 stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-                reported = await stub.GetMesh(coordinator_pb2.GetMeshRequest())
-        yield reported.coordinator, mesh.gateway, access, Processes(mesh.process.pid)
+                mesh_view = await stub.GetMesh(coordinator_pb2.GetMeshRequest())
+        yield mesh_view.coordinator, mesh.gateway, access, Processes(mesh.process.pid)
 
 
 @pytest.mark.slow

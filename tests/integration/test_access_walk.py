@@ -169,7 +169,7 @@ async def test_no_verb_of_any_server_answers_without_the_token(tmp_path: Path, m
     assert set(services()) <= served, "a service that no server of the mesh has was not really walked"
 
 
-async def test_with_certificates_no_process_without_one_gets_as_far_as_a_token(
+async def test_with_certificates_no_client_without_one_gets_as_far_as_a_token(
     tmp_path: Path, model: Path, tls: SecurityConfig, anonymous: grpc.ChannelCredentials
 ) -> None:
     """And the mesh itself goes to its end over mutual TLS, NATS included."""

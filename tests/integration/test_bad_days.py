@@ -160,7 +160,7 @@ async def test_a_tensor_that_no_probe_shows_to_be_broken_is_named_and_not_upload
         await compute.close(5.0)
 
 
-async def test_nan_weights_that_are_published_never_become_active_and_the_learner_is_reported(
+async def test_nan_weights_that_are_published_never_become_active_and_the_learner_gets_the_reason(
     tmp_path: Path,
     model: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -173,8 +173,8 @@ async def test_nan_weights_that_are_published_never_become_active_and_the_learne
         refused = dict(policy(stalled).refused)
         assert refused
         assert all("NaN or infinite" in cause for cause in refused.values())
-        reported = mesh.service("learner").progress.refused
-        await operator.until(lambda _: set(refused) <= set(reported))
+        at_learner = mesh.service("learner").progress.refused
+        await operator.until(lambda _: set(refused) <= set(at_learner))
         facts = await operator.facts()
         report = await operator.audit()
     steps = [span.step for x in facts if isinstance(x, f.EpisodeScored) for s in x.samples for span in s.steps]

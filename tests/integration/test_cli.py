@@ -240,10 +240,10 @@ async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> No
     """A run starts with a process per service and resumes in one process."""
     out = mine / "run"
     changes = ("run.updates_max=2000", "run.eval_every=0", "processes.enabled=true")
-    reported = await _interrupted("train", str(mine / "mine.yaml"), *changes, "--out", str(out))
+    output = await _interrupted("train", str(mine / "mine.yaml"), *changes, "--out", str(out))
     first = json.loads((out / "summary.json").read_text())
     assert first["outcome"] == "interrupted"
-    assert f"rollmesh train {out}" in reported
+    assert f"rollmesh train {out}" in output
     assert Path(first["checkpoint"]).name == f"update-{first['updates']:08}.0"
 
     await _interrupted("train", "--in-process", str(out))
@@ -286,9 +286,9 @@ async def _killed(*arguments: str) -> None:
 
 async def _interrupted(*arguments: str) -> str:
     """Run the command until three more updates are made, send Ctrl-C, and return the output."""
-    code, reported = await _until_updates(3, signal.SIGINT, *arguments)
-    assert code == 130, reported
-    return reported
+    code, output = await _until_updates(3, signal.SIGINT, *arguments)
+    assert code == 130, output
+    return output
 
 
 async def _until_updates(num: int, then: signal.Signals, *arguments: str) -> tuple[int | None, str]:
@@ -304,12 +304,12 @@ async def _until_updates(num: int, then: signal.Signals, *arguments: str) -> tup
                 assert process.returncode is None, (await process.communicate())[0].decode()
                 await asyncio.sleep(0.05)
             process.send_signal(then)
-            reported, _ = await process.communicate()
+            output, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return process.returncode, reported.decode()
+    return process.returncode, output.decode()
 
 
 def _num_lines(path: Path) -> int:

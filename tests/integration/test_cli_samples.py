@@ -86,8 +86,8 @@ def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lin
     found = json.loads(shown.stdout)
     assert found["sample"] == lines[0]
     assert found["history"][-1]["what"] == "ended: exported"
-    reported = run("show", mine / "run", first)
-    assert "was leased to rollout-0" in reported.stdout
+    plain = run("show", mine / "run", first)
+    assert "was leased to rollout-0" in plain.stdout
     audit = run("audit", mine / "run", "--json")
     assert json.loads(audit.stdout)["holds"], audit.output
     assert json.loads(audit.stdout)["samples"]["exported"] == NUM
@@ -150,7 +150,7 @@ def test_a_runs_folder_is_rolled_out_by_its_own_configuration(mine: Path, done: 
     )
 
 
-# check --dry-run --------------------------------------------------------------------------------------------------------  # noqa: W505
+# check --dry-run ------------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_prints_one_episode_with_its_rewards_and_leaves_nothing(mine: Path) -> None:

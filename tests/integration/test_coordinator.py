@@ -221,7 +221,7 @@ async def test_a_payload_that_cannot_be_read_costs_its_samples_and_is_recorded_o
     await mesh.commit(1, [batch.lease_id], dropped=list(broken.sample_ids))
 
 
-# Idempotency -----------------------------------------------------------------------------------------------------------  # noqa: W505
+# Idempotency ----------------------------------------------------------------------------------------------------------
 
 
 async def test_every_verb_may_be_repeated(mesh: MeshParts) -> None:

@@ -79,7 +79,7 @@ async def test_one_address_brings_configuration_addresses_and_small_files(mesh: 
     assert not [name for name in os.listdir(model) if "safetensors" in name], "weights come from the depot"
 
 
-async def test_nothing_secret_is_reported(mesh: Mesh) -> None:
+async def test_nothing_secret_is_sent(mesh: Mesh) -> None:
     layout, _ = await open_joined(options(mesh, "inference"))
     assert mesh.access.token not in (layout.run_dir / CONFIG_FILE).read_text()
 
@@ -95,7 +95,7 @@ async def test_nothing_secret_is_reported(mesh: Mesh) -> None:
         ("sandbox", {"name": "0"}, AlreadyExists, "a node sandbox-0 is in the mesh already; choose another --name"),
     ],
 )
-async def test_what_cannot_join_is_reported_why(
+async def test_what_cannot_join_gets_the_reason(
     mesh: Mesh, kind: str, fields: dict[str, Any], error: type[MeshError], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -128,7 +128,7 @@ async def test_a_node_waits_for_a_coordinator_that_starts_later_and_for_one_that
                 await node.wait_joined()
 
 
-async def test_a_wrong_token_is_reported_at_once_and_not_tried_for_ever() -> None:
+async def test_a_wrong_token_is_an_error_at_once_and_not_tried_for_ever() -> None:
     async with coordinator() as (_, address), member(address, Worker(), access=Access(token="wrong")) as node:
         with pytest.raises(Unauthenticated):
             await node.wait_joined()
@@ -144,7 +144,7 @@ class Strict(TinyCoordinator):
         yield
 
 
-async def test_a_refused_hello_is_reported() -> None:
+async def test_a_refused_hello_is_an_error() -> None:
     async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())  # type: ignore[abstract]
         await server.start()

@@ -68,7 +68,7 @@ def look(folder: Path, config: MeshConfig) -> World:
     return World(layout=layout)
 
 
-async def test_a_host_reported_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_path: Path, made: MeshConfig) -> None:
+async def test_a_host_asked_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_path: Path, made: MeshConfig) -> None:
     async with host(tmp_path, made, [NATS, *service_names(made)]) as process:
         run = look(tmp_path, made)
         state = await run.until_state("two updates", lambda s: s.policies[0].applied_step >= 2, limit_s=END_S)

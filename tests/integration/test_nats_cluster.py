@@ -143,10 +143,10 @@ async def test_without_a_majority_an_append_waits_and_is_not_acknowledged(
         await log.append(b"2", msg_id="m2", expected_last_seq=2, deadline_s=5.0)
     assert not waiting.done()
 
-    async def reported() -> bool:
+    async def is_logged() -> bool:
         return "less than a majority of the servers stores nothing" in caplog.text
 
-    await eventually(reported)
+    await eventually(is_logged)
     for name in ("a", "b"):
         cluster.servers[name].start()
     assert await waiting == 2

@@ -143,14 +143,14 @@ async def test_a_worker_and_a_trainer_with_newer_protos_are_served(mesh: MeshPar
     assert state.samples.trained == 4
 
 
-async def test_a_field_of_a_spec_that_no_process_here_knows_is_refused(mesh: MeshParts) -> None:
+async def test_a_field_of_a_spec_that_this_version_does_not_have_is_refused(mesh: MeshParts) -> None:
     wanted = spec()
     wanted.MergeFromString(NEWER)
     with pytest.raises(InvalidSpec, match="must have only fields that this version has, got 'field 2015'"):
         await mesh.call(mesh.run.CreateRun, run_pb2.CreateRunRequest(spec=wanted))
 
 
-def test_a_manifest_with_a_field_that_no_process_here_knows_is_refused() -> None:
+def test_a_manifest_with_a_field_that_this_version_does_not_have_is_refused() -> None:
     file = weights_pb2.WeightFile(name="w", size_bytes=1, chunks=[{"digest": "0" * 64, "size_bytes": 1}])  # type: ignore[list-item]
     manifest = weights_pb2.WeightManifest(kind=weights_pb2.WeightManifest.KIND_FULL, files=[file])
     assert parse_manifest(manifest.SerializeToString()) == manifest
@@ -173,7 +173,7 @@ async def test_a_number_of_an_enum_that_decides_is_refused_and_not_guessed(mesh:
     assert (await mesh.commit(1, [lease.lease_id])).digest, "the lease is as it was"
 
 
-async def test_an_outcome_of_an_episode_that_no_process_here_knows_is_refused(mesh: MeshParts) -> None:
+async def test_an_outcome_of_an_episode_that_this_version_does_not_have_is_refused(mesh: MeshParts) -> None:
     await mesh.begin()
     (lease, *_) = await mesh.acquire(num_max=1)
     report = await mesh.finished(lease, step=0)

@@ -122,7 +122,7 @@ async def test_streamed_output_is_bounded_and_outcomes_stay(tmp_path: Path) -> N
         assert (await session.run("1 + 1")).result == "2"
 
 
-async def test_a_fork_that_prints_is_received_and_does_not_answer_for_the_session(tmp_path: Path) -> None:
+async def test_output_of_a_fork_is_received_and_does_not_answer_for_the_session(tmp_path: Path) -> None:
     async with client_of_a_node(tmp_path) as client, client.session("python", session_id="s") as session:
         code = "import os\nif os.fork() == 0:\n    print('child')\n    os._exit(0)\nos.wait()\nprint('parent')"
         result = await session.run(code, on_output=lambda _, text: None)

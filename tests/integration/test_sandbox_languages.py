@@ -66,7 +66,7 @@ async def bash(engine: JailEngine, code: str, wall_s: float = WALL_S) -> RunResu
     return await run(engine, "bash", code, wall_s)
 
 
-# bash ------------------------------------------------------------------------------------------------------------------  # noqa: W505
+# bash -----------------------------------------------------------------------------------------------------------------
 
 
 async def test_bash_keeps_folder_variables_and_functions(engine: JailEngine) -> None:
@@ -215,7 +215,7 @@ async def test_bash_code_with_a_nul_is_the_programs_error(engine: JailEngine) ->
     assert "NUL" in result.error_message
 
 
-# Programs --------------------------------------------------------------------------------------------------------------  # noqa: W505
+# Programs -------------------------------------------------------------------------------------------------------------
 
 SUM_C = r"""
 #include <stdio.h>
@@ -309,7 +309,7 @@ async def test_unknown_language_lists_those_of_the_host(engine: JailEngine) -> N
         await run(engine, "cobol", "DISPLAY 'x'.")
 
 
-# Files -----------------------------------------------------------------------------------------------------------------  # noqa: W505
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ async def test_python_reports_cpu_time(engine: JailEngine) -> None:
     assert result.exit_status == 0
 
 
-# SQL -------------------------------------------------------------------------------------------------------------------  # noqa: W505
+# SQL ------------------------------------------------------------------------------------------------------------------
 
 MAKE_DB = """
 import sqlite3

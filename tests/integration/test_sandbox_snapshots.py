@@ -209,7 +209,7 @@ async def test_fork_counts_against_the_same_bounds(world: World) -> None:
     assert "No space left" in await world.error("f = open('b', 'wb'); f.write(bytes(300000)); f.close()", fork)
 
 
-# Leases, quotas, ends ---------------------------------------------------------------------------------------------------  # noqa: W505
+# Leases, quotas, ends -------------------------------------------------------------------------------------------------
 
 
 async def test_restore_undoes_and_keeps_the_lease(world: World) -> None:

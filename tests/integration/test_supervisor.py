@@ -98,7 +98,7 @@ async def test_a_run_outlives_the_death_of_each_process_and_tells_of_it(tmp_path
     assert sorted(e.process for e in events if e.what == "restarting" and "SIGKILL" in e.cause) == sorted(HOSTS)
     assert events == read_process_events(tmp_path / "run" / FILE)
     ends = {event.process: event.code for event in events if event.what == "ended"}
-    assert set(ends.values()) == {143}, "told to stop, and did"
+    assert set(ends.values()) == {143}, "asked to stop, and did"
     newest = max((tmp_path / "run/checkpoints").iterdir())
     assert len(list(read_trained(newest / "trained.jsonl"))) >= last.policies[0].applied_step
 
@@ -169,10 +169,10 @@ async def test_a_folder_has_one_supervisor_and_a_taken_port_is_reported_with_its
         await until(port.exists)
         address = mesh.layout.gateway
     for taken, remedy in ((address, "addresses.json"), (f"127.0.0.1:{port.read_text().strip()}", "nats/port")):
-        reported = rf"{taken}: process {os.getpid()} \(.*remove .*/{remedy} to take"
+        expected = rf"{taken}: process {os.getpid()} \(.*remove .*/{remedy} to take"
         with (
             socket.create_server(("127.0.0.1", int(taken.rpartition(":")[2]))),
-            pytest.raises(AddressTaken, match=reported),
+            pytest.raises(AddressTaken, match=expected),
         ):
             await Supervisor(made, run_dir=tmp_path / "run", hosts=nats, clock=Hurried()).__aenter__()
 
@@ -279,9 +279,9 @@ async def test_nothing_is_left_of_a_train_command_that_is_killed_and_its_run_goe
         started = [e for e in read_process_events(run / FILE) if e.what == "started" and e.process == "learner"]
         os.kill(started[-1].pid, signal.SIGKILL)
         async with asyncio.timeout(LIMIT_S):
-            reported, _ = await train.communicate()
-    assert train.returncode == 0, reported.decode()
-    assert "learner was ended by SIGKILL; restarts in 0.2 s (restart 1)" in reported.decode()
-    assert "finished after 10 updates" in reported.decode()
+            output, _ = await train.communicate()
+    assert train.returncode == 0, output.decode()
+    assert "learner was ended by SIGKILL; restarts in 0.2 s (restart 1)" in output.decode()
+    assert "finished after 10 updates" in output.decode()
     audit = await asyncio.to_thread(CliRunner().invoke, app, ["audit", str(run)])
     assert audit.exit_code == 0, audit.output

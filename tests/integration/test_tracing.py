@@ -120,8 +120,8 @@ async def test_an_update_is_linked_with_its_episodes_and_holds_the_coordinators_
     updates = [span for span in spans if span.name == "update"]
     assert [len(span.links) for span in updates] == [4, 4]  # two groups of two
     assert {tuple(link) for span in updates for link in span.links} <= roots
-    reported = [span for span in spans if span.name == "commit" and span.trace in {trace for trace, _ in roots}]
-    assert {tuple(link) for span in reported for link in span.links} == {(span.trace, span.span) for span in updates}
+    commits = [span for span in spans if span.name == "commit" and span.trace in {trace for trace, _ in roots}]
+    assert {tuple(link) for span in commits for link in span.links} == {(span.trace, span.span) for span in updates}
     calls = [span.name for span in spans if span.trace == updates[0].trace and span.service == "rpc"]
     assert calls == ["RunService/CommitUpdate"] * 2  # gateway and coordinator
 

@@ -45,7 +45,7 @@ WeightCommand = coordinator_pb2.WeightCommand
 
 
 class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Welcomes everyone, passes commands on, remembers what it heard."""
+    """Welcomes everyone, passes commands on, records what it receives."""
 
     def __init__(self, heartbeat_s: float = 60.0) -> None:
         self.hellos: list[coordinator_pb2.NodeHello] = []
@@ -59,7 +59,7 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[coordinator_pb2.JoinResponse]:
         hello = (await anext(aiter(request_iterator))).hello
         queue = self._down[hello.node_id] = asyncio.Queue()
-        await self._hear(hello.node_id, hello)
+        await self._record(hello.node_id, hello)
         welcome = coordinator_pb2.Welcome(heartbeat_s=self._heartbeat_s, coordinator_id="c0", protocol=self.protocol)
         yield coordinator_pb2.JoinResponse(welcome=welcome)
         yield coordinator_pb2.JoinResponse(fleet=self.fleet)
@@ -72,10 +72,10 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def _read(self, node_id: str, requests: Any, queue: asyncio.Queue[Any]) -> None:
         async for request in requests:
-            await self._hear(node_id, request.report)
+            await self._record(node_id, request.report)
         queue.put_nowait(None)
 
-    async def _hear(self, node_id: str, message: coordinator_pb2.NodeHello | coordinator_pb2.NodeReport) -> None:
+    async def _record(self, node_id: str, message: coordinator_pb2.NodeHello | coordinator_pb2.NodeReport) -> None:
         async with self.received:
             if isinstance(message, coordinator_pb2.NodeHello):
                 self.hellos.append(message)

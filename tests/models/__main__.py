@@ -50,8 +50,8 @@ def main() -> int:
 
 def _remark(trained: TrainerResult, served: EngineResult) -> str:
     """Return the reasons against faster forwards, without numbers that change between runs."""
-    reported = {"trainer": trained.reason, "engine": served.reason if served.forward in ("recompute", "") else ""}
-    parts = [f"{part}: {reason.split('; cached: ')[-1]}" for part, reason in reported.items() if reason]
+    reasons = {"trainer": trained.reason, "engine": served.reason if served.forward in ("recompute", "") else ""}
+    parts = [f"{part}: {reason.split('; cached: ')[-1]}" for part, reason in reasons.items() if reason]
     return re.sub(r"/tmp/\S+ ", "", "; ".join(parts)).replace("|", "/").replace("\n", " ")
 
 

@@ -344,7 +344,7 @@ CONTRADICTIONS: dict[str, Kind] = {
 """Kinds that are found without any stored head."""
 
 
-# The checkpoint is changed ---------------------------------------------------------------------------------------------  # noqa: W505
+# The checkpoint is changed --------------------------------------------------------------------------------------------
 
 
 def meta_changed(edit: Callable[[random.Random, CheckpointMeta], dict[str, Any]]) -> Kind:

@@ -63,7 +63,7 @@ def record(of: MethodArm, success: tuple[float, ...] = (0.0,), **fields: Any) ->
     return ArmRecord(**{**defaults, "arm": of, "evals": points, "updates": ess, **fields})
 
 
-# Records and measures --------------------------------------------------------------------------------------------------  # noqa: W505
+# Records and measures -------------------------------------------------------------------------------------------------
 
 
 def test_measures_are_means_of_the_last_three_evaluations_and_the_updates_since() -> None:
@@ -97,7 +97,7 @@ def test_records_count_for_their_commit_and_settings() -> None:
     assert chosen_records(records, wanted, None) == {arm(): records[0]}, "a failure of another commit is run again"
 
 
-# Verdicts --------------------------------------------------------------------------------------------------------------  # noqa: W505
+# Verdicts -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_verdict_equals_the_hand_computed_value() -> None:
@@ -145,7 +145,7 @@ def test_a_difference_of_two_standard_errors_is_not_shown() -> None:
     assert finding(-0.1, 0.0, "down") == "agrees", "all pairs have the same difference"
 
 
-# The plan --------------------------------------------------------------------------------------------------------------  # noqa: W505
+# The plan -------------------------------------------------------------------------------------------------------------
 
 
 def user_recipe(folder: Path, expected: str = "{}") -> str:
@@ -222,7 +222,7 @@ def test_a_recipe_keeps_its_group_size_and_the_number_of_samples() -> None:
     assert shape == {"grpo": (8, 8), "mssr": (64, 1), "risk_po": (10, 10)}
 
 
-# Scorers ---------------------------------------------------------------------------------------------------------------  # noqa: W505
+# Scorers --------------------------------------------------------------------------------------------------------------
 
 
 def item(answer: str, *, sample: str = "s", calls: tuple[str, ...] = ()) -> ScoreItem:
@@ -292,7 +292,7 @@ async def test_episode_0_of_a_training_group_is_given_to_recipes_that_learn_from
     assert list(sources.values()) == [{Source.DATASET}, {Source.POLICY}, {Source.POLICY}]
 
 
-# Arms ------------------------------------------------------------------------------------------------------------------  # noqa: W505
+# Arms -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ def test_a_method_that_fails_is_recorded_with_its_cause(models: Path, tmp_path: 
     assert "broken.py" in found.error
 
 
-# The command -----------------------------------------------------------------------------------------------------------  # noqa: W505
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_new_folders_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.Mo
     assert [root.name for root in roots] == [f"mine-20250101-101500{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_folder_of_a_run_is_not_overwritten_and_the_way_on_is_reported(tmp_path: Path) -> None:
+def test_folder_of_a_run_is_not_overwritten_and_the_error_names_the_command_that_resumes_it(tmp_path: Path) -> None:
     out = tmp_path / "run"
     new_folder(CONFIG, origin_now([], tmp_path), out)
     with pytest.raises(RunExistsHere, match=rf"holds a run; resume it with `rollmesh train {out}`"):

@@ -115,13 +115,13 @@ def test_a_scorer_that_fails_is_in_no_mean_and_makes_the_command_fail(config: Pa
     (config.parent / "scorer.py").write_text(FAILING)
     config.write_text(CALC + 'reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}\n')
     file = write(config.parent, SAMPLE)
-    reported = CliRunner().invoke(app, ["score", str(file), "--config", str(config)])
-    assert reported.exit_code == 1
-    assert "infra_failure: RuntimeError: no judge answers" in reported.stdout
-    assert "1 lines, 1 with a scorer that failed; mean none" in reported.stdout
+    done = CliRunner().invoke(app, ["score", str(file), "--config", str(config)])
+    assert done.exit_code == 1
+    assert "infra_failure: RuntimeError: no judge answers" in done.stdout
+    assert "1 lines, 1 with a scorer that failed; mean none" in done.stdout
 
 
 def test_without_a_configuration_the_command_names_what_is_missing(config: Path) -> None:
-    reported = CliRunner().invoke(app, ["score", str(write(config.parent, SAMPLE)), "--json"])
-    assert reported.exit_code == 2
-    assert "--config is missing" in reported.output
+    done = CliRunner().invoke(app, ["score", str(write(config.parent, SAMPLE)), "--json"])
+    assert done.exit_code == 2
+    assert "--config is missing" in done.output

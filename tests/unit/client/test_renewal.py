@@ -41,7 +41,7 @@ async def test_a_lease_is_renewed_every_third_of_the_term_last_granted() -> None
     assert len(coordinator.times_s) == 3, "nothing is renewed after leaving"
 
 
-async def test_a_lost_lease_is_reported_to_the_caller_that_checks_and_asked_about_no_more() -> None:
+async def test_a_lost_lease_is_an_error_for_the_caller_that_checks_and_is_not_renewed_again() -> None:
     clock = ManualClock()
     keeping, coordinator = renewal(clock, 30.0)
     async with keeping:

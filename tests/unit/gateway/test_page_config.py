@@ -40,7 +40,7 @@ def test_wrong_settings_name_the_key_and_the_remedy(page: dict[str, Any], proble
     assert problem in str(caught.value)
 
 
-def test_the_page_is_served_on_loopback_or_where_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_served_on_loopback_or_where_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_served(PageConfig(), local=True)
     assert not is_served(PageConfig(), local=False)
     assert is_served(PageConfig(address="127.0.0.1:8080"), local=False)

@@ -83,14 +83,14 @@ async def test_an_end_in_good_order_is_final(tmp_path: Path) -> None:
     assert (tmp_path / "part.log").read_text() == "done\n"
 
 
-async def test_a_config_error_is_reported_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
+async def test_a_config_error_is_reported_in_the_words_of_the_process_and_not_tried_again(tmp_path: Path) -> None:
     made = ward(tmp_path, "import sys; print('error: run.seed: no\\n  and more'); sys.exit(2)")
     with pytest.raises(ConfigError, match=r"^run\.seed: no\n  and more$"):
         await made.ended()
     assert made.story == ["started", "ended"]
 
 
-async def test_a_full_disk_is_reported_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
+async def test_a_full_disk_is_reported_in_the_words_of_the_process_and_not_tried_again(tmp_path: Path) -> None:
     made = ward(tmp_path, "import sys; print('error: /runs: no space left'); sys.exit(3)")
     with pytest.raises(DiskFull, match=r"^/runs: no space left$"):
         await made.ended()

@@ -223,14 +223,14 @@ async def test_a_rejected_report_and_a_dropped_one_count_as_lost() -> None:
     assert mesh.progress.num_lost == 1
 
 
-@pytest.mark.parametrize("reported_by", ["command", "refusal"])
-async def test_draining_takes_nothing_more_and_ends_with_what_is_held(reported_by: str) -> None:
+@pytest.mark.parametrize("asked_by", ["command", "refusal"])
+async def test_draining_takes_nothing_more_and_ends_with_what_is_held(asked_by: str) -> None:
     mesh = local_mesh(2)
     mesh.scorer.gate.held = True
     worker = mesh.worker()
     task = asyncio.ensure_future(worker.run())
     await until(mesh, lambda: mesh.scorer.gate.num_inside == 2)
-    if reported_by == "command":
+    if asked_by == "command":
         worker.drain()
     else:
         mesh.coordinator.draining = Draining("draining")

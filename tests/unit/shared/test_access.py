@@ -110,7 +110,7 @@ async def test_a_client_does_not_trust_a_server_of_another_ca(tls: Tls, foreign:
                 await health(channel)
 
 
-async def test_every_interface_is_served_with_tls_and_reported_by_the_advertised_host(tls: Tls) -> None:
+async def test_every_interface_is_served_with_tls_and_announced_by_the_advertised_host(tls: Tls) -> None:
     access = Access(SECRET, tls)
     async with server(access, "0.0.0.0:0", advertise="localhost") as mine:
         port = await mine.start()

@@ -70,7 +70,7 @@ def test_bytes_that_are_not_a_delta_of_the_chunk_are_refused(delta: bytes) -> No
         apply_delta(b"01234567", delta)
 
 
-# The cache -------------------------------------------------------------------------------------------------------------  # noqa: W505
+# The cache ------------------------------------------------------------------------------------------------------------
 
 
 async def stored(store: BlobStore, data: bytes) -> str:
@@ -128,7 +128,7 @@ async def test_the_cache_forgets_pairs_whose_delta_is_not_worth_sending(tmp_path
     store.close()
 
 
-# Rate ------------------------------------------------------------------------------------------------------------------  # noqa: W505
+# Rate -----------------------------------------------------------------------------------------------------------------
 
 
 async def test_users_of_a_rate_share_it() -> None:

@@ -231,9 +231,9 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_reported(tmp_path: Path, n
     found = latest_checkpoint(tmp_path)
     assert found is not None
     assert (found.path.name, found.trained_log().update) == ("update-00000001.0", 1)
-    (reported,) = found.passed_by
-    assert str(file) in reported
-    assert reported.endswith("is set aside as corrupt-update-00000002.0, going back to update-00000001.0")
+    (message,) = found.passed_by
+    assert str(file) in message
+    assert message.endswith("is set aside as corrupt-update-00000002.0, going back to update-00000001.0")
     assert (tmp_path / "corrupt-update-00000002.0").is_dir()
     again = latest_checkpoint(tmp_path)
     assert again is not None

@@ -326,7 +326,8 @@ def covariance(b: Padded) -> Tensor:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kl_cov_of_verl(seed: int) -> None:
-    """`compute_policy_loss_kl_cov`: no clip, and the penalty |log r| at the share of the tokens with the largest covariance."""  # noqa: W505
+    """`compute_policy_loss_kl_cov`: no clip, and the penalty |log r| at the share of the tokens with the largest
+    covariance."""
 
     def formula(b: Padded) -> Tensor:
         value = covariance(b)
