@@ -119,7 +119,7 @@ ALLOCATOR = (
         (RuntimeError(ALLOCATOR), MemoryError),
     ],
 )
-@pytest.mark.parametrize("where", ["plain", "packed", "spread"])
+@pytest.mark.parametrize("where", ["plain", "packed", "spread", "packed forward of the spread model"])
 def test_a_lack_of_memory_is_an_error_with_a_remedy_and_no_choice(
     where: str, error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,15 +132,25 @@ def test_a_lack_of_memory_is_an_error_with_a_remedy_and_no_choice(
         if kwargs["position_ids"].shape[0] > 1:
             raise error
 
+    make = spread_model.spread_model
+
+    def make_failing(*args: Any) -> Any:
+        small = make(*args)
+        small.base_model.layers[0].register_forward_pre_hook(fail_packed, with_kwargs=True)
+        return small
+
     if where == "spread":
         monkeypatch.setattr(spread_model, "spread_model", fail)
+    elif where == "packed forward of the spread model":
+        monkeypatch.setattr(spread_model, "spread_model", make_failing)
     else:
         layers: Any = model.base_model.layers
         layers[0].register_forward_pre_hook(fail if where == "plain" else fail_packed, with_kwargs=True)
     with pytest.raises(
         kind, match=r"memory ran out while the forward of the model was tested.*free memory on the device"
-    ):
+    ) as caught:
         choose_forward(model)
+    assert str(caught.value).count("memory ran out") == 1
 
 
 def test_other_errors_of_a_model_are_the_reason_against_packing(monkeypatch: pytest.MonkeyPatch) -> None:

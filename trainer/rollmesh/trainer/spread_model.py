@@ -29,6 +29,7 @@ MODEL_ERRORS = (
 )  # fmt: skip
 """What the code of a model raises for a configuration or a forward that it does not support. Pass each of them to
 `model_error`."""
+_MEMORY_RAN_OUT = "memory ran out while the forward of the model was tested"
 _GAIN = 2.5
 """Large enough that attention scores reach the nonlinear range of a cap of 50."""
 _WHOLE_PARAMETERS = 50_000_000
@@ -96,12 +97,14 @@ def model_error(error: Exception) -> str:
 
 
 def raise_if_out_of_memory(error: Exception) -> None:
-    """Raise the error with a remedy if memory ran out."""
+    """Raise the error with a remedy if memory ran out. An error that has the remedy is raised unchanged."""
     if is_out_of_memory(error):
+        if str(error).startswith(_MEMORY_RAN_OUT):
+            raise error
         kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else MemoryError
         raise kind(
-            f"memory ran out while the forward of the model was tested, so that the result is not known: {error}; free "
-            "memory on the device, or choose a device with more memory or a smaller model"
+            f"{_MEMORY_RAN_OUT}, so that the result is not known: {error}; free memory on the device, or choose a "
+            "device with more memory or a smaller model"
         ) from error
 
 
