@@ -4,6 +4,7 @@ user namespaces."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -15,9 +16,9 @@ import pytest
 UID = 12345
 CLAIMS = (
     "sockets or abstract or host_paths or written or remounted or each_other or inherits or privileges"
-    " or memory_bomb or fork_bomb or endless or disk or told_apart or process_group"
+    " or memory_bomb or fork_bomb or endless or disk or distinguished or process_group"
 )
-LANGUAGES = "bash_keeps or has_a_terminal or out_of_time or exit_ends or reads_stdin or told_apart or asked_for"
+LANGUAGES = "bash_keeps or has_a_terminal or out_of_time or exit_ends or reads_stdin or distinguished or asked_for"
 SNAPSHOTS = "keep_living or files_directories or same_bounds or runs_commands or hostile or restore_undoes"
 SUITES = {
     "test_sandbox_isolation.py": CLAIMS,
@@ -53,6 +54,12 @@ def readable_python() -> str | None:
 needs_a_way_down = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="already an ordinary user, or no setpriv"
 )
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_each_word_selects_a_test(suite: str) -> None:
+    names = re.findall(r"^(?:async )?def (test_\w+)", (HERE / suite).read_text(), re.MULTILINE)
+    assert [word for word in SUITES[suite].split(" or ") if not any(word in name for name in names)] == []
 
 
 @needs_a_way_down
