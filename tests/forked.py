@@ -12,6 +12,7 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -55,9 +56,11 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process if it is running."""
-        self._server.read(0.0)
+        while self.returncode is None and self._server.read(0.0):
+            pass
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the server has read its exit code since
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL if the process is running."""
@@ -142,6 +145,8 @@ def _run_child(args: list[str], files: list[str], env: dict[str, str]) -> NoRetu
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
