@@ -142,6 +142,7 @@ async def test_a_killed_rank_ends_the_session_and_the_next_one_resumes_from_the_
     tmp_path: Path, model: Path
 ) -> None:
     killed: list[int] = []
+    apart: list[bool] = []
     seen: list[str] = []
 
     async def at(point: LearnerFaultPoint) -> None:
@@ -149,6 +150,7 @@ async def test_a_killed_rank_ends_the_session_and_the_next_one_resumes_from_the_
         if point is LearnerFaultPoint.LEASED and running.world.step == 2 and not killed:
             assert torch_trainer._group is not None
             killed.append(torch_trainer._group._started[1].pid)
+            apart.append(os.getpgid(killed[0]) != os.getpgid(0))
             os.kill(killed[0], signal.SIGKILL)
 
     settings = config(tmp_path / "learner", model, 2, checkpoint_every=2)
@@ -160,6 +162,7 @@ async def test_a_killed_rank_ends_the_session_and_the_next_one_resumes_from_the_
         assert running.world.step == 3
         assert len(running.world.trained()) == len(set(running.world.trained()))
     assert any("RANK_FAILED: rank 1 of the trainer was killed by SIGKILL" in error for error in seen)
+    assert apart == [True], "Ctrl-C at the terminal must not end it during the last update"
 
 
 @pytest.mark.usefixtures("forked")
@@ -167,7 +170,6 @@ def test_a_rank_that_does_not_respond_is_named(tmp_path: Path, model: Path) -> N
     engine = TorchTrainer.open(config(tmp_path, model, 2, timeout_s=40.0)).engine
     assert torch_trainer._group is not None
     process = torch_trainer._group._started[1]
-    assert os.getpgid(process.pid) != os.getpgid(0), "Ctrl-C at the terminal must not end it during the last update"
     process.send_signal(signal.SIGSTOP)
     with pytest.raises(RankFailed, match=rf"did not respond within 40 s .*: rank 1 \(pid {process.pid}\) is stopped"):
         engine.update(1, *batch(1))
