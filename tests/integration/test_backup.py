@@ -175,22 +175,33 @@ async def test_a_backup_is_a_tar_archive_and_other_members_are_rejected(
     assert (names[0], names[-1]) == ("about.json", "end.json")
     assert {name.partition("/")[0] for name in names[1:-1]} == {"samples", "ledger", "dead", "files"}
     bad = tmp_path / "bad"
-    for name, kind, error in (
-        ("files/../../escape", tarfile.REGTYPE, ConfigError),
-        ("files//etc/escape", tarfile.REGTYPE, ConfigError),
-        ("files/link", tarfile.SYMTYPE, DataLoss),
-        ("notes.txt", tarfile.REGTYPE, DataLoss),
-        ("about.json", tarfile.REGTYPE, DataLoss),
-        ("files/added", tarfile.REGTYPE, DataLoss),
-    ):
+
+    def offsets_with(added: str = "", kind: bytes = tarfile.REGTYPE) -> dict[str, int]:
+        """Write the archive with a member before its end, and return where each member begins."""
         with tarfile.open(bad, "w") as tar:
-            for member in (*names[:-1], name, names[-1]):
+            for member in (*names[:-1], *([added] if added else []), names[-1]):
                 info = tarfile.TarInfo(member)
                 data = contents.get(member, b"")
-                info.size, info.type = len(data), kind if member == name else tarfile.REGTYPE
+                info.size, info.type = len(data), kind if member == added else tarfile.REGTYPE
                 info.mode = 0o600
                 tar.addfile(info, io.BytesIO(data))
-        with pytest.raises(error):
+        with tarfile.open(bad) as tar:
+            return {member.name: member.offset for member in tar.getmembers()}
+
+    offsets_with()
+    assert bad.read_bytes() == file.read_bytes()
+    for name in ("../../escape", "/etc/escape"):
+        offsets_with(f"files/{name}")
+        with pytest.raises(ConfigError, match=f"contains the file name '{name}', which is outside of the run folder"):
+            restore_backup(bad, tmp_path / "new")
+    for name, kind, rejected in (
+        ("files/link", tarfile.SYMTYPE, "files/link"),
+        ("notes.txt", tarfile.REGTYPE, "notes.txt"),
+        ("about.json", tarfile.REGTYPE, "about.json"),
+        ("files/added", tarfile.REGTYPE, "end.json"),  # it has the digest of the members before it
+    ):
+        offsets = offsets_with(name, kind)
+        with pytest.raises(DataLoss, match=f"damaged or cut off at byte {offsets[rejected]};"):
             restore_backup(bad, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

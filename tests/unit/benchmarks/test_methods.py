@@ -174,6 +174,10 @@ def test_the_plan_has_whole_pairs_seed_by_seed(tmp_path: Path) -> None:
     [
         ("{expected: [{task: calcs}]}", r"`expected\[0\].task` must be one of .*two_rewards, got 'calcs'"),
         ("{expected: [{measure: ess}]}", r"expected\[0\].*task"),
+        (
+            "{expected: [{task: calc, direction: higher}]}",
+            r"`expected\[0\].direction` must be one of down, up, got 'higher'",
+        ),
         ("{expected: [{task: calc}, {task: calc}]}", "`expected` must name each task, measure and lag_min once"),
     ],
 )
