@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rollmesh.shared.error_base import (
     BY_CODE,
@@ -75,7 +76,7 @@ __all__ = [
 # Invalid input --------------------------------------------------------------------------------------------------------
 
 
-def field_error(field: str, must: str, got: object, remedy: str = "", **metadata: object) -> InvalidInput:
+def field_error(field: str, must: str, got: object, remedy: str = "", **metadata: Any) -> InvalidInput:
     """Return the error of a field: "`FIELD` must MUST, got GOT; REMEDY".
 
     `got` is shown as Python writes it, at most 100 characters. None is shown as "none", and an exception as its

@@ -54,7 +54,7 @@ def test_what_grpc_reports_of_a_connection_is_retried_and_no_other_error_is(
     code: grpc.StatusCode, details: str, sent_to: str, expected: type[errors.MeshError]
 ) -> None:
     none = grpc.aio.Metadata()
-    err = from_rpc_error(grpc.aio.AioRpcError(code, none, none, details), sent_to)
+    err = from_rpc_error(grpc.aio.AioRpcError(code, none, none, details, ""), sent_to)
     assert type(err) is expected
     assert err.code is expected.code
     assert err.retryable is (expected is not errors.Internal)
