@@ -71,6 +71,7 @@ check: setup .tools/deploy/.installed ## check style, types, import contracts, p
 
 docs: setup ## regenerate the reference pages, deploy/grafana and deploy/alerts.yml, and build the site in .site; broken links fail
 	$(BIN)/python -m tools.reference docs
+	$(BIN)/python -m tools.coverage docs
 	$(BIN)/python -m tools.dashboards deploy
 	$(BIN)/pip install --quiet --disable-pip-version-check --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f deploy/site/mkdocs.yml

@@ -125,6 +125,7 @@ def test_a_group_that_agrees_has_no_advantage() -> None:
         assert found == pytest.approx([0.0, 0.0], abs=1e-9)
 
 
+@pytest.mark.row("S015")
 def test_gdpo_before_whitening_equals_the_published_example() -> None:
     found = estimator("gdpo").of_group(two_rewards((1, 0), (0, 1), (0, 1), (0, 0)))
     assert found["g0"] == pytest.approx(0.732, abs=1e-3)

@@ -150,6 +150,7 @@ TWO = [
 """Two samples of three strides: (rank, velocity, acceleration) are (3, 1.25, 0.5) and (6, 4, 1)."""
 
 
+@pytest.mark.row("S041")
 def test_verl_equals_the_hand_computed_value() -> None:
     """With the averages (2, 1, 0.5), the deviations are (0.5, 0.25, 0) and (2, 3, 1), and the gates 1/2 and
     sigmoid(2)."""

@@ -46,6 +46,7 @@ def test_a_protected_token_equals_the_hand_computed_value() -> None:
     assert loss == pytest.approx(0.5 + 2.0 * (math.exp(d) - 1 - d))
 
 
+@pytest.mark.row("S040")
 def test_a_token_above_the_threshold_is_restored_and_noise_is_not() -> None:
     """The gradient by the token's log-prob is -r A + beta (1 - proxy / pi): the second part raises the token, the first
     one lowers it."""

@@ -176,6 +176,7 @@ def test_members_without_a_summary_are_one_turn_with_all_of_their_rewards(
 PLAIN: dict[str, Any] = {"scale_by_std": False, "discount": 1.0}
 
 
+@pytest.mark.row("S020")
 def test_hgpo_equals_the_hand_computed_value() -> None:
     # returns g0: 1, 1; g1: 0, 0; g2: 4, 4. The second turns all see x, and only those of g0 and g1 have seen a before
     members = [
@@ -317,6 +318,7 @@ def test_without_a_prior_the_baseline_of_v05_is_the_mean_of_the_episodes() -> No
 # COPO -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S025")
 def test_copo_equals_the_hand_computed_value() -> None:
     solved = answered("a", ("7", 1.0), ("7", 1.0))
     agreed = answered("b", ("3", 0.0), ("3", 0.0))

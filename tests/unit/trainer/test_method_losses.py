@@ -54,6 +54,7 @@ def test_rover_has_the_gradient_of_its_error_alone() -> None:
     assert check_gradient(plugins_of(LossTermChoice("rover", {"rho": 0.7})), ragged(), frozen=True).abs().max() > 1e-3
 
 
+@pytest.mark.row("S030")
 def test_rover_finds_the_right_leaf_of_a_tree() -> None:
     """Two choices of two words; only the leaf (1, 0) has the reward 1. Every path is a sample, and its states share
     logits."""
@@ -98,6 +99,7 @@ def test_drpo_equals_the_hand_computed_value() -> None:
     assert loss.item() == pytest.approx(-gain)
 
 
+@pytest.mark.row("S043")
 def test_drpo_never_pushes_a_right_answer_down_whatever_its_length() -> None:
     """The gradient by its log-probs is negative in the loss, and the weights of lengths 2 and 9 have the ratio exp(7 /
     (lambda L))."""
@@ -156,6 +158,7 @@ def test_peaks_are_the_tokens_above_the_quantile_of_their_sample() -> None:
     assert shares.tolist() == [0, 0, 0.25, 0.25, 0, 0.5]
 
 
+@pytest.mark.row("S042")
 def test_at_the_anchor_the_gradient_is_zero() -> None:
     batch = ragged()
     plugins = anchored(batch, quantile=0.5)

@@ -55,6 +55,7 @@ def per_sample(found: Estimate, of: UpdateBatch) -> list[float]:
 # Lite PPO -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S017")
 def test_lite_ppo_divides_by_the_deviation_of_the_batch() -> None:
     # rewards 1, 0 and 0.5, 0.4; over the batch: mean 0.475, variance (0.2756 + 0.2256 + 0.0006 + 0.0056) / 4 = 0.126875
     made, of = estimator("grpo", std="batch"), batch(rewarded("a", 1.0, 0.0), rewarded("b", 0.5, 0.4))
@@ -92,6 +93,7 @@ def test_the_scope_batch_without_groups_is_an_empty_estimate() -> None:
 # MC-GRPO --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S016")
 def test_mc_grpo_drops_its_pivot_and_only_centers_if_most_rewards_agree() -> None:
     of = batch(rewarded("a", 0.0, 0.0, 1.0))
     found = estimator("mc_grpo")(of)
@@ -145,6 +147,7 @@ def test_mc_grpo_takes_the_median_of_episodes() -> None:
 # RiskPO ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S024")
 def test_risk_po_equals_the_hand_computed_value() -> None:
     # two groups per bundle; outcomes 2, 1, 1, 0; their quantiles at 0.25 and 0.75 are 0.75 and 1.25
     made = estimator("risk_po", bundle_groups=2, low=0.25, high=0.75, quantiles="batch")
@@ -269,6 +272,7 @@ def test_a_lone_sample_is_not_normalized_and_a_failed_one_is_not_a_visit() -> No
 # ACE ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S029")
 def test_ace_equals_the_hand_computed_value() -> None:
     of = batch(rewarded("a", 1.0, 0.0, 0.0, 0.0))
     # shifts 1, 2, -3 and -40 (limited to -20), two tokens each
@@ -292,6 +296,7 @@ def test_the_options_of_ace() -> None:
 # VCPO -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S028")
 def test_vcpo_equals_the_hand_computed_value() -> None:
     # behavior -1 per token; w = 2 and 1, g^2 = 1 and 3: b = 4 * 1 / (4 * 1 + 1 * 3) = 4 / 7; std 0.5
     of = batch(rewarded("a", 1.0, 0.0))
@@ -331,6 +336,7 @@ def test_the_learning_rate_follows_the_effective_sample_size() -> None:
 # W-REINFORCE ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S036")
 def test_w_reinforce_weighs_outcomes() -> None:
     of = batch(rewarded("a", 1.0, 0.0), rewarded("b", 1.0, 1.0))
     assert scalars(estimator("w_reinforce"), of) == pytest.approx([0.1, -1.0, 0.1, 0.1])
@@ -362,6 +368,7 @@ def test_penalties_keep_more_entropy_than_rewards() -> None:
 # Unlikeliness ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S038")
 def test_unlikeliness_equals_the_hand_computed_value() -> None:
     # mean log-probs -1, -3, -2 and -0.5: ranks 2, 0, 1, 3; rewards 1 - 0.25 * 2 / 4, 1, 0, 0
     context = rewarded("a", 1.0, 1.0, 0.0, 0.0)
@@ -405,6 +412,7 @@ def two_turns() -> UpdateBatch:
     return with_columns(batch_of(samples, [rewarded("g", 1.0, 0.0)]), proximal=[-1.0] * 6)
 
 
+@pytest.mark.row("S035")
 def test_turns_are_trained_in_reverse_with_the_correction_by_hand() -> None:
     of = two_turns()
     found = rule("turn_by_turn").steps(of, np.random.default_rng(0))

@@ -100,8 +100,9 @@ def test_a_users_recipe_is_a_whole_method(tmp_path: Path) -> None:
         ("learner:\n  optimizer: {lr: fast}", r"mine.yaml:2: `learner.optimizer.lr`: Expected `float`.*found 'fast'"),
         ("security: {}", "mine.yaml: `security`: a recipe may have the sections about, run"),
         ("learner: 3", "`learner`: expected a mapping of keys, got 3"),
-        ("about: {seed: [S001]}", "about: .*`seed`: unknown key; did you mean `seeds`"),
+        ("about: {seed: [S001], status: works}", "about: .*`seed`: unknown key; did you mean `seeds`"),
         ("about: {status: partial}", "`missing` must name the missing part"),
+        ("about: {seeds: [S001]}", "`status` must be works or partial if `seeds` names rows"),
     ],
 )
 def test_a_mistake_in_a_recipe_names_its_file_and_key(text: str, message: str, tmp_path: Path) -> None:

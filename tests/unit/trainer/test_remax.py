@@ -42,6 +42,7 @@ def two_turns(
     return replace(made, sample=replace(made.sample, rewards=rewards), indices=(5, 6, 7, 9)), seen
 
 
+@pytest.mark.row("S026")
 def test_remax_equals_the_hand_computed_value() -> None:
     one, seen_one = two_turns("one", 1.0, 0.0, 2.0)
     two, seen_two = two_turns("two", 0.0, 1.0, -1.0)

@@ -45,8 +45,8 @@ class About(Settings):
     seeds: tuple[str, ...] = ()
     """Numbers of the methods in the catalog of papers of the project, e.g. S015. Informational: `paper` names the
     source."""
-    status: Literal["works", "partial"] = "works"
-    """Whether the recipe does all of the method."""
+    status: Literal["works", "partial", ""] = ""
+    """Whether the recipe does all of the method. Empty: it does not say."""
     missing: str = ""
     """The part of the method that a `partial` recipe does not do."""
     test: str = ""
@@ -58,6 +58,8 @@ class About(Settings):
     def check_fields(self) -> None:
         if (self.status == "partial") != bool(self.missing):
             raise ValueError("missing must name the missing part exactly if the status is partial")
+        if self.seeds and not self.status:
+            raise ValueError("`status` must be works or partial if `seeds` names rows of the catalog, got none")
 
 
 def recipe_names() -> list[str]:
