@@ -24,6 +24,8 @@ from rollmesh.mesh import MeshConfig, Supervisor
 from rollmesh.mesh.process_events import FILE, ProcessEvent, read_process_events
 from rollmesh.mesh.run_lock import RunFolderBusy
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
+from rollmesh.sandbox_runtime import cgroups
+from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import AddressTaken, ConfigError
 from rollmesh.trainer.trained_log import read_trained
@@ -101,6 +103,24 @@ async def test_a_run_outlives_the_death_of_each_process_and_tells_of_it(tmp_path
     assert set(ends.values()) == {143}, "asked to stop, and did"
     newest = max((tmp_path / "run/checkpoints").iterdir())
     assert len(list(read_trained(newest / "trained.jsonl"))) >= last.policies[0].applied_step
+
+
+async def test_what_a_killed_sandbox_service_left_is_removed_if_the_stop_precedes_its_next_start(
+    tmp_path: Path, model: Path
+) -> None:
+    state = StateDir(tmp_path / "run" / "sandbox-0")
+    state.acquire()
+    state.record_groups("left")
+    state.release()
+    hierarchy = cgroups.detect_here()
+    if hierarchy is not None:
+        hierarchy.make("left-0")
+    starts_slowly = ("sh", "-c", "exec sleep 60")
+    hosts = {"sandbox-0": ("sandbox-0",)}
+    async with Supervisor(mesh_config(model), run_dir=tmp_path / "run", hosts=hosts, command=starts_slowly):
+        assert state.has_records()
+    assert not state.has_records()
+    assert hierarchy is None or list(hierarchy.find("left-")) == []
 
 
 @pytest.mark.timeout(400)

@@ -40,6 +40,7 @@ from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.run_lock import owned
 from rollmesh.mesh.scaling import SCALABLE, NotScalable, ScaleAnswer, answer_requests
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
+from rollmesh.services.sandbox.engines.cleanup import clean_up_after
 from rollmesh.shared.bus.embedded_server import find_binary
 from rollmesh.shared.bus.jetstream_bus import check_servers
 from rollmesh.shared.clock import Clock, SystemClock
@@ -327,6 +328,15 @@ class Supervisor:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.to_thread(self._clean_up_sandboxes)
+
+    def _clean_up_sandboxes(self) -> None:
+        """Remove what killed sandbox services have left. Their next start would do so, but a stop may precede it."""
+        for folder in sorted(self.layout.run_dir.glob("sandbox-*")):
+            try:
+                clean_up_after(folder)
+            except (MeshError, OSError) as error:
+                _log.warning("cannot clean up after %s: %s", folder.name, error)
 
     def _stage(self, name: str) -> int:
         """Return the position of a process in the stop order, that of its last service."""

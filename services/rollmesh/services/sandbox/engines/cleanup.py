@@ -60,6 +60,10 @@ class StateDir:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    def has_records(self) -> bool:
+        """Return whether something is recorded that an end without a kill removes."""
+        return any(next(self.path.glob(f"{kind}-*"), None) for kind in ("launcher", "groups", "folders"))
+
     def clean_up(self, hierarchy: Hierarchy | None) -> Cleared:
         """Kill recorded launchers that still run and delete recorded cgroups and directories."""
         num_processes = num_groups = 0
@@ -98,6 +102,20 @@ class StateDir:
     def forget_folders(self, name: str) -> None:
         """Remove the record of a deleted directory."""
         (self.path / f"folders-{name}").unlink(missing_ok=True)
+
+
+def clean_up_after(path: Path) -> None:
+    """Clean up after a service that is not started again in this directory. Does nothing if nothing is recorded. Raises
+    ConfigError if a service uses the directory."""
+    state = StateDir(path)
+    if not state.has_records():
+        return
+    state.acquire()
+    try:
+        cleared = state.clean_up(cgroups.detect_here())
+        _log.warning("cleaned up after the sandbox service of %s, which was killed: %s", path, cleared)
+    finally:
+        state.release()
 
 
 def start_ticks(pid: int) -> int:
