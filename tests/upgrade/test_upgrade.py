@@ -66,7 +66,8 @@ CONFIG = """
 model: model
 run: {name: upgraded, max_staleness: 2, batch_groups: 2, group_size: 4, updates_max: 0, eval_every: 5, eval_tasks: 4}
 counts: {sandbox: 1, inference: 1, rollout: 1}
-data: {source: {name: jsonl, options: {path: tasks.jsonl, validation_share: 0.1, test_share: 0.2}}}
+data:
+  source: {name: jsonl, options: {path: tasks.jsonl, tools: [calculator], validation_share: 0.1, test_share: 0.2}}
 rollout: {agent: "agent.py:Agent", limits: {context_tokens_max: 256}, worker: {episodes_max: 8}}
 reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}], finalizer: {name: keep_all}}
 inference: {engine: {name: torch, options: {context_max: 256}}, drain_s: 10}
