@@ -146,7 +146,7 @@ async def test_a_worker_and_a_trainer_with_newer_protos_are_served(mesh: MeshPar
 async def test_a_field_of_a_spec_that_this_version_does_not_have_is_refused(mesh: MeshParts) -> None:
     wanted = spec()
     wanted.MergeFromString(NEWER)
-    with pytest.raises(InvalidSpec, match="must have only fields that this version has, got 'field 2015'"):
+    with pytest.raises(InvalidSpec, match="must have only fields that this version has, got field 2015"):
         await mesh.call(mesh.run.CreateRun, run_pb2.CreateRunRequest(spec=wanted))
 
 
@@ -154,7 +154,7 @@ def test_a_manifest_with_a_field_that_this_version_does_not_have_is_refused() ->
     file = weights_pb2.WeightFile(name="w", size_bytes=1, chunks=[{"digest": "0" * 64, "size_bytes": 1}])  # type: ignore[list-item]
     manifest = weights_pb2.WeightManifest(kind=weights_pb2.WeightManifest.KIND_FULL, files=[file])
     assert parse_manifest(manifest.SerializeToString()) == manifest
-    with pytest.raises(InvalidInput, match="must have only fields that this version has, got 'field 2015'"):
+    with pytest.raises(InvalidInput, match="must have only fields that this version has, got field 2015"):
         parse_manifest(manifest.SerializeToString() + NEWER)
 
 

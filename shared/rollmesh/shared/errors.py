@@ -60,7 +60,7 @@ __all__ = [
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut",
     "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
-    "PayloadTooLarge", "PermissionDenied", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
+    "PayloadTooLarge", "PermissionDenied", "Phrase", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
     "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable",
     "UndecodableRequest",
@@ -68,7 +68,7 @@ __all__ = [
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
     "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected",
     "WrongUpdate",
-    "WrongVersion", "at_key", "error_for", "field_error", "located_at",
+    "WrongVersion", "at_key", "described_field_error", "error_for", "field_error", "located_at",
 ]
 # fmt: on
 
@@ -76,14 +76,32 @@ __all__ = [
 # Invalid input --------------------------------------------------------------------------------------------------------
 
 
-def field_error(field: str, must: str, got: object, remedy: str = "", **metadata: Any) -> InvalidInput:
-    """Return the error of a field: "`FIELD` must MUST, got GOT; REMEDY".
+class Phrase(str):
+    """A description of what a field has, such as "3 entries". `field_error` shows it without quotes."""
 
-    `got` is shown as Python writes it, at most 100 characters. None is shown as "none", and an exception as its
-    message.
+
+def field_error(
+    field: str,
+    must: str,
+    got: object,
+    remedy: str = "",
+    *,
+    of: type[MeshError] = InvalidInput,
+    **metadata: Any,
+) -> MeshError:
+    """Return the error of a field, of class `of`: "`FIELD` must MUST, got GOT; REMEDY".
+
+    `got` is shown as Python writes it, at most 100 characters. None is shown as "none", an exception as its message,
+    and a `Phrase` as it is.
     """
     what = f"must {must}, got {_shown(got)}" + (f"; {remedy}" if remedy else "")
-    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)], **metadata)
+    return described_field_error(field, what, of=of, **metadata)
+
+
+def described_field_error(field: str, what: str, *, of: type[MeshError] = InvalidInput, **metadata: Any) -> MeshError:
+    """Return the error of a field of which another check has described the requirement and the value: "`FIELD`
+    WHAT"."""
+    return of(f"`{field}` {what}", violations=[FieldViolation(field, what)], **metadata)
 
 
 def _shown(got: object) -> str:
@@ -91,6 +109,8 @@ def _shown(got: object) -> str:
         return "none"
     if isinstance(got, BaseException):
         return f"an error: {got}"
+    if isinstance(got, Phrase):
+        return got
     text = repr(got)
     return text if len(text) <= 100 else f"{text[:100]}... ({len(text)} characters)"
 

@@ -71,3 +71,23 @@ def test_metadata_keys_of_a_peer_cannot_break_the_error() -> None:
 def test_two_errors_cannot_share_a_reason() -> None:
     with pytest.raises(AssertionError, match="share STALE_WEIGHTS"):
         type("Other", (errors.MeshError,), {"reason": "STALE_WEIGHTS"})
+
+
+@pytest.mark.parametrize(
+    ("got", "shown"),
+    [
+        (None, "none"),
+        (1.5, "1.5"),
+        ("a b", "'a b'"),
+        ("x" * 200, f"'{'x' * 99}... (202 characters)"),
+        (ValueError("not a number"), "an error: not a number"),
+        (errors.Phrase("3 bytes"), "3 bytes"),
+    ],
+)
+def test_the_error_of_a_field_names_it_and_what_it_must_be(got: object, shown: str) -> None:
+    err = errors.field_error("a.b", "be in [0, 1]", got, "lower it", of=errors.UnknownPolicy, limit=1)
+    assert type(err) is errors.UnknownPolicy
+    assert err.message == f"`a.b` must be in [0, 1], got {shown}; lower it"
+    assert err.violations == (errors.FieldViolation("a.b", f"must be in [0, 1], got {shown}; lower it"),)
+    assert err.metadata == {"limit": "1"}
+    assert type(errors.field_error("a", "be set", got)) is errors.InvalidInput

@@ -330,7 +330,9 @@ def test_a_malformed_episode_is_refused_by_field(damage: Break, message: str) ->
 
 
 def test_bytes_that_are_no_episode_are_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"`episode` must be an encoded rollmesh\.v1\.Episode of 3 bytes"):
+    with pytest.raises(
+        InvalidInput, match=r"must be an encoded rollmesh\.v1\.Episode, got 3 bytes that cannot be decoded \("
+    ):
         codec.episode_from_bytes(b"\xff\xff\xff")
 
 

@@ -30,7 +30,7 @@ from rollmesh.shared.codec.checks import (
 )
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
 from rollmesh.shared.domain.trajectory import TRAINED_MEASURES
-from rollmesh.shared.errors import InvalidInput, field_error
+from rollmesh.shared.errors import InvalidInput, Phrase, field_error
 from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2, types_pb2
 
 ID_CHARS_MAX = 256
@@ -124,7 +124,7 @@ def _check_groups(request: run_pb2.CommitUpdateRequest) -> None:
     if len(request.groups) > GROUPS_MAX:
         raise field_error("groups", f"have at most {GROUPS_MAX} entries", len(request.groups))
     if request.groups and request.outcome == run_pb2.UPDATE_OUTCOME_SKIPPED:
-        raise field_error("groups", "be empty for a skipped update", f"{len(request.groups)} entries")
+        raise field_error("groups", "be empty for a skipped update", Phrase(f"{len(request.groups)} entries"))
     _check_unique("groups", [group.group for group in request.groups])
     for index, group in enumerate(request.groups):
         check_id(f"groups[{index}].group", group.group)

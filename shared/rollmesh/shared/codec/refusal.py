@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from rollmesh.shared.errors import field_error
+from rollmesh.shared.errors import Phrase, field_error
 
 
 def refuse_unknown(message: Any, field: str) -> None:
@@ -16,4 +16,4 @@ def refuse_unknown(message: Any, field: str) -> None:
     numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
     if numbers:
         must = "have only fields that this version has"
-        raise field_error(field, must, f"field {numbers[0]}", "upgrade the mesh, or remove the field")
+        raise field_error(field, must, Phrase(f"field {numbers[0]}"), "upgrade the mesh, or remove the field")

@@ -53,7 +53,7 @@ from rollmesh.shared.domain.trajectory import (
     TurnSummary,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.shared.errors import field_error
+from rollmesh.shared.errors import Phrase, field_error
 from rollmesh.v1 import events_pb2, types_pb2
 
 DEFAULT_POLICY = "main"
@@ -79,7 +79,8 @@ def episode_from_bytes(data: bytes) -> Episode:
     try:
         message.ParseFromString(data)
     except DecodeError as err:
-        raise field_error("episode", f"be an encoded rollmesh.v1.Episode of {len(data)} bytes", err) from err
+        got = Phrase(f"{len(data)} bytes that cannot be decoded ({err})")
+        raise field_error("episode", "be an encoded rollmesh.v1.Episode", got) from err
     return decode_episode(message)
 
 

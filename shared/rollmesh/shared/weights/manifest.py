@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.shared.errors import field_error
+from rollmesh.shared.errors import Phrase, field_error
 from rollmesh.shared.weights.digests import check_digest, sha256_hex
 from rollmesh.shared.weights.precision import check_precision, state_precision
 from rollmesh.v1 import weights_pb2
@@ -114,8 +114,9 @@ def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
     try:
         manifest.ParseFromString(data)
     except DecodeError as err:
-        must = f"be an encoded rollmesh.v1.WeightManifest of {len(data)} bytes"
-        raise field_error("manifest", must, err, "send the SHA-256 of its bytes as `weights_digest`") from err
+        got = Phrase(f"{len(data)} bytes that cannot be decoded ({err})")
+        remedy = "send the SHA-256 of its bytes as `weights_digest`"
+        raise field_error("manifest", "be an encoded rollmesh.v1.WeightManifest", got, remedy) from err
     check_manifest(manifest)
     return manifest
 

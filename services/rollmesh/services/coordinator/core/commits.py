@@ -18,7 +18,7 @@ from rollmesh.shared.errors import (
     BeyondBound,
     CommitConflict,
     DigestMismatch,
-    InvalidInput,
+    MeshError,
     RunEnded,
     UnknownUpdate,
     VersionConflict,
@@ -86,7 +86,7 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
     ctx.reply(request, i.Committed(digest=digest))
 
 
-def _not_leased(field: str, reason: str, update: int, name: str) -> InvalidInput:
+def _not_leased(field: str, reason: str, update: int, name: str) -> MeshError:
     """Return the error of a commit whose `field` contains a name that is not in its leases."""
     error = field_error(field, f"name only {field} of the leases of update {update}", name)
     error.reason = reason

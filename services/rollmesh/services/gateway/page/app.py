@@ -48,6 +48,7 @@ from rollmesh.shared.errors import (
     NotFound,
     Overloaded,
     PayloadTooLarge,
+    Phrase,
     Unauthenticated,
     field_error,
 )
@@ -352,7 +353,7 @@ async def _body(request: Request) -> bytes:
                 if len(body) > BODY_BYTES_MAX:
                     raise PayloadTooLarge(f"the body must have at most {BODY_BYTES_MAX} bytes")
     except TimeoutError as error:
-        raise field_error("body", f"arrive within {BODY_S_MAX:.0f} s", f"{len(body)} bytes") from error
+        raise field_error("body", f"arrive within {BODY_S_MAX:.0f} s", Phrase(f"{len(body)} bytes")) from error
     return bytes(body)
 
 
