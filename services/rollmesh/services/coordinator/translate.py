@@ -28,8 +28,16 @@ from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, 
 from rollmesh.services.coordinator.fact_codec import decode, decode_request, encode, encode_into, known_member
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
+from rollmesh.shared.config.settings import SettingError
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, NoNode, ScorerFailed, field_error
+from rollmesh.shared.errors import (
+    InvalidInput,
+    InvalidSpec,
+    NoNode,
+    ScorerFailed,
+    described_field_error,
+    field_error,
+)
 from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
 M = TypeVar("M", bound=Message)
@@ -58,10 +66,11 @@ def run_spec(message: events_pb2.RunSpec) -> RunSpec:
         refuse_unknown(message, "fields")
         run_streams(message.run)
         return decode(RunSpec, filled)
-    except (ValueError, InvalidInput) as error:
-        field, _, what = str(error).partition(" ")
-        field = f"spec.{field.strip('`')}"
-        raise InvalidSpec(f"`{field}` {what}", violations=[FieldViolation(field, what)]) from error
+    except SettingError as error:
+        raise described_field_error(f"spec.{error.field}", error.what, of=InvalidSpec) from error
+    except InvalidInput as error:
+        (found,) = error.violations
+        raise described_field_error(f"spec.{found.field}", found.description, of=InvalidSpec) from error
 
 
 def wait_s(asked: float, remaining_s: float) -> float:

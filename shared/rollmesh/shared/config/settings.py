@@ -38,15 +38,26 @@ class _SettingsMeta(msgspec.StructMeta):
         return super().__new__(mcls, name, bases, namespace, **(defaults | options))
 
 
+class SettingError(ValueError):
+    """A value of settings is outside of its range, or does not fit the others."""
+
+    def __init__(self, field: str, what: str) -> None:
+        super().__init__(f"`{field}` {what}")
+        self.field = field
+        """Path of the field below the settings."""
+        self.what = what
+        """The requirement and the value: "must be >= 1, got 0"."""
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
 class Settings(msgspec.Struct, frozen=True, metaclass=_SettingsMeta):
     """A frozen struct whose values are within the ranges of its fields. Construction raises ValueError that names the
-    field."""
+    field; it is a SettingError if a range is violated."""
 
     def __post_init__(self) -> None:
         for name, node in _constrained_fields(type(self)):
             for path, problem in _problems(node, getattr(self, name)):
-                raise ValueError(f"`{name}{path}` {problem}")
+                raise SettingError(f"{name}{path}", problem)
         self.check_fields()
 
     def check_fields(self) -> None:

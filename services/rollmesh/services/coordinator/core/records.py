@@ -8,7 +8,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from rollmesh.shared.config.settings import LIVE, NonNegativeInt, Settings, Share
+from rollmesh.shared.config.settings import LIVE, NonNegativeInt, SettingError, Settings, Share
 from rollmesh.shared.domain.sources import ExternalSource
 
 SAMPLES_PER_EPISODE_MAX = 4096
@@ -145,32 +145,38 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
     """What happens to samples beyond the bound."""
 
     def check_fields(self) -> None:
+        """Raises SettingError."""
         episodes = (self.max_staleness + 1) * self.batch_groups * self.group_size
         if not self.exports and episodes > EPISODES_LIVE_MAX:
-            raise ValueError(
-                f"`batch_groups` must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, "
-                f"got {self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}"
+            raise SettingError(
+                "batch_groups",
+                f"must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, got "
+                f"{self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}",
             )
         for name in ("updates_max", "eval_every"):
             if self.exports and getattr(self, name):
-                raise ValueError(
-                    f"`{name}` must be 0 in a run that exports its samples (export_groups = {self.export_groups}), got "
-                    f"{getattr(self, name)}"
+                raise SettingError(
+                    name,
+                    f"must be 0 in a run that exports its samples (export_groups = {self.export_groups}), got "
+                    f"{getattr(self, name)}",
                 )
         if self.eval_every and not self.eval_tasks:
-            raise ValueError(
-                f"`eval_tasks` must be >= 1 in a run that evaluates (eval_every = {self.eval_every}), got 0; set it, "
-                "or set eval_every to 0"
+            raise SettingError(
+                "eval_tasks",
+                f"must be >= 1 in a run that evaluates (eval_every = {self.eval_every}), got 0; set it, or set "
+                "eval_every to 0",
             )
         if self.success_target and not (self.eval_every and self.eval_tasks):
-            raise ValueError(
-                f"`success_target` must be 0 without evaluations, got {self.success_target} with eval_every = "
-                f"{self.eval_every}, eval_tasks = {self.eval_tasks}; set both above 0"
+            raise SettingError(
+                "success_target",
+                f"must be 0 without evaluations, got {self.success_target} with eval_every = {self.eval_every}, "
+                f"eval_tasks = {self.eval_tasks}; set both above 0",
             )
         if self.publish_every > self.max_staleness + 1:
-            raise ValueError(
-                f"`publish_every` must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: "
-                "otherwise no new sample could be within the bound; raise max_staleness or lower publish_every"
+            raise SettingError(
+                "publish_every",
+                f"must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: otherwise no new "
+                "sample could be within the bound; raise max_staleness or lower publish_every",
             )
 
     @property
