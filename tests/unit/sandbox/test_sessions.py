@@ -168,20 +168,21 @@ async def test_cancelled_command_ends_its_session() -> None:
 
 async def test_bad_requests_are_refused_without_a_session() -> None:
     sessions, _, _ = make()
-    for arguments, message in (
-        ({"session_id": ""}, "session_id must not be empty"),
-        ({"ttl_s": 101.0}, r"ttl_s must be in \[0, 100.0\], got 101.0"),
-        ({"memory_bytes": float(1 << 40)}, r"limits.memory_bytes must be in \[0, 134217728\], the profile's limit"),
+    for arguments, field, message in (
+        ({"session_id": ""}, "session_id", "must not be empty, got ''; use the episode's id"),
+        ({"ttl_s": 101.0}, "ttl_s", r"must be in \[0, 100\], got 101.0"),
+        ({"memory_bytes": 2.0**40}, "limits.memory_bytes", r"must be in \[0, 134217728\], the profile's limit, got"),
     ):
-        with pytest.raises(InvalidInput, match=message):
+        with pytest.raises(InvalidInput, match=f"`{field}` {message}") as caught:
             await open_session(sessions, **{"session_id": "s", **arguments})  # type: ignore[arg-type]
+        assert [violation.field for violation in caught.value.violations] == [field]
     await open_session(sessions, memory_bytes=1e6, cpu_s=0.5)
     with pytest.raises(AlreadyExists, match="by 'test'"):
         await open_session(sessions)
-    with pytest.raises(InvalidInput, match=r"wall_s must be in \[0, 2.0\], the session's limit, got 3"):
+    with pytest.raises(InvalidInput, match=r"`wall_s` must be in \[0, 2\], the session's limit, got 3"):
         await sessions.run("s", Program(code="1"), 3)
     for path in ("../x", "/etc/passwd", "a/../../b", ""):
-        with pytest.raises(InvalidInput, match="must be relative"):
+        with pytest.raises(InvalidInput, match="`paths` must have relative paths"):
             await sessions.get_files("s", [path])
     assert (sessions.counts().created, sessions.counts().live) == (1, 1)
 
@@ -225,6 +226,6 @@ def test_counts_add_up_at_every_moment(actions: list[tuple[str, str]]) -> None:
 async def test_a_command_for_too_many_files_is_refused_with_their_number() -> None:
     sessions, _, _ = make()
     await open_session(sessions)
-    with pytest.raises(InvalidInput, match="at most 4096 files, got 5000"):
+    with pytest.raises(InvalidInput, match="`paths` must have at most 4096 entries, got 5000"):
         await sessions.get_files("s", [f"f{number}" for number in range(5000)])
     await sessions.put_files("s", {f"f{number}": b"" for number in range(4096)})

@@ -212,7 +212,7 @@ async def test_bad_calls_are_rejected_with_the_remedy() -> None:
         bench.calls.submit("calc", "run", "solve", ["1"], 0.0, lambda _: None)
     with pytest.raises(InvalidInput, match="use the run's name"):
         await bench.call("1+1", tenant="")
-    with pytest.raises(InvalidInput, match=r"wall_s must be in \[0, 2.0\]"):
+    with pytest.raises(InvalidInput, match=r"`wall_s` must be in \[0, 2\]"):
         bench.calls.submit("calc", "run", "call", ["1"], 3.0, lambda _: None)
     assert bench.calls.num_calls == 0
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from rollmesh.services.sandbox.engine import SandboxEngine
 from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.services.sandbox.snapshots import SessionSnapshot, Snapshots
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.errors import Phrase, field_error
 
 
 class Branches:
@@ -59,10 +59,9 @@ class Branches:
         with self._snapshots.using(snapshot_id) as snapshot:
             async with self._sessions.using(session_id) as lease:
                 if snapshot.profile != lease.profile:
-                    raise InvalidInput(
-                        f"snapshot {snapshot_id!r} has profile {snapshot.profile!r}, but the session has "
-                        f"{lease.profile!r}"
-                    )
+                    must = f"name a snapshot of profile {lease.profile!r}, which the session has"
+                    got = Phrase(f"{snapshot_id!r} of profile {snapshot.profile!r}")
+                    raise field_error("snapshot_id", must, got)
                 with self._sessions.replacing(session_id):
                     await self._engine.end(session_id)
                     async with aclosing(snapshot.pieces()) as pieces:

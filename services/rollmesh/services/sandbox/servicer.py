@@ -29,7 +29,7 @@ from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.services.sandbox.stateless_calls import StatelessCalls
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.errors import Internal, InvalidInput, MeshError, PayloadTooLarge
+from rollmesh.shared.errors import Internal, MeshError, PayloadTooLarge, field_error
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.status import MESSAGE_CHARS_MAX, METADATA_CHARS_MAX
 from rollmesh.shared.telemetry import log_context, tracing
@@ -303,7 +303,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 self._sessions.renew(session_id)
                 answer.done.SetInParent()
             case other:
-                raise InvalidInput(f"no command in the request ({other})")
+                raise field_error("command", "be set", other)
 
     async def _open(
         self, session_id: str, request: sandbox_pb2.OpenSession, answer: sandbox_pb2.WorkResponse, holder: Holder

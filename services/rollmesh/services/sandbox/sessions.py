@@ -32,11 +32,11 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import (
     AlreadyExists,
     Draining,
-    InvalidInput,
     Overloaded,
     SandboxFailed,
     SessionNotSaved,
     UnknownSession,
+    field_error,
 )
 
 _DRAIN_POLL_S = 0.1
@@ -147,7 +147,7 @@ class Sessions:
     ) -> RunResult:
         """Execute source text. `wall_s` 0 means the session's limit. Raises the errors of the engine, and InvalidInput
         for a path outside the session's directory."""
-        _require_inside(program.return_paths)
+        _require_inside("return_paths", program.return_paths)
         async with self._commanding(session_id) as lease:
             result = await self._engine.run(session_id, program, checked_wall_s(lease.limits, wall_s), on_output)
             return self._recorded(session_id, lease, result)
@@ -168,13 +168,13 @@ class Sessions:
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Write files. Raises the errors of the engine, and InvalidInput for a path outside the session's directory."""
-        _require_inside(files)
+        _require_inside("files", files)
         async with self._commanding(session_id):
             await self._engine.put_files(session_id, files)
 
     async def get_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
         """Read files. Raises the errors of the engine, and InvalidInput for a path outside the session's directory."""
-        _require_inside(paths)
+        _require_inside("paths", paths)
         async with self._commanding(session_id):
             return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
 
@@ -228,11 +228,11 @@ class Sessions:
         holder: Holder,
     ) -> SessionLease:
         if not session_id:
-            raise InvalidInput("session_id must not be empty: use the episode's id and attempt")
+            raise field_error("session_id", "not be empty", session_id, "use the episode's id and attempt")
         if session_id in self._leases:
             raise AlreadyExists(f"session {session_id!r} is already open, by {self._leases[session_id].owner!r}")
         if not 0 <= ttl_s <= self._config.ttl_s_max:
-            raise InvalidInput(f"ttl_s must be in [0, {self._config.ttl_s_max}], got {ttl_s}")
+            raise field_error("ttl_s", f"be in [0, {self._config.ttl_s_max:g}]", ttl_s)
         narrowed = _narrow(self._engine.limits(profile), limits)
         if self._draining:
             raise Draining("this sandbox node is draining and accepts no new sessions; use another node")
@@ -345,7 +345,7 @@ def _unknown(session_id: str) -> UnknownSession:
 def checked_wall_s(limits: Limits, wall_s: float) -> float:
     """Return the time limit of a command, by default that of the session. Raises InvalidInput."""
     if not 0 <= wall_s <= limits.call_s:
-        raise InvalidInput(f"wall_s must be in [0, {limits.call_s}], the session's limit, got {wall_s}")
+        raise field_error("wall_s", f"be in [0, {limits.call_s:g}], the session's limit", wall_s)
     return wall_s or limits.call_s
 
 
@@ -354,16 +354,16 @@ def _narrow(profile: Limits, asked: Mapping[str, float]) -> Limits:
     for name, value in asked.items():
         most = getattr(profile, name)
         if not 0 <= value <= most:
-            raise InvalidInput(f"limits.{name} must be in [0, {most}], the profile's limit, got {value}")
+            raise field_error(f"limits.{name}", f"be in [0, {most}], the profile's limit", value)
     return replace(profile, **{name: type(getattr(profile, name))(value) for name, value in asked.items() if value})
 
 
-def _require_inside(paths: Collection[str]) -> None:
-    """Raise InvalidInput for the first path outside the session's directory. This is only an early error; the guarantee
-    is that files are handled inside the jail."""
+def _require_inside(name: str, paths: Collection[str]) -> None:
+    """Raise InvalidInput that names the field for the first path outside the session's directory. This is only an early
+    error; the guarantee is that files are handled inside the jail."""
     if len(paths) > _PATHS_MAX:
-        raise InvalidInput(f"a command must have at most {_PATHS_MAX} files, got {len(paths)}; split it")
+        raise field_error(name, f"have at most {_PATHS_MAX} entries", len(paths), "split the command")
     for path in paths:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-            raise InvalidInput(f"file paths must be relative and without '..', got {path!r}")
+            raise field_error(name, "have relative paths without '..'", path)

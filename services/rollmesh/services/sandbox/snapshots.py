@@ -23,7 +23,7 @@ from rollmesh.services.sandbox.config import SnapshotsConfig
 from rollmesh.services.sandbox.engine import SandboxEngine, SnapshotTooLarge
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot
+from rollmesh.shared.errors import Overloaded, SandboxFailed, SessionNotSaved, UnknownSnapshot, field_error
 
 _PIECE_BYTES = 1 << 20
 _RETRY_AFTER_S = 5.0
@@ -152,7 +152,7 @@ class Snapshots:
     def _reserve(self, profile: str, limits: Limits, tenant: str, ttl_s: float) -> SessionSnapshot:
         config = self._config
         if not 0 <= ttl_s <= config.ttl_s_max:
-            raise InvalidInput(f"ttl_s must be in [0, {config.ttl_s_max}], got {ttl_s}")
+            raise field_error("ttl_s", f"be in [0, {config.ttl_s_max:g}]", ttl_s)
         theirs = [kept for kept in self._kept.values() if kept.tenant == tenant]
         if len(self._kept) >= config.snapshots_max or len(theirs) >= config.tenant_snapshots_max:
             raise self._overloaded("number")

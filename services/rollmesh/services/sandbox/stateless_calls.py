@@ -30,11 +30,11 @@ from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.errors import (
     Draining,
     Internal,
-    InvalidInput,
     MeshError,
     Overloaded,
     SandboxFailed,
     UnknownSession,
+    field_error,
 )
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.metrics import count, observe
@@ -108,15 +108,12 @@ class StatelessCalls:
         limits = self._sessions.profile_limits(profile)
         declared = self._config.profiles[profile].stateless
         if function not in declared:
-            raise InvalidInput(
-                f"function {function!r} of profile {profile!r} is not declared stateless; declared: "
-                f"{', '.join(declared) or 'none'}; "
-                f"call it in a session, or add it to sandbox.profiles.{profile}.stateless"
-            )
+            must = f"be declared stateless in profile {profile!r} (declared: {', '.join(declared) or 'none'})"
+            remedy = f"call it in a session, or add it to sandbox.profiles.{profile}.stateless"
+            raise field_error("function", must, function, remedy)
         if not tenant:
-            raise InvalidInput(
-                "tenant must not be empty, because only calls of one tenant share sessions; use the run's name"
-            )
+            must = "not be empty, because only calls of one tenant share sessions"
+            raise field_error("tenant", must, tenant, "use the run's name")
         call = FunctionCall(function=function, arguments=arguments, wall_s=checked_wall_s(limits, wall_s))
         if self._draining:
             raise Draining("this sandbox node is draining and accepts no new calls; use another node")

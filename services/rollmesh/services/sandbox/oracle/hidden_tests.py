@@ -9,13 +9,20 @@ from typing import Any
 
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.oracle.judge import Judge
-from rollmesh.services.sandbox.oracle.manifest import LimitsPerTest, Manifest, ManifestError, parse_manifest
+from rollmesh.services.sandbox.oracle.manifest import (
+    LIMIT_FORM,
+    LimitsPerTest,
+    Manifest,
+    ManifestError,
+    is_limit,
+    parse_manifest,
+)
 from rollmesh.services.sandbox.oracle.store import MANIFEST_BYTES_MAX, ManifestStore
 from rollmesh.services.sandbox.oracle.verdict import JudgeReport
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.errors import ConfigError, FieldViolation, InvalidInput, UnknownOracle, field_error
+from rollmesh.shared.errors import ConfigError, UnknownOracle, field_error
 from rollmesh.v1 import sandbox_pb2
 
 _SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
@@ -76,11 +83,11 @@ def require_hidden(config: SandboxConfig) -> None:
 
 def _limits(asked: sandbox_pb2.SandboxLimits) -> LimitsPerTest:
     """Decode limits. Raises InvalidInput with the field and its range."""
-    try:
-        return LimitsPerTest(**{name: getattr(asked, name) for name in LimitsPerTest.__struct_fields__})
-    except ValueError as error:
-        field, _, what = str(error).partition(" ")
-        raise InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)]) from None
+    limits = {name: getattr(asked, name) for name in LimitsPerTest.__struct_fields__}
+    for name, value in limits.items():
+        if not is_limit(value):
+            raise field_error(f"limits.{name}", LIMIT_FORM, value)
+    return LimitsPerTest(**limits)
 
 
 def _encode(report: JudgeReport) -> sandbox_pb2.RunTestsResponse:

@@ -44,7 +44,7 @@ from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, HiddenTest
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.errors import InvalidInput, Overloaded, UnknownProfile, field_error
+from rollmesh.shared.errors import Overloaded, UnknownProfile, field_error
 
 Trial = Callable[[int], Awaitable[None]]
 """Runs the test with an index; raises `CandidateFailed`."""
@@ -232,6 +232,6 @@ def _narrow(manifest: LimitsPerTest, asked: LimitsPerTest) -> dict[str, float]:
     for name, theirs in _LIMITS.items():
         most, wanted = getattr(manifest, name), getattr(asked, name)
         if most and wanted > most:
-            raise InvalidInput(f"limits.{name} must be in [0, {most}], the manifest's limit, got {wanted}")
+            raise field_error(f"limits.{name}", f"be in [0, {most}], the manifest's limit", wanted)
         narrowed[theirs] = wanted or most
     return narrowed

@@ -24,6 +24,8 @@ PROFILE = "python"
 """Default of `profile`."""
 TIME_LIMITS_MAX = 3
 """Default of `time_limits_max`."""
+LIMIT_FORM = "be finite and >= 0"
+"""Form of each limit of a test."""
 TEST = "{test}"
 """Placeholder for a test's name in the command of a repository."""
 
@@ -35,6 +37,11 @@ class ManifestError(ValueError):
         super().__init__(f"{field}: {cause}" if field else cause)
         self.cause = cause
         self.field = field
+
+
+def is_limit(value: float) -> bool:
+    """Return whether a value has `LIMIT_FORM`."""
+    return math.isfinite(value) and value >= 0
 
 
 class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,8 +64,8 @@ class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"limits.{name} must be finite and >= 0, got {value}")
+            if not is_limit(value):
+                raise ValueError(f"limits.{name} must {LIMIT_FORM}, got {value}")
 
 
 class Checker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
