@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.shared.domain.trajectory import IntArray
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.errors import InvalidInput, field_error
 
 _GUARDS = range(0xE000, 0xF900)
 """The private use area of Unicode. Contents rarely use it, and no tag does."""
@@ -244,7 +244,7 @@ def _render(
     try:
         return tokenizer.render(written, described, prompt=prompt)
     except InvalidInput as err:
-        raise InvalidInput(err.message, violations=[FieldViolation("messages", err.message)]) from err
+        raise field_error("messages", "fit the chat template", err) from err
 
 
 def _template_message(message: ChatMessage, plain: Callable[[str], str], words: ChatFormat) -> dict[str, Any]:
@@ -356,7 +356,8 @@ def _unused_character(messages: Sequence[ChatMessage], tools: Sequence[ToolSchem
     used = set(_tools_text(tools)).union(*map(set, _texts(messages)))
     guard = next((chr(code) for code in _GUARDS if chr(code) not in used), None)
     if guard is None:
-        raise InvalidInput("the messages must leave one character of U+E000 to U+F8FF unused; remove such characters")
+        must = "leave one character of U+E000 to U+F8FF unused"
+        raise field_error("messages", must, None, "remove such characters")
     return guard
 
 

@@ -62,12 +62,12 @@ from rollmesh.shared.endpoints.answer import AskedMessage, EndpointCall
 from rollmesh.shared.endpoints.config import EndpointKind
 from rollmesh.shared.errors import (
     DeadlineExceeded,
-    FieldViolation,
     InfraFailure,
     Internal,
     MeshError,
     NotFound,
     PayloadTooLarge,
+    Phrase,
     field_error,
 )
 from rollmesh.shared.telemetry.metrics import count
@@ -462,8 +462,7 @@ def _usage(prompt: ChainPrompt, turns: Sequence[Turn]) -> Usage:
 def _check_model(model: str, endpoints: Sequence[str]) -> None:
     if model != MODEL and model not in endpoints:
         known = ", ".join((MODEL, *endpoints))
-        what = f"must be {'one of ' if endpoints else ''}{known}, got {model[:100]!r}"
-        raise UnknownModel(f"`model` {what}", violations=[FieldViolation("model", what)])
+        raise field_error("model", f"be {'one of ' if endpoints else ''}{known}", model, of=UnknownModel)
 
 
 def _check_asked(asked: ChatRequest, kind: EndpointKind) -> None:
@@ -481,7 +480,7 @@ def _check_asked(asked: ChatRequest, kind: EndpointKind) -> None:
     for field, value in (("tools", bool(asked.tools)), ("messages", called)):
         if value and kind != "openai":
             must = f"ask for text without tools, because {asked.model} is an endpoint of kind {kind}"
-            raise field_error(field, must, "tools", "use an endpoint of kind openai")
+            raise field_error(field, must, Phrase("tools"), "use an endpoint of kind openai")
 
 
 def _asked_message(message: ChatMessage) -> AskedMessage:

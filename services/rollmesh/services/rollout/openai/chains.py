@@ -29,7 +29,7 @@ from rollmesh.services.rollout.metrics import OPENAI_CHAINS, OPENAI_REENCODED
 from rollmesh.services.rollout.openai.protocol import SamplingRequest
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.shared.domain.trajectory import IntArray, Message, Role, Segment, Source
-from rollmesh.shared.errors import ContextLengthExceeded, FieldViolation
+from rollmesh.shared.errors import ContextLengthExceeded, Phrase, field_error
 from rollmesh.shared.telemetry.metrics import count
 
 
@@ -255,14 +255,10 @@ class Chains:
 
     def _check_length(self, num_tokens: int, field: str = "messages") -> None:
         if num_tokens >= self._context_tokens_max:
-            message = (
-                f"must have less than {self._context_tokens_max} tokens, to leave room for a turn, got at least "
-                f"{num_tokens}"
-            )
-            raise ContextLengthExceeded(
-                f"`{field}` {message}; send fewer, or raise rollout.limits.context_tokens_max",
-                violations=[FieldViolation(field, message)],
-            )
+            must = f"have less than {self._context_tokens_max} tokens, to leave room for a turn"
+            got = Phrase(f"at least {num_tokens}")
+            remedy = "send fewer, or raise rollout.limits.context_tokens_max"
+            raise field_error(field, must, got, remedy, of=ContextLengthExceeded)
 
     def _why(self, messages: Sequence[ChatMessage]) -> str:
         """Return the cause of a new chain."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import FieldViolation, InvalidInput, field_error
+from rollmesh.shared.errors import InvalidInput, MeshError, field_error
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -61,7 +61,7 @@ def read_fields(
         raise _located(err, prefix) from err
 
 
-def _located(error: msgspec.ValidationError, prefix: str) -> InvalidInput:
+def _located(error: msgspec.ValidationError, prefix: str) -> MeshError:
     text = str(error)
     what, at, path = text.rpartition(_AT)
     if not at:
@@ -70,8 +70,7 @@ def _located(error: msgspec.ValidationError, prefix: str) -> InvalidInput:
     _, missing, name = what.partition("missing required field `")
     if missing:
         return field_error(f"{field}.{name.removesuffix('`')}".replace("..", ".").lstrip("."), "be set", None)
-    message = f"is invalid: {what[0].lower()}{what[1:]}"
-    return InvalidInput(f"`{field}` {message}", violations=[FieldViolation(field, message)])
+    return field_error(field, "be valid", ValueError(f"{what[0].lower()}{what[1:]}"))
 
 
 def _kind(value: object) -> str:
