@@ -169,7 +169,7 @@ def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:
     assert "it is not a checkpoint folder of the built-in learner" in " ".join(audit.output.split())
     audit = CliRunner().invoke(app, ["audit", str(out), "--head", "5"])
     assert audit.exit_code != 0
-    assert "head must be POSITION:HASH" in audit.output
+    assert "`head` must be POSITION:HASH" in audit.output
 
 
 def test_run_goes_on_under_changed_settings_and_from_an_older_checkpoint(mine: Path) -> None:

@@ -203,7 +203,7 @@ async def test_recovery_from_a_snapshot_continues_the_chain(tmp_path: Path) -> N
     "text", ["", "17", "17:", "0:" + "a" * 64, "17:" + "A" * 64, "x:" + "a" * 64, "-1:" + "a" * 64]
 )
 def test_a_head_is_a_position_and_a_hash(text: str) -> None:
-    with pytest.raises(InvalidInput, match="head must be POSITION:HASH"):
+    with pytest.raises(InvalidInput, match="`head` must be POSITION:HASH"):
         LedgerHead.parse(text)
     known = LedgerHead(position=17, hash="ab" * 32)
     assert LedgerHead.parse(str(known)) == known

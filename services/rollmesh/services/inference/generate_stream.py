@@ -31,7 +31,7 @@ from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_segm
 from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.domain.trajectory import FinishReason, oldest_kv_step
 from rollmesh.shared.domain.versions import PolicyVersion
-from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
+from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights, field_error
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import inference_pb2, types_pb2
@@ -159,9 +159,7 @@ class GenerateStream:
 
     def _submit(self, submission: inference_pb2.Submission) -> None:
         if not submission.request_id or submission.request_id in self._live:
-            raise InvalidInput(
-                f"`request_id` must be unique on its stream and not empty, got {submission.request_id!r}"
-            )
+            raise field_error("request_id", "be unique on its stream and not empty", submission.request_id)
         if len(self._live) >= self._config.requests_per_stream_max:
             raise Overloaded(
                 f"{len(self._live)} requests run on this stream, which is the limit; wait until some have ended"
@@ -169,7 +167,7 @@ class GenerateStream:
         version = self._state.check_target(submission.target, submission.session)
         request = self._engine_request(submission, version)
         if not 0 <= submission.hold_s <= HOLD_S_MAX:  # a NaN fails every comparison
-            raise InvalidInput(f"`hold_s` must be in [0, {HOLD_S_MAX:g}], got {submission.hold_s}")
+            raise field_error("hold_s", f"be in [0, {HOLD_S_MAX:g}]", submission.hold_s)
         live = _Live(submission.request_id, request.request_id, version, submission.hold_s)
         if submission.traceparent and tracing.is_on():
             live.trace = RequestTrace(submission.traceparent, self._state.node_id)
@@ -198,10 +196,8 @@ class GenerateStream:
     def _engine_request(self, submission: inference_pb2.Submission, version: PolicyVersion | None) -> GenerateRequest:
         token_ids = decode_ints(submission.token_ids, "token_ids")
         if not 0 <= submission.num_resumed < max(1, token_ids.size):
-            raise InvalidInput(
-                f"`num_resumed` must be in [0, {max(0, token_ids.size - 1)}], got {submission.num_resumed}: the prompt "
-                "needs a token"
-            )
+            must = f"be in [0, {max(0, token_ids.size - 1)}], because the prompt needs a token"
+            raise field_error("num_resumed", must, submission.num_resumed)
         return GenerateRequest(
             request_id=self._prefix + submission.request_id,
             token_ids=token_ids,

@@ -16,7 +16,7 @@ from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.codec.trajectory import decode_segment, encode_segment, encode_version
 from rollmesh.shared.domain.outputs import NUM_TOP
 from rollmesh.shared.domain.trajectory import FinishReason
-from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
+from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights, field_error
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         only = self._state.check_target(request.target)
         if not request.token_ids:
-            raise InvalidInput("`token_ids` must have at least one sequence, got none")
+            raise field_error("token_ids", "have at least one sequence", None)
         sequences = [decode_ints(data, f"token_ids[{i}]") for i, data in enumerate(request.token_ids)]
         try:
             results = await self._state.engine.score(

@@ -11,12 +11,12 @@ from rollmesh.services.inference.gate import VersionGate
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     Draining,
-    InvalidInput,
     MeshError,
     StaleWeights,
     Unimplemented,
     UnknownEndpoint,
     UnknownPolicy,
+    field_error,
 )
 from rollmesh.v1 import inference_pb2
 
@@ -165,7 +165,7 @@ def mismatch(target: Target, active: PolicyVersion) -> MeshError | None:
     """Return the error if the weights `active` must not serve `target`, else None."""
     selector = target.selector
     if selector not in _SELECTORS:
-        return InvalidInput(f"`target.selector` must be 0 to 5, got {selector}")
+        return field_error("target.selector", "be in [0, 5]", selector)
     is_exact = selector == Target.SELECTOR_EXACT
     if is_exact:
         fits = (active.step, active.incarnation) == (target.step, target.incarnation)

@@ -8,7 +8,7 @@ import msgspec
 
 from rollmesh.shared.bus.bus import Discard, StreamSpec
 from rollmesh.shared.config.settings import PositiveInt, Settings
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.errors import field_error
 
 MIB = 1024 * 1024
 
@@ -64,7 +64,7 @@ def _run_of(stream: str, kind: str) -> str:
 def run_streams(run: str, limits: StreamLimits | None = None) -> RunStreams:
     """The streams of `run`. Raises `InvalidInput` if the run's name cannot be part of a stream's."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):
-        raise InvalidInput(f"run must be 1-64 letters, digits, dashes or underscores, got {run!r}", run=run)
+        raise field_error("run", "be 1 to 64 letters, digits, dashes or underscores", run, run=run)
     limits = limits or StreamLimits()
 
     def spec(kind: str, bytes_max: int, discard: Discard, deny_purge: bool = False) -> StreamSpec:

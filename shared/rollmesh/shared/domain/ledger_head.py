@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.errors import field_error
 
 RECORD_FORMAT = 1
 """Newest format of a ledger record that this release reads, and the one that it writes (LedgerRecord.format)."""
@@ -37,10 +37,9 @@ class LedgerHead(msgspec.Struct, frozen=True, kw_only=True):
     def parse(cls, text: str) -> Self:
         """Return the head in "POSITION:HASH". Raises InvalidInput for any other text."""
         if (match := _TEXT.fullmatch(text)) is None:
-            raise InvalidInput(
-                f"head must be POSITION:HASH, a positive number and 64 lower-case hex digits, got {text[:100]!r}; "
-                "copy it from a CommitUpdate response, a checkpoint's rollmesh.json or a gateway's heads.jsonl"
-            )
+            must = "be POSITION:HASH, a positive number and 64 lower-case hex digits"
+            remedy = "copy it from a CommitUpdate response, a checkpoint's rollmesh.json or a gateway's heads.jsonl"
+            raise field_error("head", must, text, remedy)
         return cls(position=int(match[1]), hash=match[2])
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import BinaryIO, Self, TypeVar
 
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob, field_error
+from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, Phrase, UnknownBlob, field_error
 from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.weights.digests import check_digest, sha256_of_file
 from rollmesh.shared.weights.owners import OwnerJournal
@@ -366,7 +366,8 @@ class PartialBlob:
     async def write(self, piece: bytes) -> None:
         """Append `piece`. Raises `InvalidInput` for more bytes than were announced, `DiskFull`."""
         if self.too_long_with(len(piece)):
-            raise InvalidInput(f"blob {self._digest}: more than the announced {self.size_bytes} bytes arrived")
+            must = f"have {self.size_bytes} bytes in all, the announced size of blob {self._digest}"
+            raise field_error("data", must, Phrase(f"at least {self.written_bytes + len(piece)}"))
         await run_sized(len(piece), lambda: self._write(piece))
         self.written_bytes += len(piece)
         if self.can_be_followed:

@@ -62,7 +62,8 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
             raise InvalidInput("this node stores nothing for others; put blobs to the depot")
         first = await anext(aiter(request_iterator), None)
         if first is None or not first.digest or not first.owner:
-            raise InvalidInput("the first message must name the blob: digest, size_bytes and owner")
+            missing = "digest" if first is None or not first.digest else "owner"
+            raise field_error(missing, "be set in the first message", None, "name the digest, the size and the owner")
         if not first.data and first.size_bytes and await self._store.claim(first.digest, owner=first.owner):
             return weights_pb2.PutResponse(existed=True)
         pieces = _pieces(first, request_iterator)
