@@ -31,7 +31,7 @@ from rollmesh.shared.domain.trajectory import (
     Source,
     TrainingSample,
 )
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.trainer.samples import sequence_of
 from rollmesh.trainer.sequences import Sequence1D
 
@@ -93,15 +93,13 @@ def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:
         raise InvalidInput(f"not JSON: {err}") from err
     given = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
-        raise InvalidInput(
-            'expected an object with `messages`, such as {"messages": [{"role": "user", "content": "..."}, ...]}'
-        )
+        remedy = 'write an object such as {"messages": [{"role": "user", "content": "..."}, ...]}'
+        raise field_error("messages", "be a list of one or more objects", given, remedy)
     weights = [one.get("weight", 1) for one in given]
     for place, (one, weight) in enumerate(zip(given, weights, strict=True)):
         if weight not in (0, 1) or (weight == 0 and one.get("role") != "assistant"):
-            raise InvalidInput(
-                f"`messages[{place}].weight`: must be 0 or 1, and 0 in a turn of the assistant only, got {weight!r}"
-            )
+            must = "be 0 or 1, and 0 in a turn of the assistant only"
+            raise field_error(f"messages[{place}].weight", must, weight)
     messages = [
         read_message({key: part for key, part in one.items() if key != "weight"}, f"messages[{place}]")
         for place, one in enumerate(given)
@@ -109,13 +107,14 @@ def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:
     _check_call_ids(messages)
     listed = value.get("tools") or []
     if not isinstance(listed, list):
-        raise InvalidInput(f"`tools`: must be a list of tools, got {type(listed).__name__}")
+        raise field_error("tools", "be a list of tools", listed)
     tools = [read_tool(tool, f"tools[{place}]") for place, tool in enumerate(listed)]
     turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
     if not any(weights[place] for place in turns):
-        raise InvalidInput("`messages`: there is no turn of the assistant to train on; add one, or remove the line")
+        raise field_error("messages", "have a turn of the assistant to train on", None, "add one, or remove the line")
     if turns[0] == 0:
-        raise InvalidInput("`messages[0].role`: the assistant cannot begin the conversation; add a message of the user")
+        must = "not be assistant, which cannot begin a conversation"
+        raise field_error("messages[0].role", must, "assistant", "add a message of the user")
     segments = list(_segments(tokenizer, messages, tools, turns, weights))
     sample = TrainingSample(
         sample=Sample(sample_id=name, leaf=len(segments) - 1),
@@ -134,11 +133,10 @@ def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
         if message.role == "assistant":
             called = {call.id for call in message.calls}
         elif message.role == "tool" and message.call_id not in called:
-            raise InvalidInput(
-                f"`messages[{place}].tool_call_id`: must be the id of a call in `tool_calls` of the assistant before "
-                f"it ({', '.join(sorted(called)) or 'it has none'}), got {message.call_id!r}; write the call as "
-                "`tool_calls`, or the result in a message of the user"
-            )
+            known = ", ".join(sorted(called)) or "it has none"
+            must = f"be the id of a call in `tool_calls` of the assistant before it ({known})"
+            remedy = "write the call as `tool_calls`, or the result in a message of the user"
+            raise field_error(f"messages[{place}].tool_call_id", must, message.call_id, remedy)
 
 
 def _segments(
@@ -155,7 +153,8 @@ def _segments(
         before = turns[number - 1] if number else -1
         history, new = messages[: before + 1], messages[before + 1 : place]
         if number and not new:
-            raise InvalidInput(f"`messages[{place}].role`: two turns of the assistant follow each other; join them")
+            must = "not be assistant after a turn of the assistant"
+            raise field_error(f"messages[{place}].role", must, "assistant", "join the two turns")
         context = (
             appended_tokens(tokenizer, history, recorded, new, tools)
             if number

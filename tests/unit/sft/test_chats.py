@@ -166,35 +166,38 @@ def test_tags_in_contents_stay_text(folders: dict[str, Path]) -> None:
     [
         ("{", "not JSON"),
         ('{"messages": [{"role": "user", "content": "\xff"}]}', "not JSON"),  # Latin-1, not UTF-8
-        ("[]", "expected an object with `messages`"),
-        ('{"prompt": "a", "completion": "b"}', "expected an object with `messages`"),
-        ('{"messages": ["hello"]}', "expected an object with `messages`"),
-        (json.dumps({"messages": [user("1+2")]}), "there is no turn of the assistant to train on"),
+        ("[]", "`messages` must be a list of one or more objects, got"),
+        ('{"prompt": "a", "completion": "b"}', "`messages` must be a list of one or more objects, got"),
+        ('{"messages": ["hello"]}', "`messages` must be a list of one or more objects, got"),
+        (json.dumps({"messages": [user("1+2")]}), "`messages` must have a turn of the assistant to train on"),
         (
             json.dumps({"messages": [user("1"), {**said("2"), "weight": 0}]}),
-            "there is no turn of the assistant to train",
+            "`messages` must have a turn of the assistant to train on, got none",
         ),
-        (json.dumps({"messages": [said("hello")]}), "the assistant cannot begin the conversation"),
-        (json.dumps({"messages": [user("1"), said("2"), said("3")]}), "two turns of the assistant follow each other"),
+        (json.dumps({"messages": [said("hello")]}), "must not be assistant, which cannot begin a conversation"),
+        (
+            json.dumps({"messages": [user("1"), said("2"), said("3")]}),
+            "must not be assistant after a turn of the assistant",
+        ),
         (json.dumps({"messages": [{"role": "human", "content": "1"}, said("2")]}), r"messages\[0\].role"),
         (json.dumps({"messages": [user("1"), {"role": "assistant", "content": 3}]}), r"messages\[1\].content"),
         (json.dumps({"messages": [{**user("1"), "weight": 0}, said("2")]}), r"messages\[0\].weight"),
         (json.dumps({"messages": [user("1"), {**said("2"), "weight": 2}]}), r"messages\[1\].weight"),
         (json.dumps({"messages": [user("1"), said("2")], "tools": [{"type": "web"}]}), r"tools\[0\].type"),
-        (json.dumps({"messages": [user("1"), said("2")], "tools": 3}), "`tools`: must be a list of tools, got int"),
+        (json.dumps({"messages": [user("1"), said("2")], "tools": 3}), "`tools` must be a list of tools, got 3"),
         (
             json.dumps({"messages": [user("1"), said("2"), result("3"), said("4")]}),
-            r"`messages\[2\].tool_call_id`: must be the id of a call in `tool_calls` of the assistant before it \(it has none\), got 'callcall0'",
+            r"`messages\[2\].tool_call_id` must be the id of a call in `tool_calls` of the assistant before it \(it has none\), got 'callcall0'",
         ),
         (
             json.dumps(
                 {"messages": [user("1"), called("{}"), {**result("3"), "tool_call_id": "callcall1"}, said("4")]}
             ),
-            r"`messages\[2\].tool_call_id`: .*\(callcall0\), got 'callcall1'",
+            r"`messages\[2\].tool_call_id` must .*\(callcall0\), got 'callcall1'",
         ),
         (
             json.dumps({"messages": [user("1"), called("{}"), result("3"), said("4"), result("3"), said("5")]}),
-            r"`messages\[4\].tool_call_id`: .*\(it has none\)",
+            r"`messages\[4\].tool_call_id` must .*\(it has none\)",
         ),
     ],
 )
@@ -210,7 +213,9 @@ def test_a_file_names_its_wrong_lines(folders: dict[str, Path], tmp_path: Path) 
     file.write_text(f"{good}\n\n{good}\n")
     assert [chat.name for chat in read_chats(file, tokenizer)] == ["chats:1", "chats:3"]
     file.write_text("\n".join([good, *["{}"] * 7]))
-    with pytest.raises(InvalidInput, match=r"(?s)chats.jsonl:2: expected.*chats.jsonl:6: .*2 more lines are wrong"):
+    with pytest.raises(
+        InvalidInput, match=r"(?s)chats.jsonl:2: `messages` must be a list.*chats.jsonl:6: .*2 more lines are wrong"
+    ):
         read_chats(file, tokenizer)
     file.write_text("\n")
     with pytest.raises(InvalidInput, match="there is no conversation"):
