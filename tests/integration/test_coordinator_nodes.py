@@ -13,7 +13,7 @@ import pytest
 from rollmesh.services.coordinator import servicer
 from rollmesh.shared.errors import (
     InvalidInput,
-    MeshError,
+    NodeDraining,
     NotReady,
     UnknownNode,
 )
@@ -102,7 +102,7 @@ async def test_work_is_for_nodes_that_joined_and_do_not_drain(mesh: MeshParts) -
     with pytest.raises(UnknownNode):
         await mesh.call(mesh.coordinator.Drain, pb.DrainRequest(node_id="stranger"))
     await mesh.call(mesh.coordinator.Drain, pb.DrainRequest(node_id=WORKER))
-    with pytest.raises(MeshError) as caught:
+    with pytest.raises(NodeDraining) as caught:
         await mesh.call(ask, pb.AcquireRolloutsRequest(node_id=WORKER, num_max=1))
     assert (caught.value.code.name, caught.value.reason) == ("FAILED_PRECONDITION", "DRAINING")
 

@@ -1,8 +1,9 @@
 """The base of all typed errors, and one class per status code. Users import `rollmesh.shared.errors`, which has the
 conditions too.
 
-A subclass registers itself by its reason: `BY_REASON` is the table in which a client finds the class of a received
-error. This module imports no networking, so that pure code can raise its errors.
+A subclass registers itself by its reason and code: `CONDITIONS` is the table in which a client finds the class of a
+received error. One reason may have several codes, such as DRAINING of a node that is called and of one that calls. This
+module imports no networking, so that pure code can raise its errors.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class FieldViolation(NamedTuple):
     description: str
 
 
-BY_REASON: dict[str, type[MeshError]] = {}
-"""Every error class by its reason. Filled by `MeshError.__init_subclass__`."""
+CONDITIONS: dict[tuple[str, Code], type[MeshError]] = {}
+"""Every error class by its reason and code. Filled by `MeshError.__init_subclass__`."""
 
 
 class MeshError(Exception):
@@ -80,8 +81,8 @@ class MeshError(Exception):
 
     def __init_subclass__(cls) -> None:
         assert "reason" in cls.__dict__, f"{cls.__name__} must name its own reason"
-        assert cls.reason not in BY_REASON, f"{cls.__name__} and {BY_REASON[cls.reason].__name__} share {cls.reason}"
-        BY_REASON[cls.reason] = cls
+        other = CONDITIONS.setdefault((cls.reason, cls.code), cls)
+        assert other is cls, f"{cls.__name__} and {other.__name__} share {cls.reason} ({cls.code.name})"
 
     @property
     def retryable(self) -> bool:
@@ -93,12 +94,9 @@ class MeshError(Exception):
 
 
 def error_for(reason: str, code: Code) -> type[MeshError]:
-    """Return the class of `reason` if its code agrees, else the class of `code`, because a peer may be newer than this
+    """Return the class of `reason` with this code, else the class of `code`, because a peer may be newer than this
     process."""
-    exact = BY_REASON.get(reason)
-    if exact is not None and exact.code is code:
-        return exact
-    return BY_CODE.get(code, Internal)
+    return CONDITIONS.get((reason, code)) or BY_CODE.get(code, Internal)
 
 
 # One class per code ---------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ remedy (for display), `metadata` (facts of this occurrence) and, if waiting help
       Unavailable         UNAVAILABLE          NotReady, CatchingUp, Draining, InfraFailure (EngineFailed, ...)
       OutOfRange, DataLoss, DeadlineExceeded, Cancelled, Unauthenticated, PermissionDenied, Unimplemented, Internal
 
-A subclass registers itself by its reason; `rollmesh.shared.rpc.status` turns errors into `google.rpc.Status` and back.
-This module imports no networking, so that pure code can raise its errors.
+A subclass registers itself by its reason and code; `rollmesh.shared.rpc.status` turns errors into `google.rpc.Status`
+and back. This module imports no networking, so that pure code can raise its errors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from rollmesh.shared.error_base import (
     BY_CODE,
-    BY_REASON,
+    CONDITIONS,
     DOMAIN,
     Aborted,
     AlreadyExists,
@@ -51,14 +51,14 @@ from rollmesh.shared.error_base import (
 
 # fmt: off
 __all__ = [
-    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle",
+    "BY_CODE", "CONDITIONS", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle",
     "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "ConnectionLost", "CorruptSnapshot", "DataLoss", "DeadlineExceeded",
     "DigestMismatch",
     "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation",
     "GroupCodeFailed", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut",
-    "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NotFound",
+    "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NodeDraining", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "Phrase", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
     "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
@@ -66,8 +66,8 @@ __all__ = [
     "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
-    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected",
-    "WrongUpdate",
+    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "UnleasedGroup", "UnleasedSample", "VersionConflict",
+    "VersionRefused", "WeightsRejected", "WrongUpdate",
     "WrongVersion", "at_key", "described_field_error", "error_for", "field_error", "located_at",
 ]
 # fmt: on
@@ -156,6 +156,18 @@ class ContextLengthExceeded(InvalidInput):
     """The messages of a request have more tokens than the context."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class UnleasedSample(InvalidInput):
+    """A commit names a sample that is not in its leases."""
+
+    reason = "UNKNOWN_SAMPLE"
+
+
+class UnleasedGroup(InvalidInput):
+    """A commit names a group that is not in its leases."""
+
+    reason = "UNKNOWN_GROUP"
 
 
 class CorruptSnapshot(InvalidInput):
@@ -272,6 +284,12 @@ class LeaseExpired(FailedPrecondition):
     """The lease ran out before the request; its work is void."""
 
     reason = "LEASE_EXPIRED"
+
+
+class NodeDraining(FailedPrecondition):
+    """The node that requests work is draining, so it gets no more; do not call again."""
+
+    reason = "DRAINING"
 
 
 class BeyondBound(FailedPrecondition):

@@ -19,7 +19,7 @@ def test_codes_agree_with_google_rpc_and_grpc() -> None:
         assert grpc.StatusCode[code.name].value[0] == code.value
 
 
-@pytest.mark.parametrize("cls", errors.BY_REASON.values(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", errors.CONDITIONS.values(), ids=lambda cls: cls.__name__)
 def test_every_error_survives_the_round_trip(cls: type[errors.MeshError]) -> None:
     err = from_status(to_status(cls("what to do", retry_after_s=1.5, step=7)))
     assert type(err) is cls
@@ -68,9 +68,15 @@ def test_metadata_keys_of_a_peer_cannot_break_the_error() -> None:
     assert from_status(to_status(err)).metadata == {"message": "a", "retry_after_s": "b"}
 
 
-def test_two_errors_cannot_share_a_reason() -> None:
-    with pytest.raises(AssertionError, match="share STALE_WEIGHTS"):
-        type("Other", (errors.MeshError,), {"reason": "STALE_WEIGHTS"})
+def test_two_errors_of_one_code_cannot_share_a_reason() -> None:
+    with pytest.raises(AssertionError, match="Other and StaleWeights share STALE_WEIGHTS"):
+        type("Other", (errors.FailedPrecondition,), {"reason": "STALE_WEIGHTS"})
+    assert errors.error_for("STALE_WEIGHTS", errors.Code.FAILED_PRECONDITION) is errors.StaleWeights
+
+
+def test_the_code_decides_between_two_errors_of_one_reason() -> None:
+    for cls in (errors.Draining, errors.NodeDraining, errors.UnknownSample, errors.UnleasedSample):
+        assert errors.error_for(cls.reason, cls.code) is cls
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
 from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolMismatch, ProtocolVersion, check_protocol
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
-    FailedPrecondition,
     MeshError,
+    NodeDraining,
     NotReady,
     Overloaded,
     UnknownNode,
@@ -269,12 +269,10 @@ class FleetKeeper:
             stream.send(message)
 
     def check_may_work(self, node_id: str) -> tuple[str, ...]:
-        """Return the runs of a worker (empty: all). Raises UnknownNode, or FailedPrecondition for a draining node."""
+        """Return the runs of a worker (empty: all). Raises UnknownNode, NodeDraining."""
         node = self._node(node_id)
         if node.draining:
-            error = FailedPrecondition(f"node {node_id} is draining: it gets no more work", node_id=node_id)
-            error.reason = "DRAINING"
-            raise error
+            raise NodeDraining(f"node {node_id} is draining: it gets no more work", node_id=node_id)
         return node.runs
 
     def addresses(self, kind: NodeKind, run: str) -> list[str]:

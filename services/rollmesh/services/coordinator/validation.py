@@ -54,7 +54,7 @@ CAPACITY_MAX = 1_000_000
 SPANS_MAX = 4096
 TOOL_CALLS_MAX = 2**31 - 1
 """Most tool calls of an episode, so that their sum over episodes fits its field."""
-TrainerRequest: TypeAlias = (
+TrainerMessage: TypeAlias = (
     run_pb2.LeaseBatchRequest
     | run_pb2.RenewBatchRequest
     | run_pb2.ReleaseBatchRequest
@@ -67,7 +67,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
 
 
-def check_trainer(request: TrainerRequest) -> None:
+def check_trainer(request: TrainerMessage) -> None:
     """Check the fields that requests of an attached trainer carry."""
     _check_learner(request)
     check_epoch(request)
@@ -80,7 +80,7 @@ def check_run(run: str) -> None:
         raise field_error("run", "name a run", run)
 
 
-def check_epoch(request: TrainerRequest | coordinator_pb2.GetBatchRequest) -> None:
+def check_epoch(request: TrainerMessage | coordinator_pb2.GetBatchRequest) -> None:
     if request.trainer_epoch < 1:
         raise field_error("trainer_epoch", "be >= 1", request.trainer_epoch, "call AttachTrainer first")
 
@@ -387,7 +387,7 @@ def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
 # Parts ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_learner(request: TrainerRequest | run_pb2.AttachTrainerRequest) -> None:
+def _check_learner(request: TrainerMessage | run_pb2.AttachTrainerRequest) -> None:
     check_run(request.run)
     if not isinstance(request, run_pb2.PublishVersionRequest):  # its version names the policy
         check_name("policy", request.policy)

@@ -21,6 +21,8 @@ from rollmesh.shared.errors import (
     MeshError,
     RunEnded,
     UnknownUpdate,
+    UnleasedGroup,
+    UnleasedSample,
     VersionConflict,
     WrongUpdate,
     WrongVersion,
@@ -58,9 +60,9 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
         )
     leased = [s for b in batches for s in b.sample_ids]
     if unleased := sorted(set(request.named) - set(leased)):
-        raise _not_leased("samples", "UNKNOWN_SAMPLE", request.update, unleased[0])
+        raise _not_leased("samples", UnleasedSample, request.update, unleased[0])
     if unleased := sorted({g.group for g in request.groups} - {name for b in batches for name in b.groups}):
-        raise _not_leased("groups", "UNKNOWN_GROUP", request.update, unleased[0])
+        raise _not_leased("groups", UnleasedGroup, request.update, unleased[0])
     used, dropped = dispositions(request, leased)
     _check_bound(ctx, batches, used, request.update)
     digest = next_digest(ctx.clock.digest, request.update, used)
@@ -86,11 +88,9 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
     ctx.reply(request, i.Committed(digest=digest))
 
 
-def _not_leased(field: str, reason: str, update: int, name: str) -> MeshError:
+def _not_leased(field: str, of: type[MeshError], update: int, name: str) -> MeshError:
     """Return the error of a commit whose `field` contains a name that is not in its leases."""
-    error = field_error(field, f"name only {field} of the leases of update {update}", name)
-    error.reason = reason
-    return error
+    return field_error(field, f"name only {field} of the leases of update {update}", name, of=of)
 
 
 def _committed_before(ctx: DecisionContext, request: i.CommitUpdate) -> i.Committed:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.shared.errors import BY_REASON, ConfigError, FailedPrecondition, MeshError, RankFailed
+from rollmesh.shared.errors import Code, ConfigError, MeshError, RankFailed, error_for
 from rollmesh.shared.process.process_launch import bound_to_parent
 from rollmesh.trainer.ranks import Ranks
 
@@ -72,7 +72,7 @@ class RankMember:
 
     def report(self, error: MeshError) -> None:
         """Leave the error that ends this rank for rank 0."""
-        self.store.set(_failed(self.ranks.rank), f"{error.reason}\n{error}")
+        self.store.set(_failed(self.ranks.rank), f"{error.reason} {error.code.name}\n{error}")
 
 
 def join(rank: int, size: int, store: Store | None, config_device: str, timeout_s: float) -> RankMember:
@@ -207,8 +207,9 @@ class RankGroup:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_END_S if "onnection" in str(err) else _POLL_S)
             if self._member.store.check([_failed(rank)]):
-                reason, _, message = self._member.store.get(_failed(rank)).decode().partition("\n")
-                return BY_REASON.get(reason, FailedPrecondition)(f"rank {rank}: {message}")
+                condition, _, message = self._member.store.get(_failed(rank)).decode().partition("\n")
+                reason, _, code = condition.partition(" ")
+                return error_for(reason, Code[code])(f"rank {rank}: {message}")
             if process is not None and process.returncode is not None:
                 return _exited(rank, process.returncode, self._logs)
         if not _of_distributed(err):
