@@ -19,7 +19,8 @@ from google.protobuf.message import Message
 
 from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
-from rollmesh.shared.codec.trajectory import DEFAULT_POLICY, decode_trained_group
+from rollmesh.shared.codec.trajectory import decode_trained_group
+from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 

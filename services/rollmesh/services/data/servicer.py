@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.data.engine import DataEngine, DrawnTasks
 from rollmesh.services.data.metrics import TASKS
 from rollmesh.services.data.task import PoolTask, Split
-from rollmesh.shared.codec.trajectory import DEFAULT_POLICY
+from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import field_error
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import data_pb2, data_pb2_grpc, types_pb2

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from rollmesh.services.inference.engine import Engine
 from rollmesh.services.inference.gate import VersionGate
-from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.domain.versions import DEFAULT_POLICY, PolicyVersion
 from rollmesh.shared.errors import (
     Draining,
     MeshError,
@@ -157,7 +157,7 @@ class ServingState:
         if target.WhichOneof("model") == "endpoint":
             if target.endpoint != self.endpoint:
                 raise UnknownEndpoint(f"node {self.node_id} serves {serves}, not endpoint {target.endpoint!r}")
-        elif self.endpoint or (target.policy or "main") != self.policy:
+        elif self.endpoint or (target.policy or DEFAULT_POLICY) != self.policy:
             raise UnknownPolicy(f"node {self.node_id} serves {serves}, not policy {target.policy!r}")
 
 

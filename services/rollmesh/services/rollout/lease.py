@@ -6,8 +6,9 @@ import msgspec
 
 from rollmesh.services.rollout.agent_types import Task
 from rollmesh.shared.clients.generated import Target
-from rollmesh.shared.codec.trajectory import DEFAULT_POLICY, decode_key
+from rollmesh.shared.codec.trajectory import decode_key
 from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Purpose
+from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import coordinator_pb2, types_pb2
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollmesh.shared.codec.summaries import sample_summary
+from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.v1 import run_pb2, types_pb2
 
-DEFAULT_POLICY = "main"
 _TOKEN_BYTES = 4
 
 

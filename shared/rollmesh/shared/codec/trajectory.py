@@ -52,11 +52,9 @@ from rollmesh.shared.domain.trajectory import (
     TrainedGroup,
     TurnSummary,
 )
-from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.domain.versions import DEFAULT_POLICY, PolicyVersion
 from rollmesh.shared.errors import Phrase, field_error
 from rollmesh.v1 import events_pb2, types_pb2
-
-DEFAULT_POLICY = "main"
 
 E = TypeVar("E", bound=IntEnum)
 _MEMBERS: dict[type[IntEnum], dict[int, IntEnum]] = {

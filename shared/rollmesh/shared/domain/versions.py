@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
+DEFAULT_POLICY = "main"
+"""The policy that a message without a policy means."""
+
 
 class PolicyVersion(msgspec.Struct, frozen=True, kw_only=True):
     """Names one set of weights: (policy, step, incarnation, weights digest).
