@@ -37,7 +37,7 @@ def with_facts(raw: RawRecord, facts: Sequence[Fact]) -> RawRecord:
     """Return the record with other facts and the same previous hash. Its own hash is right."""
     old = decode_record(raw.payload)
     return sealed(
-        replace(raw, payload=encode_record(old.record_id, old.time_unix_s, facts, old.previous, old.protocol_minor))
+        replace(raw, payload=encode_record(old.record_id, old.time_unix_s, facts, old.previous, old.protocol))
     )
 
 

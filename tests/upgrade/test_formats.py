@@ -34,6 +34,7 @@ from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import EMPTY, record_hash
+from rollmesh.shared.domain.protocol import ProtocolVersion
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.store.payload_files import PayloadFiles
@@ -144,9 +145,12 @@ async def test_old_payload_files_are_read(bus: MemoryBus, files: Path) -> None:
     assert len(read) > 10
 
 
-@pytest.mark.parametrize("protocol_minor", [0, 1])
+@pytest.mark.parametrize(
+    "protocol",
+    [ProtocolVersion(major=1, minor=0), ProtocolVersion(major=1, minor=1), ProtocolVersion(major=2, minor=0)],
+)
 async def test_tokens_of_other_sources_are_unchecked_in_old_records_and_a_finding_in_present_ones(
-    bus: MemoryBus, files: Path, protocol_minor: int
+    bus: MemoryBus, files: Path, protocol: ProtocolVersion
 ) -> None:
     """A ledger from before `SampleMeta.external`, of a run that trained tokens of other sources."""
     await bus.delete(run_streams(RUN).samples.name)
@@ -166,13 +170,13 @@ async def test_tokens_of_other_sources_are_unchecked_in_old_records_and_a_findin
                 ref = PayloadRef(sequence=await samples.append(payload, msg_id="e"), size_bytes=len(payload))
                 fact = msgspec.structs.replace(fact, payload=ref)
             facts.append(fact)
-        payload = encode_record(old.record_id, old.time_unix_s, facts, old.previous, protocol_minor)
+        payload = encode_record(old.record_id, old.time_unix_s, facts, old.previous, protocol)
         records.append(replace(raw, payload=payload))
     await bus.delete(run_streams(RUN).ledger.name)
     report = await audit_run(await store(rechained(records), RUN, bus), RUN, payloads=True)
     assert report.payloads is not None
     assert report.payloads.compared == num == 1
-    assert report.holds == (protocol_minor == 0), report.to_text()
+    assert report.holds == (protocol < ProtocolVersion(major=1, minor=1)), report.to_text()
     if report.holds:
         unchecked = "an earlier release recorded 1 sample without the trained tokens of other sources, which could not be checked"
         assert unchecked in report.to_text()

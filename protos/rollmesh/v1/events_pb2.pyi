@@ -229,6 +229,7 @@ class LedgerRecord(_message.Message):
     PREVIOUS_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
     PROTOCOL_MINOR_FIELD_NUMBER: _builtins.int
+    PROTOCOL_MAJOR_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """Unique. It is also the message id, so that the writer recognizes its record after a lost acknowledgement."""
     time_unix_s: _builtins.float
@@ -245,6 +246,8 @@ class LedgerRecord(_message.Message):
     """Minor number of the protocol of the coordinator that wrote the record. Absent: 0, and fields that a later protocol added, such as
     SampleMeta.external, are absent because nothing reported them.
     """
+    protocol_major: _builtins.int
+    """Major number of the same protocol. Absent: 1."""
     @_builtins.property
     def facts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fact]:
         """What became true, in order."""
@@ -258,10 +261,11 @@ class LedgerRecord(_message.Message):
         previous: _builtins.bytes = ...,
         format: _builtins.int = ...,
         protocol_minor: _builtins.int = ...,
+        protocol_major: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "format", b"format", "previous", b"previous", "protocol_minor", b"protocol_minor", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "format", b"format", "previous", b"previous", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,7 +93,7 @@ class Audit:
         for fact in record.facts:
             self._take("once", self.updates.enter, fact)
             self._take("conservation", self._conservation.enter, fact)
-            self._take("payloads", lambda fact: self.payloads.enter(fact, record.position, record.protocol_minor), fact)
+            self._take("payloads", lambda fact: self.payloads.enter(fact, record.position, record.protocol), fact)
             self._take("ledger", lambda fact: self._changes.enter(fact, record), fact)
             if isinstance(fact, RunCreated) and self._run and fact.spec.run != self._run:
                 self.complain(

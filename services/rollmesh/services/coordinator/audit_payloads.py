@@ -21,15 +21,15 @@ from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecor
 from rollmesh.shared.bus.payload_bus import SampleStream, WrongHost
 from rollmesh.shared.codec.metadata import check_key, check_leased, sample_meta
 from rollmesh.shared.domain.formats import NewerFormat
-from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolVersion
 from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.shared.store.payload_files import UnreadableRecord, file_of, in_file
 from rollmesh.v1 import run_pb2, types_pb2
 
 READS_MAX = 16
 """Number of payloads that are read at once."""
-_EXTERNAL_SINCE = 1
-"""Minor number of the protocol that added `SampleMeta.external`."""
+_EXTERNAL_SINCE = ProtocolVersion(major=1, minor=1)
+"""The protocol that added `SampleMeta.external`."""
 
 
 class _Scored(NamedTuple):
@@ -38,7 +38,7 @@ class _Scored(NamedTuple):
     fact: f.EpisodeScored
     position: int
     key: types_pb2.EpisodeKey
-    protocol_minor: int
+    protocol: ProtocolVersion
 
 
 class Payloads:
@@ -56,7 +56,7 @@ class Payloads:
         self._attempts: dict[str, int] = {}
         """Newest attempts of episodes that are not scored."""
 
-    def enter(self, fact: f.Fact, position: int, protocol_minor: int = PROTOCOL.minor) -> None:
+    def enter(self, fact: f.Fact, position: int, protocol: ProtocolVersion = PROTOCOL) -> None:
         """Fold one fact of the record at `position`, which a coordinator of this protocol wrote."""
         if isinstance(fact, f.RunCreated):
             self._run = fact.spec.run
@@ -77,7 +77,7 @@ class Payloads:
         if sequence < 1:
             self._complain("payloads", f"episode {fact.episode} was scored without a payload")
             return
-        first = self._scored.setdefault(sequence, _Scored(fact, position, key, protocol_minor)).fact
+        first = self._scored.setdefault(sequence, _Scored(fact, position, key, protocol)).fact
         if first.episode != fact.episode:
             self._complain(
                 "payloads", f"episode {fact.episode} has payload {sequence}, which belongs to {first.episode}"
@@ -146,7 +146,7 @@ class Payloads:
         check_key(episode, key)
         for meta in fact.samples:
             encoded = encode(meta, types_pb2.SampleMeta)
-            if scored.protocol_minor < _EXTERNAL_SINCE and not encoded.external:
+            if scored.protocol < _EXTERNAL_SINCE and not encoded.external:
                 for sample in episode.samples:
                     if sample.sample_id == meta.sample_id:
                         encoded.external.extend(sample_meta(episode, sample).external)

@@ -20,7 +20,7 @@ from rollmesh.services.coordinator.core.records import Request
 from rollmesh.shared.domain.formats import check_format, newer_format
 from rollmesh.shared.domain.ledger_facts import fact_of
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
-from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.domain.protocol import PROTOCOL, UNREPORTED, ProtocolVersion
 from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.v1 import events_pb2
 
@@ -173,8 +173,8 @@ class DecodedRecord(NamedTuple):
     facts: tuple[f.Fact, ...]
     previous: str
     """Hash of the previous record, in hex."""
-    protocol_minor: int = PROTOCOL.minor
-    """Minor number of the protocol of the coordinator that wrote it."""
+    protocol: ProtocolVersion = PROTOCOL
+    """Protocol of the coordinator that wrote it."""
 
 
 def encode_record(
@@ -182,14 +182,15 @@ def encode_record(
     time_unix_s: float,
     facts: Sequence[f.Fact],
     previous: str = "",
-    protocol_minor: int = PROTOCOL.minor,
+    protocol: ProtocolVersion = PROTOCOL,
 ) -> bytes:
     """Return one decision as the bytes of a LedgerRecord. `previous` is the hash of the previous record, in hex."""
     record = events_pb2.LedgerRecord(
         record_id=record_id,
         time_unix_s=time_unix_s,
         previous=bytes.fromhex(previous),
-        protocol_minor=protocol_minor,
+        protocol_minor=protocol.minor,
+        protocol_major=protocol.major,
     )
     for fact in facts:
         below = getattr(record.facts.add(), _ONEOF_FIELDS[type(fact).__name__])
@@ -210,7 +211,8 @@ def decode_record(payload: bytes) -> DecodedRecord:
         raise InvalidInput(f"cannot decode a LedgerRecord from {len(payload)} bytes") from error
     check_format(f"ledger record {record.record_id[:80]!r}", record.format, RECORD_FORMAT)
     facts = tuple(decode_fact(fact) for fact in record.facts)
-    return DecodedRecord(record.record_id, record.time_unix_s, facts, record.previous.hex(), record.protocol_minor)
+    protocol = ProtocolVersion(major=record.protocol_major or UNREPORTED.major, minor=record.protocol_minor)
+    return DecodedRecord(record.record_id, record.time_unix_s, facts, record.previous.hex(), protocol)
 
 
 def decode_fact(message: events_pb2.Fact) -> f.Fact:

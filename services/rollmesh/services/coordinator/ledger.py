@@ -31,7 +31,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
-from rollmesh.shared.domain.protocol import PROTOCOL
+from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolVersion
 from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, LedgerFull, MeshError, PayloadTooLarge
 
 CHECKSUM = "Sha256"
@@ -51,8 +51,8 @@ class StoredRecord:
     time_unix_s: float
     facts: tuple[Fact, ...]
     hash: str = ""
-    protocol_minor: int = PROTOCOL.minor
-    """Minor number of the protocol of the coordinator that wrote it."""
+    protocol: ProtocolVersion = PROTOCOL
+    """Protocol of the coordinator that wrote it."""
 
     @property
     def head(self) -> LedgerHead:
@@ -195,7 +195,7 @@ def check_record(name: str, record: StreamRecord, before: LedgerHead) -> StoredR
         time_unix_s=decoded.time_unix_s,
         facts=decoded.facts,
         hash=hashed,
-        protocol_minor=decoded.protocol_minor,
+        protocol=decoded.protocol,
     )
 
 
