@@ -60,6 +60,7 @@ def test_a_batch_above_the_limit_is_refused_before_it_is_recorded() -> None:
     assert reply.value.reason == "PAYLOAD_TOO_LARGE"
     for text in ("40 bytes", "at most 39", "`run.batch_groups` (now 2)", "`run.group_size` (now 2)"):
         assert text in reply.value.message
+    assert reply.value.metadata == {"bytes": "40", "bytes_max": "39"}, "there is no lease that it could name"
     assert not run.core.state.batches
     assert not decision.facts
     _, decision = lease(run, bytes_max=39, amount=1)

@@ -40,7 +40,7 @@ def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:
         refuse_expired(held.lease_id)
     if held is not None:
         grant = _describe_batch(ctx, held, ctx.ephemeral.batch_deadlines[held.lease_id])
-        if refusal := _too_large(ctx, request, grant, f"batch lease {held.lease_id} remains held; release it, then "):
+        if refusal := _too_large(ctx, request, grant, is_held=True):
             raise refusal
         ctx.reply(request, grant)
         return
@@ -213,7 +213,7 @@ def _lease(
     )
     deadline = ctx.now + ctx.spec.batch_lease_s
     grant = _describe_batch(ctx, batch, deadline)
-    if refusal := _too_large(ctx, request, grant, "no batch was leased; "):
+    if refusal := _too_large(ctx, request, grant, is_held=False):
         return refusal
     ctx.emit(
         f.BatchLeased(
@@ -231,14 +231,15 @@ def _lease(
 
 
 def _too_large(
-    ctx: DecisionContext, request: i.LeaseBatch, grant: m.LeaseBatchResponse, outcome: str
+    ctx: DecisionContext, request: i.LeaseBatch, grant: m.LeaseBatchResponse, *, is_held: bool
 ) -> PayloadTooLarge | None:
-    """Return the refusal of a grant whose reply exceeds a message; None if it fits. `outcome` says whether the batch is
-    leased."""
+    """Return the refusal of a grant whose reply exceeds a message; None if it fits. `is_held` says whether the batch is
+    leased; only then does the refusal name its lease."""
     if (size := request.size_of(grant)) <= request.bytes_max:
         return None
     spec = ctx.spec
-    return PayloadTooLarge(
+    outcome = f"batch lease {grant.lease_id} remains held; release it, then " if is_held else "no batch was leased; "
+    error = PayloadTooLarge(
         f"the metadata of the batch of update {request.update} has {size} bytes "
         f"({count_of(len(grant.samples), 'sample')} in {count_of(len(grant.groups), 'group')}), expected at most "
         f"{request.bytes_max}: {outcome}lower `run.batch_groups` (now {spec.batch_groups}), `run.group_size` (now "
@@ -246,8 +247,10 @@ def _too_large(
         "`coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
         bytes=size,
         bytes_max=request.bytes_max,
-        lease_id=grant.lease_id,
     )
+    if is_held:
+        error.metadata["lease_id"] = grant.lease_id
+    return error
 
 
 def _describe_batch(ctx: DecisionContext, batch: BatchState, deadline: float) -> m.LeaseBatchResponse:
