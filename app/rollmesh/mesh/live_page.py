@@ -71,7 +71,7 @@ def _history(records: Sequence[StreamRecord], sample: str) -> list[LifeLine]:
     for record in records:
         try:
             one = decode_record(record.payload)
-        except ValueError as err:
+        except (InvalidInput, ValueError) as err:
             raise InvalidInput(f"ledger record {record.seq} cannot be decoded: {err}") from err
         stored.append(
             StoredRecord(position=record.seq, record_id=one.record_id, time_unix_s=one.time_unix_s, facts=one.facts)
