@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from rollmesh.client import RunAddress
+from rollmesh.client.trainer import Trainer
 from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import Restored, StepResult, TrainerEngine, find_engine
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
@@ -270,6 +271,35 @@ async def test_a_checkpoint_that_is_lost_while_the_trainer_is_opened_again_is_ro
         await train(running, settings, open_engine=opener)
         assert running.world.incarnation == 1
         check_once(running.world, settings)
+
+
+async def test_an_attach_whose_session_does_not_begin_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Trainer] = []
+    close = Trainer.close
+
+    async def counted(trainer: Trainer) -> None:
+        closed.append(trainer)
+        await close(trainer)
+
+    num_opened = 0
+
+    def opener(settings: LearnerConfig) -> Restored:
+        nonlocal num_opened
+        num_opened += 1
+        if num_opened == 2:
+            raise Unavailable("the model cannot be loaded now")
+        return FakeTrainer.open(settings)
+
+    monkeypatch.setattr(Trainer, "close", counted)
+    async with RunningWorld(tmp_path, updates_max=1) as running:
+        running.world.spec.external_sources.append("dataset")
+        node = await train(running, config(tmp_path), open_engine=opener)
+    assert len(closed) == 2, "the attach before the failure, and the session that trained"
+    assert closed[0] is not closed[1]
+    assert num_opened == 4
+    assert node.progress.num_attached == 1, "the first attach did not become a session"
 
 
 async def test_stop_command_ends_with_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:

@@ -89,29 +89,32 @@ async def begin_session(parts: Parts) -> TrainerSession:
     After `Fenced` and similar errors the caller begins a new session; `DigestMismatch`, `UnknownUpdate`,
     `VersionConflict` are permanent.
     """
-    with parts.progress.during("attach"):
-        restored = await _open(parts, parts.config)
-        position = restored.position
-        trainer = await parts.run.attach(
-            last_update=position.update,
-            digest=position.digest,
-            holder=parts.holder,
-            prefetch_bytes_max=parts.config.prefetch_bytes_max,
-        )
-        admitted = tuple(name for name in EXTERNAL_SOURCES if name in trainer.attached.spec.external_sources)
-        if set(admitted) != set(parts.config.external_sources):  # changed since this process has read its configuration
-            # This frees the memory of its model. It is not closed, because the next one uses the ranks of torchrun.
-            del restored
-            restored = await _open(parts, structs.replace(parts.config, external_sources=admitted))
-    attached, opened = trainer.attached, restored.position.update
-    if attached.next_update != opened + 1:
-        raise WrongUpdate(
-            f"attached with update {position.update}, but the trainer was opened at update {opened} and the "
-            f"coordinator expects {attached.next_update} next; attach again from the newest checkpoint"
-        )
-    session = TrainerSession(parts, restored, trainer)
-    await session.publish()  # no batch can be leased before it
-    return session
+    async with contextlib.AsyncExitStack() as on_error:
+        with parts.progress.during("attach"):
+            restored = await _open(parts, parts.config)
+            position = restored.position
+            trainer = await parts.run.attach(
+                last_update=position.update,
+                digest=position.digest,
+                holder=parts.holder,
+                prefetch_bytes_max=parts.config.prefetch_bytes_max,
+            )
+            on_error.push_async_callback(trainer.close)
+            admitted = tuple(name for name in EXTERNAL_SOURCES if name in trainer.attached.spec.external_sources)
+            if set(admitted) != set(parts.config.external_sources):  # changed since this process read its configuration
+                # This frees the memory of its model. It is not closed, because the next one uses the ranks of torchrun.
+                del restored
+                restored = await _open(parts, structs.replace(parts.config, external_sources=admitted))
+        attached, opened = trainer.attached, restored.position.update
+        if attached.next_update != opened + 1:
+            raise WrongUpdate(
+                f"attached with update {position.update}, but the trainer was opened at update {opened} and the "
+                f"coordinator expects {attached.next_update} next; attach again from the newest checkpoint"
+            )
+        session = TrainerSession(parts, restored, trainer)
+        await session.publish()  # no batch can be leased before it
+        on_error.pop_all()
+        return session
 
 
 async def _open(parts: Parts, config: LearnerConfig) -> Restored:
