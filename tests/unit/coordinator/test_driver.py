@@ -318,9 +318,9 @@ async def test_the_error_of_a_shared_read_and_the_close_reach_every_watcher() ->
         assert [str(end) for end in ends if isinstance(end, Internal) and "ZeroDivisionError" in str(end)] == [
             str(ends[0])
         ] * 3
-        await b.clock.run_for(LIMITS.watch_interval_s)
         watchers = Watchers(b, 3)
         await settle()
+        assert watchers.newest == {(3, "")}, "later watchers read again"
         await b.driver.close()
         await b.clock.run_for(LIMITS.watch_interval_s + 1.0)
         ends = await asyncio.gather(*watchers.tasks, return_exceptions=True)

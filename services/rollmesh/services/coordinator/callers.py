@@ -54,6 +54,11 @@ class _Watched:
     until_s: float
     """Time from which watchers read again."""
 
+    @property
+    def is_failed(self) -> bool:
+        """Whether the read raised. Its error is for the watchers that waited for it, and not for later ones."""
+        return self.state.done() and (self.state.cancelled() or self.state.exception() is not None)
+
 
 class Callers:
     """The callers of one run, for its driver to extend."""
@@ -144,7 +149,12 @@ class Callers:
 
     def _share(self, read: Callable[[Core, LedgerHead], Any], *, is_first: bool = False) -> _Watched:
         watched = self._shared
-        if watched is None or self._clock.monotonic_s() >= watched.until_s or (is_first and watched.changed.is_set()):
+        if (
+            watched is None
+            or watched.is_failed
+            or self._clock.monotonic_s() >= watched.until_s
+            or (is_first and watched.changed.is_set())
+        ):
             watched = self._shared = self._queue_read(read)
         return watched
 
