@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rollmesh.app.mesh_client import FleetClient, MeshAddress
-from rollmesh.cli.weights_view import versions_of
+from rollmesh.app.views.weights_view import versions_of
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.node import InferenceNode

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from rollmesh.app.samples.samples import ChainsLine, MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
-from rollmesh.cli.transcript import transcript, turns_of
+from rollmesh.app.samples.transcript import transcript, turns_of
 
 
 def given(num: int, role: str = "context", source: str = "prompt") -> SegmentLine:

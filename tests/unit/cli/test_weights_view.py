@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollmesh.cli.weights_view import VersionRow, row, weights_table
+from rollmesh.app.views.weights_view import VersionRow, row, weights_table
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, build_manifest, parse_manifest
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rollmesh.app.episode_trace import load_trace
 from rollmesh.app.mesh_client import MeshStatus
-from rollmesh.cli.status_view import status_json, status_view
+from rollmesh.app.views.status_view import status_json, status_view
 from rollmesh.mesh.joined_nodes import keep_joined, read_joined_folders
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import NotFound

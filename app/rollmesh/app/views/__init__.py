@@ -1,1 +1,2 @@
-"""What a run shows: its measures over time, the live display, the summary, figures and the report."""
+"""What a mesh and a run show: state, versions, measures over time, the live display, the summary, figures and the
+report."""

@@ -47,7 +47,7 @@ def check(
             typer.echo(line, err=True)
         if dry_run:
             from rollmesh.app.samples.dry_run import run_dry
-            from rollmesh.cli.transcript import transcript
+            from rollmesh.app.samples.transcript import transcript
 
             terminal = console(as_json=True)
             with terminal.status("dry run") as status:

@@ -50,7 +50,7 @@ def rollout(
     with report_errors():
         set_up_compute()
         from rollmesh.app.samples.export_run import RolloutOptions, prepare, run_rollout
-        from rollmesh.cli.transcript import transcript
+        from rollmesh.app.samples.transcript import transcript
 
         options = RolloutOptions(num=num, per_task=per_task, split=split, model=model, folder=run_dir)
         with terminal.status("reading the configuration") as status:
@@ -68,7 +68,7 @@ def rollout(
 
 
 def _text(summary: RolloutSummary) -> str:
-    from rollmesh.cli.transcript import means_text
+    from rollmesh.app.samples.transcript import means_text
 
     counts = ", ".join(f"{name} {value}" for name, value in summary.samples.items())
     lines = [

@@ -27,7 +27,7 @@ def score(
     """Score samples or answers with the scorers of a configuration, without a mesh."""
     with report_errors():
         from rollmesh.app.samples.scoring import score_file
-        from rollmesh.cli.transcript import means_text, rewards_line
+        from rollmesh.app.samples.transcript import means_text, rewards_line
 
         report = score_file(file, config, overrides or [])
     if as_json:

@@ -20,7 +20,7 @@ def show(
     """Show the samples of a run. With an id it prints the conversation and the history from the ledger."""
     with report_errors():
         from rollmesh.app.samples.stored_samples import list_samples, show_sample
-        from rollmesh.cli.transcript import rewards_line, transcript
+        from rollmesh.app.samples.transcript import rewards_line, transcript
 
         if not sample:
             found = list_samples(run, limit)

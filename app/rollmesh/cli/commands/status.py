@@ -28,7 +28,7 @@ def status(
         import asyncio
 
         from rollmesh.app.mesh_client import call_mesh, find_mesh
-        from rollmesh.cli.status_view import status_json, status_view
+        from rollmesh.app.views.status_view import status_json, status_view
 
         mesh = find_mesh(run, join, token_file, settings or [])
         if watch and not as_json:
@@ -47,7 +47,7 @@ async def _watch(mesh: MeshAddress) -> None:
     from rich.text import Text
 
     from rollmesh.app.mesh_client import FleetClient
-    from rollmesh.cli.status_view import status_view
+    from rollmesh.app.views.status_view import status_view
     from rollmesh.shared.clock import SystemClock
     from rollmesh.shared.errors import MeshError
 

@@ -20,7 +20,7 @@ def weights(
         import msgspec
 
         from rollmesh.app.mesh_client import call_mesh, find_mesh
-        from rollmesh.cli.weights_view import versions_of, weights_table
+        from rollmesh.app.views.weights_view import versions_of, weights_table
 
         mesh = find_mesh(run, join, token_file, settings or [])
         found = call_mesh(mesh, lambda client: versions_of(mesh, client))

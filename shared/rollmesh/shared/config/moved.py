@@ -22,8 +22,10 @@ _GROUPS = {
     ("rollmesh.cli.", "rollmesh.app.checks."): "config_checks disk_need effective_config host_checks model_checks "
     "profile_checks",
     ("rollmesh.cli.", "rollmesh.app.loggers."): "mlflow_logger run_loggers wandb_logger",
-    ("rollmesh.cli.", "rollmesh.app.samples."): "dry_run export_run samples scoring stored_heads stored_samples",
-    ("rollmesh.cli.", "rollmesh.app.views."): "causes display figure report results series summary watch",
+    ("rollmesh.cli.", "rollmesh.app.samples."): "dry_run export_run samples scoring stored_heads stored_samples "
+    "transcript",
+    ("rollmesh.cli.", "rollmesh.app.views."): "causes display figure report results series status_view summary watch "
+    "weights_view",
     (_ENGINES, f"{_ENGINES}common."): "adapters requests sampling stop weights_buffer",
     (_ENGINES, f"{_ENGINES}attached."): "weight_files weight_folders",
     (_ENGINES, f"{_ENGINES}torch."): "command_queue execution model_spec plain_outputs plain_runner row_rules runner "
