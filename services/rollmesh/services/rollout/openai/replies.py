@@ -234,7 +234,8 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
     error: dict[str, Any]
     """The protocol's error object: message, type, param, code."""
     retry: bool
-    """Whether the same request may succeed later. The public clients retry on their own unless told not to."""
+    """Whether the same request may succeed later. The public clients retry unless `x-should-retry` is
+    "false"."""
 
     @property
     def body(self) -> bytes:
