@@ -26,7 +26,7 @@ import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -56,6 +56,9 @@ from rollmesh.shared.domain.trajectory import FinishReason, IntArray, SamplingPa
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.model_folder import check_positions
+
+if TYPE_CHECKING:
+    from rollmesh.services.inference.engines.vllm.model import ModelFolder
 
 RESTARTS_MAX = 3
 """Updates at which a request without a token begins again. Without a limit, a prompt that takes longer than the time
@@ -87,6 +90,8 @@ class VllmEngine(Engine):
         self._tasks: set[asyncio.Task[None]] = set()
         self._dead = asyncio.Event()
         self._active: PolicyVersion | None = None
+        self._opened: ModelFolder | None = None
+        """The files of the model and of prepared versions; None until the start."""
         self._broken = "engine is not started"
 
     @classmethod
@@ -118,6 +123,11 @@ class VllmEngine(Engine):
     def context_max(self) -> int:
         return self._context_max
 
+    @property
+    def _files(self) -> ModelFolder:
+        assert self._opened is not None, self._broken
+        return self._opened
+
     # Start and end ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -129,7 +139,7 @@ class VllmEngine(Engine):
         files = await asyncio.to_thread(ModelFolder, self._config)
         self._context_max = files.context_max
         self._llm = await self._host.start(files.context_max, self._counts.stat_logger)
-        self._files = files
+        self._opened = files
         self._stop_rules = StopRules(files.vocab_size, files.decode)
         self._broken = ""
         try:
@@ -173,8 +183,8 @@ class VllmEngine(Engine):
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self._host.stop()
-        if hasattr(self, "_files"):
-            self._files.close()
+        if self._opened is not None:
+            self._opened.close()
 
     async def failed(self) -> None:
         """Raise EngineBroken when vLLM's processes have ended. The node then exits, because a new process can start
@@ -450,8 +460,8 @@ class VllmEngine(Engine):
         self._running[request_id] = self._spawn(self._run(request))
 
     def discard(self, version: PolicyVersion) -> None:
-        if hasattr(self, "_files"):
-            self._files.discard(version)
+        if self._opened is not None:
+            self._opened.discard(version)
 
     def load(self) -> EngineLoad:
         return self._counts.load(num_running=len(self._running), num_waiting=len(self._live) - len(self._running))
