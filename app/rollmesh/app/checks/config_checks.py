@@ -26,7 +26,7 @@ from rollmesh.services.coordinator.core.rollouts import REWARDS_BYTES_MAX, rewar
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.engine import INFERENCE_ENGINES, with_model
+from rollmesh.services.inference.engine import INFERENCE_ENGINES, takes_option, with_model
 from rollmesh.services.inference.interpreter import check_interpreter, interpreter_of, is_this
 from rollmesh.services.learner.engine import TRAINERS, find_engine
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
@@ -457,7 +457,7 @@ class _Check:
                 )
             )
         options = engine_options(inference, self._base_dir)
-        if not hasattr(options, "model"):
+        if not takes_option(type(options), "model"):
             return None
         longest = config.rollout.limits.context_tokens_max
         if 0 < options.context_max < longest:

@@ -15,7 +15,7 @@ from rollmesh.app.config import TrainConfig
 from rollmesh.demo.config import demonstrated_source
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.source import SOURCES
-from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine
+from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine, takes_option
 from rollmesh.services.learner.engine import TRAINERS
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, eos_ids, load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
@@ -282,7 +282,7 @@ def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, tasks: TaskSur
 def _devices(config: TrainConfig, base_dir: Path, engine: Any) -> Iterator[MeshError]:
     """Yield the mistakes about devices that this host does not have."""
     named = {"learner.device": config.learner.device} if _trains_model(config, base_dir) else {}
-    if hasattr(engine, "device"):
+    if engine is not None and takes_option(type(engine), "device"):
         named[_ENGINE_DEVICE] = engine.device
     for key, name in named.items():
         if why := _why_no_device(name):

@@ -301,6 +301,11 @@ INFERENCE_ENGINES = Registry(
 )
 
 
+def takes_option(options: type[msgspec.Struct] | None, name: str) -> bool:
+    """Return whether the `Options` of an engine declare a field."""
+    return options is not None and name in options.__struct_fields__
+
+
 def with_model(engine: Extension, base_dir: str | Path | None, folder: Callable[[], Path]) -> Extension:
     """Return the choice of an engine with `folder()` as its model, if it takes one and the configuration names none."""
     return _with_option(engine, base_dir, "model", folder)
@@ -312,7 +317,6 @@ def with_folder(engine: Extension, base_dir: str | Path | None, folder: Path) ->
 
 
 def _with_option(engine: Extension, base_dir: str | Path | None, option: str, value: Callable[[], Path]) -> Extension:
-    options = INFERENCE_ENGINES.options_type(engine.name, base_dir)
-    if option in engine.options or options is None or option not in options.__struct_fields__:
+    if option in engine.options or not takes_option(INFERENCE_ENGINES.options_type(engine.name, base_dir), option):
         return engine
     return msgspec.structs.replace(engine, options={option: str(value()), **engine.options})
