@@ -9,12 +9,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rollmesh.shared.domain.trajectory import FinishReason, TrainingSample
+from rollmesh.shared.domain.trajectory import FinishReason, Outcome, TrainingSample
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators.base import UNDECIDED
-from rollmesh.trainer.estimators.campo import CampoOptions, loop_of, loop_share, prefix_matches
+from rollmesh.trainer.estimators.campo import CampoOptions, loop_of
 from rollmesh.trainer.estimators.kl_reward import KlReward
+from rollmesh.trainer.estimators.truncation import is_truncated, loop_share, prefix_matches
 
 from .builders import action, batch_of, group, member, prompt, training_sample
 from .test_methods import batch, estimator, per_sample, rewarded, scalars, with_columns
@@ -195,7 +196,53 @@ def test_a_member_of_campo_that_is_not_leased_has_the_mean_penalty() -> None:
     assert scalars(estimator("campo", std="none"), of) == pytest.approx([0.5])
 
 
+# Truncated samples ----------------------------------------------------------------------------------------------------
+
+
+def test_truncated_samples_are_dropped_and_stay_in_the_baseline() -> None:
+    """Rewards 1, 0 and 0, of which the second sample reached its limit. The mean is 1 / 3, not 1 / 2."""
+    samples = (looped("s0", 0.0, FinishReason.STOP), looped("s1", 0.0), looped("s2", 0.0, FinishReason.STOP))
+    of = campo_batch(*samples, rewards=(1.0, 0.0, 0.0))
+    made = estimator("grpo", std="none", drop_truncated=True)
+    found = made(of)
+    assert found.dropped == {1: "TRUNCATED"}
+    assert per_sample(found, of) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert found.metrics == {"truncated_share": pytest.approx(1 / 3)}
+    plain = estimator("grpo", std="none")(of)
+    assert (plain.dropped, plain.metrics) == ({}, {})
+    assert made.of_group(of.groups[0]) == estimator("grpo", std="none").of_group(of.groups[0])
+
+
+def test_a_truncated_sample_that_is_a_loop_is_trained() -> None:
+    of = campo_batch(looped("s0", 0.5), looped("s1", 0.2), looped("s2", 0.0), rewards=(0.0, 0.0, 1.0))
+    found = {least: estimator("grpo", drop_truncated=True, loop_share_min=least)(of).dropped for least in (0.0, 0.5)}
+    assert found == {0.0: dict.fromkeys(range(3), "TRUNCATED"), 0.5: {1: "TRUNCATED", 2: "TRUNCATED"}}
+
+
+def test_a_sample_is_truncated_by_the_limit_of_its_turn_or_of_its_episode() -> None:
+    stopped = looped("s0", 0.0, FinishReason.STOP)
+    assert [is_truncated(s) for s in (looped("s0", 0.0), stopped)] == [True, False]
+    assert is_truncated(replace(stopped, sample=replace(stopped.sample, finish=FinishReason.LENGTH)))
+    observed = replace(stopped, segments=(*looped("s0", 0.0).segments, prompt([20])))
+    assert not is_truncated(observed), "the turn was cut, and the conversation went on"
+
+
+@pytest.mark.parametrize("name", ["campo", "unlikeliness", "dsdr", "stable_reinforce"])
+def test_every_estimator_with_the_options_of_grpo_drops_truncated_samples(name: str) -> None:
+    of = campo_batch(looped("s0", 0.0), looped("s1", 0.0, FinishReason.STOP), rewards=(1.0, 0.0))
+    assert estimator(name, drop_truncated=True)(of).dropped == {0: "TRUNCATED"}
+    assert estimator(name)(of).dropped == {}
+
+
+def test_a_failure_of_the_infrastructure_keeps_its_reason() -> None:
+    failed = member("s0", {"r": 0.0}, outcome=Outcome.INFRA_FAILURE)
+    of = batch_of([looped("s0", 0.0)], [group("g", failed, member("s1", {"r": 1.0}))])
+    assert estimator("grpo", drop_truncated=True)(of).dropped == {0: "UNSCORED"}
+
+
 def test_options_out_of_range_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="`loop_share_min` must be 0 without drop_truncated, got 0.5"):
+        estimator("grpo", loop_share_min=0.5)
     with pytest.raises(ConfigError, match="`repeats_min` must be >= 2"):
         estimator("campo", repeats_min=1)
     with pytest.raises(ConfigError, match="`coefficient` must be > 0"):

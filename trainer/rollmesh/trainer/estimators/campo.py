@@ -17,16 +17,16 @@ alone, as in the code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from msgspec import Meta
 
 from rollmesh.shared.config.settings import NonNegativeFloat, Settings
-from rollmesh.shared.domain.trajectory import FinishReason, Role, Segment, TrainingSample
-from rollmesh.trainer.estimators.base import Estimate, adjusted_sums, spread
+from rollmesh.shared.domain.trajectory import FinishReason, TrainingSample
+from rollmesh.trainer.estimators.base import Estimate, adjusted_sums
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
+from rollmesh.trainer.estimators.truncation import last_loop, last_turn
 
 if TYPE_CHECKING:
     from rollmesh.trainer.batch import UpdateBatch
@@ -51,7 +51,7 @@ class Campo(Grpo):
     def __call__(self, batch: UpdateBatch) -> Estimate:
         options: CampoOptions = self.options
         shares = np.array([loop_of(sample, options) for sample in batch.samples])
-        found = spread(
+        found = self.spread(
             batch, self.of_sums(adjusted_sums(batch, self.weights, -options.loop_weight * shares), self.given(batch))
         )
         metrics = {"loops": float((shares > 0).mean()), "loop_share_mean": float(shares.mean())}
@@ -60,33 +60,7 @@ class Campo(Grpo):
 
 def loop_of(sample: TrainingSample, options: CampoOptions) -> float:
     """Return the share of the last turn that is a loop; 0 if it did not reach its limit and `only_truncated` is set."""
-    turn: list[Segment] = []
-    for segment in reversed(sample.segments):
-        if segment.role is not Role.ACTION or (turn and segment.finish is not FinishReason.UNFINISHED):
-            break
-        turn.append(segment)
-    if not turn or (options.only_truncated and turn[0].finish is not FinishReason.LENGTH):
+    turn = last_turn(sample)
+    if options.only_truncated and not (turn and turn[-1].finish is FinishReason.LENGTH):
         return 0.0
-    return loop_share(np.concatenate([segment.token_ids for segment in reversed(turn)]).tolist(), options.repeats_min)
-
-
-def loop_share(tokens: Sequence[int], repeats_min: int) -> float:
-    """Return the share of `tokens` [n] in the longest suffix that repeats exactly with one period at least
-    `repeats_min` times."""
-    matches = prefix_matches(tokens[::-1])
-    longest = max((p + matches[p] for p in range(1, len(tokens)) if p + matches[p] >= repeats_min * p), default=0)
-    return longest / len(tokens) if tokens else 0.0
-
-
-def prefix_matches(tokens: Sequence[int]) -> list[int]:
-    """Return [n]: at each place, how many tokens from there on equal those from the begin on (the Z-function)."""
-    found = [0] * len(tokens)
-    left = right = 0  # the match that ends last
-    for place in range(1, len(tokens)):
-        length = min(found[place - left], right - place) if place < right else 0
-        while place + length < len(tokens) and tokens[length] == tokens[place + length]:
-            length += 1
-        found[place] = length
-        if place + length > right:
-            left, right = place, place + length
-    return found
+    return last_loop(sample, options.repeats_min)

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, Settings, Share
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
-from rollmesh.trainer.estimators.base import Estimate, episode_weights, spread
+from rollmesh.trainer.estimators.base import Estimate, episode_weights
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Dsdr(Grpo):
             found += diversities.tolist()
             of_group = softmax_shares([members[i] for i in correct], diversities, options.temperature)
             shares |= {members[i].sample_id: s for i, s in zip(correct, of_group.tolist(), strict=True)}
-        estimate = spread(batch, self.of_sums(scored))
+        estimate = self.spread(batch, self.of_sums(scored))
         per_sample = np.array([shares.get(s.sample.sample_id, 0.0) for s in batch.samples], np.float32)
         return Estimate(
             advantages=estimate.advantages,

@@ -8,20 +8,22 @@ with R_i = sum_n w_n r_n^(i) and population standard deviations: over the scored
 episodes, so that an episode with many samples does not set the baseline. For one sample per episode these are the
 papers' formulas. "Batch" is all scored members of the groups of the update, trained or not. A lone member has advantage
 0 if the mean is that of the group. With `baseline: policy`, a given solution has an advantage, but its reward is in no
-mean or standard deviation, as in LUFFY (arXiv:2504.14945) and RL-PLUS. Deviation from all: members with an
-infrastructure failure are not in the mean.
+mean or standard deviation, as in LUFFY (arXiv:2504.14945) and RL-PLUS. With `drop_truncated`, a sample that a limit of
+tokens ended is in mean and deviation, but not in the loss: overlong filtering of DAPO (arXiv:2503.14476). All
+estimators with these options do so. Deviation from all: members with an infrastructure failure are not in the mean.
 """  # noqa: E501, W505
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.config.settings import PositiveFloat, Settings
-from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
+from rollmesh.shared.config.settings import PositiveFloat, Settings, Share
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, TrainingSample
 from rollmesh.trainer.estimators.base import (
     UNDECIDED,
     Estimate,
@@ -32,11 +34,14 @@ from rollmesh.trainer.estimators.base import (
     episode_weights,
     spread,
 )
+from rollmesh.trainer.estimators.truncation import TRUNCATED, is_truncated, last_loop
 
 if TYPE_CHECKING:
     from rollmesh.trainer.batch import UpdateBatch
 
 Scope = Literal["group", "batch", "none"]
+REPEATS_MIN = 2
+"""Least number of exact repetitions of a loop."""
 
 
 class GrpoOptions(Settings):
@@ -52,6 +57,19 @@ class GrpoOptions(Settings):
     Finalizers count all."""
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation, so that a group whose members agree gets 0, not a division by zero."""
+    drop_truncated: bool = False
+    """Whether samples that a limit of tokens ended are not trained. Their rewards stay in the mean and the standard
+    deviation."""
+    loop_share_min: Share = 0.0
+    """With `drop_truncated`: a truncated sample is trained nevertheless if at least this share of its last turn is one
+    loop at its end, because it would not have finished with more tokens. 0 drops all truncated samples."""
+
+    def check_fields(self) -> None:
+        if self.loop_share_min and not self.drop_truncated:
+            raise ValueError(
+                f"`loop_share_min` must be 0 without drop_truncated, got {self.loop_share_min}: truncated samples are "
+                "trained anyway; set `drop_truncated` to true"
+            )
 
 
 class Grpo(GroupEstimator):
@@ -66,7 +84,7 @@ class Grpo(GroupEstimator):
         return GroupSize(least=2 if self.options.mean == "group" else 1)
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
-        return spread(batch, self.of_sums([self.reward_sums(group) for group in batch.groups], self.given(batch)))
+        return self.spread(batch, self.of_sums([self.reward_sums(group) for group in batch.groups], self.given(batch)))
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage; not yet divided if the standard deviation is that of the batch, and
@@ -78,6 +96,22 @@ class Grpo(GroupEstimator):
         if self.options.mean == "batch":
             return {m.sample_id: UNDECIDED for m in members}
         return self._scaled(members, sums, 0.0, None)
+
+    def spread(self, batch: UpdateBatch, scalars: Mapping[str, float]) -> Estimate:
+        """Give every token of a sample its scalar, as `base.spread`. Truncated samples are dropped if the options say
+        so."""
+        found = spread(batch, scalars)
+        options: GrpoOptions = self.options
+        if not options.drop_truncated:
+            return found
+        at = [n for n, sample in enumerate(batch.samples) if self._drops(sample)]
+        metrics = {**found.metrics, "truncated_share": len(at) / max(1, len(batch.samples))}
+        return replace(found, dropped={**dict.fromkeys(at, TRUNCATED), **found.dropped}, metrics=metrics)
+
+    def _drops(self, sample: TrainingSample) -> bool:
+        """Return whether the sample is truncated, and not because it is a loop."""
+        least: float = self.options.loop_share_min
+        return is_truncated(sample) and not (least and last_loop(sample, REPEATS_MIN) >= least)
 
     def given(self, batch: UpdateBatch) -> frozenset[str]:
         """Return the ids of the samples that are in no baseline."""

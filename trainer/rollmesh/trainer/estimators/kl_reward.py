@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import PositiveFloat, Settings
 from rollmesh.shared.domain.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, adjusted_sums, spread
+from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, adjusted_sums
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class KlReward(Grpo):
         log_ratio = batch["proximal"].astype(np.float64) - batch["reference"]
         divergence = divergence_estimate(np.clip(log_ratio, -20.0, 20.0), options.kind)
         sums = batch.sums(divergence)
-        found = spread(
+        found = self.spread(
             batch, self.of_sums(adjusted_sums(batch, self.weights, -options.coefficient * sums), self.given(batch))
         )
         metrics = {"kl_mean": float(divergence.mean()), "penalty_mean": float(options.coefficient * sums.mean())}

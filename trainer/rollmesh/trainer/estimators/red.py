@@ -62,6 +62,7 @@ class RedOptions(GrpoOptions):
     """Largest weight."""
 
     def check_fields(self) -> None:
+        super().check_fields()
         if self.weight_min > self.weight_max:
             raise ValueError(f"`weight_min` must be <= weight_max = {self.weight_max}, got {self.weight_min}")
 

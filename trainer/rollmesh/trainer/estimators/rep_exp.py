@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Settings
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
-from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, spread
+from rollmesh.trainer.estimators.base import UNDECIDED, Estimate
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:  # they import torch
@@ -96,7 +96,7 @@ class RepExp(Grpo):
             bonus = self._bonus(members, sums, states, [numbers.get((group.group, m.sample_id)) for m in members])
             scored.append((members, sums + self.options.beta * bonus))
             given += bonus.tolist()
-        found = spread(batch, self.of_sums(scored, self.given(batch)))
+        found = self.spread(batch, self.of_sums(scored, self.given(batch)))
         metrics = {"bonus_mean": float(np.mean(given)) if given else 0.0, "bonus_max": max(given, default=0.0)}
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import Settings, Share
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
-from rollmesh.trainer.estimators.base import UNDECIDED, Estimate, spread
+from rollmesh.trainer.estimators.base import UNDECIDED, Estimate
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class Unlikeliness(Grpo):
     def __call__(self, batch: UpdateBatch) -> Estimate:
         means = batch.sums(batch["behavior"]) / batch.lengths
         leased = {s.sample.sample_id: float(means[number]) for number, s in enumerate(batch.samples)}
-        return spread(batch, self.of_sums([self._scored(group, leased) for group in batch.groups], self.given(batch)))
+        scored = [self._scored(group, leased) for group in batch.groups]
+        return self.spread(batch, self.of_sums(scored, self.given(batch)))
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage, as in `grpo`; from summaries alone (see the module)."""
