@@ -164,6 +164,7 @@ ESTIMATORS = Registry(
         "campo": "rollmesh.trainer.estimators.campo:Campo",
         "verl_rank": "rollmesh.trainer.estimators.verl_rank:VerlRank",
         "rep_exp": "rollmesh.trainer.estimators.rep_exp:RepExp",
+        "g_ra": "rollmesh.trainer.estimators.g_ra:GRa",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,
