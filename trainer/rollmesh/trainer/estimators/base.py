@@ -165,6 +165,7 @@ ESTIMATORS = Registry(
         "verl_rank": "rollmesh.trainer.estimators.verl_rank:VerlRank",
         "rep_exp": "rollmesh.trainer.estimators.rep_exp:RepExp",
         "g_ra": "rollmesh.trainer.estimators.g_ra:GRa",
+        "grpo_lambda": "rollmesh.trainer.estimators.grpo_lambda:GrpoLambda",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,
