@@ -57,7 +57,10 @@ class TaskOfMethods:
     """Reward that evaluations measure as success; it is not always one that is trained on."""
 
 
-SUPPLIED: Mapping[str, Mapping[str, Any]] = {"prior": {"name": f"{SCORERS}:LevelPrior", "reward": "prior"}}
+SUPPLIED: Mapping[str, Mapping[str, Any]] = {
+    "prior": {"name": f"{SCORERS}:LevelPrior", "reward": "prior"},
+    "called": {"name": "turn_success", "reward": "called"},
+}
 """Scorers by reward that tasks have only for a recipe whose `reward.weights` names the reward."""
 CALC = _model(levels=2, target_success=0.4)
 EXACT = {"name": "exact", "reward": "correct"}

@@ -166,6 +166,7 @@ ESTIMATORS = Registry(
         "rep_exp": "rollmesh.trainer.estimators.rep_exp:RepExp",
         "g_ra": "rollmesh.trainer.estimators.g_ra:GRa",
         "grpo_lambda": "rollmesh.trainer.estimators.grpo_lambda:GrpoLambda",
+        "roc": "rollmesh.trainer.estimators.roc:Roc",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,

@@ -83,7 +83,8 @@ class GrpoLambda(Grpo):
         return self.of_rewards(members, correct)
 
     def _correct(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
-        return (sums > self.options.threshold).astype(np.float64)
+        threshold: float = self.options.threshold
+        return (sums > threshold).astype(np.float64)
 
 
 def first_groups(accuracies: Sequence[float], share: float) -> list[int]:
@@ -98,9 +99,9 @@ def brevity(
     """Return [n]: the reward of each member of a group if it is correct. `leased`: sample id -> trained tokens, for
     members without a summary."""
     lengths = np.array([m.summary.num_tokens or leased.get(m.sample_id, 0) for m in members], dtype=np.float64)
-    counted = np.flatnonzero((correct > 0) & (lengths > 0))
+    counted: list[int] = np.flatnonzero((correct > 0) & (lengths > 0)).tolist()
     scores = np.zeros(len(members))
-    if len(counted):
+    if counted:
         weights, found = episode_weights([members[i] for i in counted]), lengths[counted]
         std = deviation(found, weights)
         scores[counted] = (found - weights @ found) / std if std else 0.0
