@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # it imports torch
 
 UNSCORED = "UNSCORED"
 """Reason of a sample without a usable reward."""
+DOWN_SAMPLED = "DOWN_SAMPLED"
+"""Reason of a sample that is not trained because others of its group or batch were chosen."""
 UNDECIDED = 1.0
 """What `of_group` returns for a member whose advantage its group alone does not decide: not 0, so that finalizers keep
 the group."""
@@ -167,6 +169,9 @@ ESTIMATORS = Registry(
         "g_ra": "rollmesh.trainer.estimators.g_ra:GRa",
         "grpo_lambda": "rollmesh.trainer.estimators.grpo_lambda:GrpoLambda",
         "roc": "rollmesh.trainer.estimators.roc:Roc",
+        "pf_ppo": "rollmesh.trainer.estimators.pf_ppo:PfPpo",
+        "d3s": "rollmesh.trainer.estimators.d3s:D3s",
+        "parrot": "rollmesh.trainer.estimators.parrot:Parrot",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,

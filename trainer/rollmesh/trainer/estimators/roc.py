@@ -34,14 +34,11 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, GroupContext, MemberOutcome, Outcome, Reward
-from rollmesh.trainer.estimators.base import Estimate, episode_means
+from rollmesh.trainer.estimators.base import DOWN_SAMPLED, Estimate, episode_means
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:
     from rollmesh.trainer.batch import UpdateBatch
-
-DOWN_SAMPLED = "DOWN_SAMPLED"
-"""Reason of a sample that is not trained because others of its group or batch were chosen."""
 
 
 class RocOptions(GrpoOptions):
