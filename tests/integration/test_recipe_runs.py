@@ -38,6 +38,13 @@ class Agent:
         await env.generate(max_tokens=4)
         await env.generate(max_tokens=4)
 """
+STOPPER = """
+class Agent:
+    async def run(self, task, env):
+        await env.generate(max_tokens=4)
+        await env.generate(max_tokens=24, stop=list("0123456789 abcdefghij"))
+"""
+"""An agent whose last turn rarely reaches its limit, for recipes that do not train truncated samples."""
 GIVER = """
 from rollmesh.shared.domain.trajectory import Role, Source
 
@@ -160,6 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model_folder(build_tiny_model(SMALL, seed=1), build_tokenizer(), made / "model")
     (made / "agent.py").write_text(AGENT)
     (made / "giver.py").write_text(GIVER)
+    (made / "stopper.py").write_text(STOPPER)
     (made / "scorer.py").write_text(SCORER)
     (made / "imitation.yaml").write_text(IMITATION)
     (made / "imitate.py").write_text(TERM)
@@ -282,6 +290,9 @@ def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, 
     scorers = [{"name": "scorer.py:Scorer", "reward": name} for name in dict.fromkeys(rewards)]
     settings = ["learner.engine=recorder.py:Recorder", "learner.checkpoint_every=1", f"processes.enabled={PROCESSES}"]
     settings += [f"reward.scorers={json.dumps(scorers)}"]
+    estimator = tree.get("learner", {}).get("estimator", "")
+    if isinstance(estimator, dict) and estimator.get("options", {}).get("drop_truncated"):
+        settings += ["rollout.agent=stopper.py:Agent"]
     train = ["train", str(folder / "run.yaml"), f"recipe={recipe}", *settings, "--out", str(out), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "rollmesh.cli", *train], capture_output=True, text=True, timeout=240, check=False
