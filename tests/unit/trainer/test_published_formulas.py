@@ -284,6 +284,28 @@ def test_gspo_of_trl(seed: int, normalization: Normalization, to: str) -> None:
     compare(padded(seed), formula, term, normalization=normalization)
 
 
+@pytest.mark.parametrize("to", ["behavior", "proximal"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_sided_clip_of_sequences_of_trl(seed: int, to: str) -> None:
+    """`importance_sampling_level: sequence` with `delta`: the unclipped ratio of the sequence is at most delta. Here
+    errors have the ratios exp(0.5), beyond delta, and exp(0.1), within it."""
+    b = padded(seed)
+    for row, drift in ((0, 0.5), (1, 0.1)):
+        for other in (b.mu, b.proximal):
+            other[row] = b.policy[row].detach() - drift
+    advantages = b.advantages.clone()
+    advantages[:2] = -1.0
+
+    def formula(b: Padded) -> Tensor:
+        ratio = geometric_ratio(b, b.mu if to == "behavior" else b.proximal).expand_as(b.mask)
+        most = ratio.clamp(max=1.4)
+        assert bool(((ratio != most) & b.mask.bool())[0].any())
+        return sequence_mean(-torch.minimum(most * b.advantages, ratio.clamp(0.8, 1.3) * b.advantages), b.mask)
+
+    term = LossTermChoice("gspo", {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.4, "to": to})
+    compare(replace(b, advantages=advantages), formula, term, normalization=Normalization.SEQUENCE_MEAN)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gspo_per_token_of_verl(seed: int) -> None:
     """`compute_policy_loss_gspo`: sg[s] pi / sg[pi], with an advantage per token, always averaged over sequences."""
