@@ -145,6 +145,7 @@ ESTIMATORS = Registry(
     {
         "grpo": "rollmesh.trainer.estimators.grpo:Grpo",
         "gdpo": "rollmesh.trainer.estimators.gdpo:Gdpo",
+        "gae": "rollmesh.trainer.estimators.gae:Gae",
         "archer": "rollmesh.trainer.estimators.archer:TurnCritic",
         "red": "rollmesh.trainer.estimators.red:Red",
         "mc_grpo": "rollmesh.trainer.estimators.mc_grpo:McGrpo",

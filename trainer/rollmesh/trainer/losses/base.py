@@ -146,6 +146,8 @@ LOSSES = Registry(
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
         "archer": "rollmesh.trainer.losses.archer:Archer",
         "imitation": "rollmesh.trainer.losses.imitation:Imitation",
+        "value": "rollmesh.trainer.losses.value:Value",
+        "positive_lm": "rollmesh.trainer.losses.positive_lm:PositiveLm",
         "router": "rollmesh.trainer.losses.router:RouterBalance",
         "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
     },
