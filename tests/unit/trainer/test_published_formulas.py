@@ -413,6 +413,62 @@ def test_off_policy_mask_of_trl(seed: int) -> None:
     compare(padded(seed, spread=1.0), formula, LossTermChoice("policy_gradient", options))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_topr_of_the_paper_and_of_roll(seed: int, level: str) -> None:
+    """Equation 8 of the paper: the weight 1 for a positive sequence, and the ratio of the sequence limited to [0, 1]
+    for a negative one. ROLL's `_compute_topr_loss` (8eb27cc) has the ratio of each token."""
+
+    def formula(b: Padded) -> Tensor:
+        log_ratio = (b.policy - b.mu) * b.mask
+        ratio = torch.exp(log_ratio if level == "token" else log_ratio.sum(-1, keepdim=True).expand_as(b.mask))
+        tapered = torch.clamp(ratio, min=0.0, max=1.0).detach()
+        assert bool(((tapered != ratio) & (b.advantages < 0) & b.mask.bool()).any())
+        assert bool(((tapered == ratio) & (b.advantages < 0) & b.mask.bool()).any())
+        positive = -b.advantages * b.policy * (b.advantages >= 0)
+        negative = -tapered * b.advantages * b.policy * (b.advantages < 0)
+        return constant_sum(positive + negative, b.mask)
+
+    b = padded(seed)
+    signs = torch.tensor([1.0, -1, -1, 1, -1, -1], dtype=torch.float64)[:, None].expand(6, HORIZON)
+    b = replace(b, advantages=b.advantages.abs() * signs)
+    for row, drift in ((1, 0.3), (2, -0.3)):
+        b.mu[row] = b.policy[row].detach() - drift
+    compare(b, formula, LossTermChoice("topr", {"level": level}), normalization=Normalization.CONSTANT)
+
+
+def binary_kl(b: Padded) -> Tensor:
+    pi, mu = b.policy.exp(), b.mu.exp()
+    return mu * (b.mu - b.policy) + (1 - mu) * torch.log((1.0 - mu + 1e-8) / (1.0 - pi + 1e-8))
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dppo_of_verl(seed: int, divergence: str) -> None:
+    """`compute_policy_loss_dppo_tv` and `_dppo_kl` (1dda039): valid is what does not leave the region in the direction
+    of the advantage. A weight above 1.6 is truncated."""
+    low, high = (0.05, 0.08) if divergence == "tv" else (0.02, 0.03)
+
+    def formula(b: Padded) -> Tensor:
+        ratio = torch.exp(torch.clamp(b.policy - b.mu, -20, 20))
+        pi, mu = b.policy.exp(), b.mu.exp()
+        if divergence == "tv":
+            positive, negative = (pi - mu) <= high, (pi - mu) >= -low
+        else:
+            positive, negative = (binary_kl(b) <= high) | (pi <= mu), (binary_kl(b) <= low) | (pi >= mu)
+        valid = torch.where(b.advantages > 0, positive, negative)
+        for sign in (b.advantages > 0, b.advantages < 0):
+            assert 0 < int((valid & sign & b.mask.bool()).sum()) < int((sign & b.mask.bool()).sum())
+        weight = ratio.clamp(max=1.6).detach()
+        assert bool(((weight != ratio) & valid & b.mask.bool()).any())
+        return token_mean(-b.advantages * weight * b.policy * valid.detach().double(), b.mask)
+
+    term = LossTermChoice("dppo", {"divergence": divergence, "low": low, "high": high, "weight_max": 1.6})
+    b = padded(seed, per_token=True)
+    mu = torch.minimum(b.mu, torch.tensor(-0.05, dtype=torch.float64))
+    compare(replace(b, mu=mu), formula, term)
+
+
 BOUNDS = (0.6, 1.6)
 REJECTION_SPREADS = {"token_k1": 0.5, "seq_sum_k1": 0.3, "seq_mean_k1": 1.5}
 """Spreads of the log-ratios at which some of the tokens or sequences are inside the bounds."""
