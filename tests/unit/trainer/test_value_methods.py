@@ -147,6 +147,12 @@ def test_rewards_of_turns_are_those_of_their_last_tokens() -> None:
     assert estimate(of, [0, 0, 0], whiten=False).advantages == pytest.approx([1.75, 1.75, 1.5])
 
 
+def test_a_member_without_a_summary_has_its_reward_at_the_last_token() -> None:
+    made = sample("s", "g", 2, 2)
+    of = with_rewards(batch_of([made], [group("g", member("s", {"r": 1.0}))]), [1.0])
+    assert estimate(of, [0, 0, 0, 0], lambda_policy=0.0, whiten=False).advantages.tolist() == [0, 0, 0, 1]
+
+
 def test_the_divergence_from_the_reference_costs_reward_from_its_token_on() -> None:
     of = batch((sample("s", "g", 3), 1.0))
     of.table.columns.update(proximal=np.array([-1.0, -1, -1]), reference=np.array([-1.0, -3, -2]))

@@ -1,21 +1,23 @@
 """Generalized advantage estimation with a critic, as in PPO and VAPO. The loss term `value` trains the critic.
 
-Schulman et al. 2015 (arXiv:1506.02438), in PPO (arXiv:1707.06347). With V the value before a token under the policy at the start of the
-update, r the reward of the token, and sums over the trained tokens of a sample:
+Schulman et al. 2015 (arXiv:1506.02438), in PPO (arXiv:1707.06347). With V the value before a token under the policy at
+the start of the update, r the reward of the token, and sums over the trained tokens of a sample:
 
     delta_t  = r_t + discount V_(t + 1) - V_t                        V = 0 after the last token
     A_t      = sum over k >= t of (discount lambda_policy)^(k - t) delta_k,   whitened over the tokens of the batch
     return_t = V_t + sum over k >= t of (discount lambda_critic)^(k - t) delta_k                  the target of the critic
 
-The reward of the sample is that of its last token, and rewards of turns are those of their last tokens. `kl` subtracts kl (log prox - log
-ref) from the reward of every token, as in InstructGPT (arXiv:2203.02155). Two lambdas are the decoupled GAE of VC-PPO (arXiv:2503.01491).
-With `length_alpha`, lambda_policy = 1 - 1 / (length_alpha n) for a sample of n tokens, the length-adaptive GAE of VAPO (arXiv:2504.05118).
-It is 0 for n < 1 / length_alpha. In the first `pretraining_updates` updates A is 0, so that the critic is trained and the policy is not.
+The reward of the sample is that of its last token, and rewards of turns are those of their last tokens. `kl` subtracts
+kl (log prox - log ref) from the reward of every token, as in InstructGPT (arXiv:2203.02155). Two lambdas are the
+decoupled GAE of VC-PPO (arXiv:2503.01491). With `length_alpha`, lambda_policy = 1 - 1 / (length_alpha n) for a sample
+of n tokens, the length-adaptive GAE of VAPO (arXiv:2504.05118). It is 0 for n < 1 / length_alpha. In the first
+`pretraining_updates` updates A is 0, so that the critic is trained and the policy is not.
 
-Defaults are those of verl (core_algos.py, `compute_gae_advantage_return`): both lambdas 1, no penalty. TRL has lambda 0.95 and kl 0.05. In
-the columns, `returns` is the target, and `positive` is 1 at the tokens of samples whose reward sum is above `positive_above`, for the term
-`positive_lm`. Needs no group. Deviations: population deviation in the whitening, in which an episode with several samples counts once; verl
-repeats the value of a token that was not sampled, which here has no value.
+Defaults are those of verl (core_algos.py, `compute_gae_advantage_return`): both lambdas 1, no penalty. TRL has lambda
+0.95 and kl 0.05. In the columns, `returns` is the target, and `positive` is 1 at the tokens of samples whose reward sum
+is above `positive_above`, for the term `positive_lm`. Needs no group. Deviations: population deviation in the
+whitening, in which an episode with several samples counts once; verl repeats the value of a token that was not sampled,
+which here has no value.
 """  # noqa: E501, W505
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ returns G from these turns on:
 
 `trajectory_term` adds k = 0, the advantage of the member in `grpo`, with weight 1. Why: turns with the same observation
 but another history are in different situations. A longer common history has less bias and more variance, so that both
-are averaged. `history: 0` compares the turns with equal observations alone.
+are averaged. `history: 0` compares the turns with equal observations alone. With `average: false`, A is the sum over k
+of w_k a_k: for `history: 0`, `power: 0` and `trajectory_term` that is GiGPO (arXiv:2505.10978), the advantage of the
+episode plus that of the step among the steps of its group with the same observation.
 
 An observation is the digest of the token ids between two turns; the first one includes the prompt. A turn that is the
 only one in all of its clusters has advantage 0, or the trajectory term. Deviations: rewards of the whole sample are
@@ -49,6 +51,8 @@ class HgpoOptions(Settings):
     """Divide by the standard deviation of the cluster."""
     trajectory_term: bool = False
     """Whether the advantage of the whole member is a further level."""
+    average: bool = True
+    """Divide by the weights of the levels. False adds the levels, as GiGPO does."""
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation."""
 
@@ -87,9 +91,10 @@ class Hgpo(TurnEstimator):
         }
 
     def _average(self, levels: Sequence[tuple[int, float]]) -> float:
-        """Return the weighted mean of the advantages that are not 0, given with their levels."""
+        """Return the weighted mean, or the weighted sum, of the advantages that are not 0, given with their levels."""
         weighed = [((level + 1) ** self.options.power, value) for level, value in levels if value != 0]
-        return sum(w * a for w, a in weighed) / sum(w for w, _ in weighed) if weighed else 0.0
+        total: float = sum(w * a for w, a in weighed)
+        return total / sum(w for w, _ in weighed) if weighed and self.options.average else total
 
 
 def clusters(members: Sequence[MemberOutcome], num_turns: Sequence[int], history: int) -> list[tuple[int, list[Step]]]:

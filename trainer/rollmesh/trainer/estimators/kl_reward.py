@@ -11,7 +11,7 @@ its gradient is that of the divergence of whole samples.
 prox is the policy at the start of the update, and both are at the sampling temperature. Deviations: only leased samples
 have log-probs, so a member that is not leased gets the mean penalty of those of its group, which does not shift the
 baseline. `of_group` has no log-probs: it returns `UNDECIDED` where all members of a group have the same reward, because
-their penalties differ. The coefficient is constant, where PPO adapts it to a target. d is limited to +-20.
+their penalties differ. The coefficient is constant; `adaptive_kl` adapts it to a target. d is limited to +-20.
 """  # noqa: E501, W505
 
 from __future__ import annotations
@@ -46,15 +46,21 @@ class KlReward(Grpo):
     needs = ("proximal", "reference")
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
-        options: KlRewardOptions = self.options
-        log_ratio = batch["proximal"].astype(np.float64) - batch["reference"]
-        divergence = divergence_estimate(np.clip(log_ratio, -20.0, 20.0), options.kind)
+        divergence, coefficient = self.divergence(batch), self.coefficient(batch)
         sums = batch.sums(divergence)
-        found = self.spread(
-            batch, self.of_sums(adjusted_sums(batch, self.weights, -options.coefficient * sums), self.given(batch))
-        )
-        metrics = {"kl_mean": float(divergence.mean()), "penalty_mean": float(options.coefficient * sums.mean())}
+        scored = adjusted_sums(batch, self.weights, -coefficient * sums)
+        found = self.spread(batch, self.of_sums(scored, self.given(batch)))
+        metrics = {"kl_mean": float(divergence.mean()), "penalty_mean": float(coefficient * sums.mean())}
         return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
+
+    def coefficient(self, batch: UpdateBatch) -> float:
+        """Return the reward that a sample of this batch loses per nat."""
+        return float(self.options.coefficient)
+
+    def divergence(self, batch: UpdateBatch) -> NDArray[np.float64]:
+        """Return [M] the estimate of the divergence of each token from the reference."""
+        log_ratio = batch["proximal"].astype(np.float64) - batch["reference"]
+        return divergence_estimate(np.clip(log_ratio, -20.0, 20.0), self.options.kind)
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage of `grpo`, or `UNDECIDED` if all members have the same reward."""

@@ -1,14 +1,15 @@
 """Language-model loss on the positive examples of the batch, as in VAPO.
 
-Yue et al. 2025 (arXiv:2504.05118), section 4.3, after self-imitation learning (arXiv:1806.05635). With T the samples whose answer is right:
+Yue et al. 2025 (arXiv:2504.05118), section 4.3, after self-imitation learning (arXiv:1806.05635). With T the samples
+whose answer is right:
 
     loss = - log pi, averaged over all tokens of the samples in T
 
-Right answers are rare on hard prompts, and this term uses them for more than the sign of an advantage. The estimator `gae` marks their
-tokens in the column `positive`, which is 0 while only its critic is trained. The weight of the term is its coefficient, 0.1 in the paper.
-The average is over the positive tokens of an optimizer step, with the token weights of `learner.normalization`; there is no loss without
-one. Deviation: none known.
-"""  # noqa: E501, W505
+Right answers are rare on hard prompts, and this term uses them for more than the sign of an advantage. The estimator
+`gae` marks their tokens in the column `positive`, which is 0 while only its critic is trained. The weight of the term
+is its coefficient, 0.1 in the paper. The average is over the positive tokens of an optimizer step, with the token
+weights of `learner.normalization`; there is no loss without one. Deviation: none known.
+"""
 
 from __future__ import annotations
 
