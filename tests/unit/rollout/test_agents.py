@@ -16,6 +16,7 @@ from rollmesh.app.samples.samples import encode_sample_line, sample_lines
 from rollmesh.app.samples.scoring import score_file
 from rollmesh.services.reward.item import judged_path, num_action_tokens
 from rollmesh.services.rollout.agent import Agent, LimitReached, Task, load_agent
+from rollmesh.services.rollout.agents.new_actions import NewActionsAgent
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, RolloutConfig, SamplingConfig
@@ -106,6 +107,27 @@ async def test_tool_calling_records_the_exact_conversation() -> None:
     ]
     assert spoken(episode)[-1].content == "<answer>6</answer>"
     assert [reward.value for reward in episode.samples[0].rewards] == [1.0]
+
+
+async def test_a_second_action_is_sampled_in_each_state_and_not_executed() -> None:
+    """Turns alternate between the action that is executed and the other one, which the script numbers."""
+    turns = iter(
+        ["<tool_call>1+2</tool_call>", "<tool_call>9+9</tool_call>", "<answer>3</answer>", "<answer>4</answer>"]
+    )
+    mesh = tool_mesh(lambda text: f"{next(turns)}<|end|>")
+    episode = await finished(mesh, NewActionsAgent(), messages=["1+2"], tools=["calculator"])
+    found = {
+        (sample.role, *(m.content for m in text_view(episode.path_segments(sample))[1:])) for sample in episode.samples
+    }
+    first = ("<tool_call>1+2</tool_call>", "3")
+    assert found == {
+        ("new_action", "<tool_call>9+9</tool_call>"),
+        ("new_action", *first, "<answer>4</answer>"),
+        ("", *first, "<answer>3</answer>"),
+    }
+    turns = iter(["<answer>3</answer>"])
+    evaluated = await finished(tool_mesh(lambda text: f"{next(turns)}<|end|>"), NewActionsAgent(), purpose=Purpose.EVAL)
+    assert [sample.role for sample in evaluated.samples] == [""]
 
 
 async def test_only_sampled_tokens_have_logprobs_and_loss() -> None:

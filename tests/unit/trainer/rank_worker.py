@@ -8,6 +8,7 @@ With `--alone`, rank 0 waits for the others, which end.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ OWN: dict[str, dict[str, Any]] = {
         "loss": (LossTermChoice("ppo_clip"), LossTermChoice("tests.unit.trainer.rank_worker:OtherPrompt")),
         "features": {"other": OTHER_PROMPT},
     },
+    "memory of micro-batches": {
+        "loss": (LossTermChoice("ppo_clip"), LossTermChoice("tests.unit.trainer.rank_worker:SeenTokens"))
+    },
     "parts computed again": {"compute": ComputeConfig(logprob_chunk_tokens=16, gradient_checkpointing=True)},
     MIXTURE: {"loss": (LossTermChoice("ppo_clip"), LossTermChoice("router", weight=0.1))},
     "bfloat16": {
@@ -75,6 +79,28 @@ class OtherPrompt(LossTerm):
 
     def __call__(self, inputs: Any) -> Any:
         return -(inputs["token_weight"] * inputs["advantages"] * inputs["other"]).sum(), {}
+
+
+class SeenTokens(LossTerm):
+    """A term that keeps the positions of the tokens of each micro-batch, and trains nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self.kept: list[int] = []
+
+    def __call__(self, inputs: Any) -> Any:
+        self.seen.append(inputs["position"].tolist())
+        return 0.0 * inputs.logprobs.sum(), {}
+
+    def exchange(self, in_order: Callable[[list[list[int]]], list[list[int]]]) -> None:
+        self.kept += [position for of_batch in in_order(self.seen) for position in of_batch]
+        self.seen = []
+
+    def state(self) -> dict[str, Any]:
+        return {"kept": list(self.kept)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kept = list(state["kept"])
 
 
 def config_of(case: str) -> UpdateConfig:

@@ -122,7 +122,7 @@ def test_samples_without_a_token_of_any_term_are_left_out() -> None:
 # NaN ------------------------------------------------------------------------------------------------------------------
 
 
-NEED_MORE = ("imitation", "archer", "dsdr_entropy", "router")
+NEED_MORE = ("imitation", "dsdr_entropy", "router")
 """The second term of the test, and those that need a column of another estimator or a mixture of experts."""
 
 

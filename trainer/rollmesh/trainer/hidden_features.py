@@ -113,18 +113,21 @@ class MeanState(Feature):
         for states in _states_of_samples(inputs):
             mean = states.float().mean(0, keepdim=True)
             found.append(
-                (mean @ self._projection(states.shape[1]).to(mean)).expand(len(states), -1).to(inputs.logprobs)
+                (mean @ sparse_projection(states.shape[1], dimensions, self.options.projection_seed).to(mean))
+                .expand(len(states), -1)
+                .to(inputs.logprobs)
             )
         return torch.cat(found)
 
-    def _projection(self, width: int) -> Tensor:
-        rng = torch.Generator().manual_seed(self.options.projection_seed)
-        shape = (width, self.options.dimensions)
-        signs = 2.0 * torch.randint(2, shape, generator=rng) - 1.0
-        chosen = torch.rand(shape, generator=rng) < float(width) ** -0.5
-        scale = float(width) ** 0.25 / float(self.options.dimensions) ** 0.5
-        projection: Tensor = signs * chosen * scale
-        return projection
+
+def sparse_projection(width: int, dimensions: int, seed: int) -> Tensor:
+    """Return [width, dimensions], the projection of `MeanState`, which is a function of its arguments alone."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = (width, dimensions)
+    signs = 2.0 * torch.randint(2, shape, generator=rng) - 1.0
+    chosen = torch.rand(shape, generator=rng) < float(width) ** -0.5
+    projection: Tensor = signs * chosen * (float(width) ** 0.25 / float(dimensions) ** 0.5)
+    return projection
 
 
 def _states_of_samples(inputs: FeatureInputs) -> Iterator[Tensor]:

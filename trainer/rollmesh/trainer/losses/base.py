@@ -144,7 +144,6 @@ LOSSES = Registry(
         "progress": "rollmesh.trainer.losses.progress:Progress",
         "lp_reg": "rollmesh.trainer.losses.lp_reg:LpReg",
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
-        "archer": "rollmesh.trainer.losses.archer:Archer",
         "imitation": "rollmesh.trainer.losses.imitation:Imitation",
         "topr": "rollmesh.trainer.losses.topr:Topr",
         "dppo": "rollmesh.trainer.losses.dppo:Dppo",
