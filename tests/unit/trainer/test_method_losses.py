@@ -1,4 +1,4 @@
-"""The loss terms of ROVER, DRPO, SIREN and SPA: the checks of their papers, values by hand, and gradients."""
+"""The loss terms of ROVER, DRPO and SIREN: the checks of their papers, values by hand, and gradients."""
 
 import math
 from dataclasses import replace
@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.config import LossTermChoice, OptimizerConfig, UpdateConfig
-from rollmesh.trainer.losses import LossInputs
+from rollmesh.trainer.config import LossTermChoice
 from rollmesh.trainer.losses.siren import Siren, peak_shares
-from rollmesh.trainer.update import BatchTrainer
 
-from .builders import minibatches, random_batch
 from .gradient_check import Ragged, check_gradient, loss_of_logits, plugins_of, ragged
 
 DOUBLE = torch.float64
@@ -194,43 +190,3 @@ def test_the_anchor_is_part_of_the_memory() -> None:
     assert isinstance(term, Siren)
     assert term.anchor is not None
     assert term.anchor > 0
-
-
-# SPA ------------------------------------------------------------------------------------------------------------------
-
-
-def test_contributions_are_summed_over_the_ends_of_turns() -> None:
-    """Sample 0 has the turns (0, 0, 1), sample 1 the turn (0): with weights (1, 0) and bias 0 the head returns the
-    first state."""
-    plugins = plugins_of(LossTermChoice("progress"))
-    head: Any = plugins.make_modules(lambda: 2, seed=0)["progress"]
-    with torch.no_grad():
-        head.weight.copy_(torch.tensor([[1.0, 0.0]]))
-        head.bias.zero_()
-    columns = {
-        "sample": torch.tensor([0, 0, 0, 1]),
-        "turn": torch.tensor([0, 0, 1, 0]),
-        "reward": torch.tensor([1.0, 1.0, 1.0, 0.0]),
-        "token_weight": torch.tensor([0.1, 0.2, 0.3, 0.4]),
-    }
-    hidden = torch.tensor([[9.0, 0], [0.25, 0], [0.5, 0], [2.0, 0]], requires_grad=True)
-    loss, stats = plugins.loss(LossInputs(torch.zeros(4), columns, hidden))
-    assert loss.item() == pytest.approx(0.6 * (0.75 - 1) ** 2 + 0.4 * 2**2)
-    assert stats["progress"].tolist() == [0, 0.25, 0.5, 2]
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert hidden.grad is None, "the policy is not changed"
-    # d/dw of both samples: 2 * 0.6 * (-0.25) * 0.75 + 2 * 0.4 * 2 * 2
-    assert head.weight.grad[0, 0].item() == pytest.approx(-0.225 + 3.2)
-
-
-def test_the_sum_of_contributions_comes_to_predict_the_reward() -> None:
-    config = UpdateConfig(
-        loss=(LossTermChoice("ppo_clip", weight=0.0), LossTermChoice("progress")),
-        update_rule=minibatches(1),
-        optimizer=OptimizerConfig(lr=2e-2, warmup_updates=0),
-    )
-    small = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
-    made = BatchTrainer(build_tiny_model(small, seed=1), config, seed=7)
-    batch = random_batch()
-    losses = [made.update(k, *batch).metrics["loss"] for k in range(1, 41)]
-    assert losses[-1] < 0.1 < losses[0]

@@ -181,6 +181,7 @@ ESTIMATORS = Registry(
         "pf_ppo": "rollmesh.trainer.estimators.pf_ppo:PfPpo",
         "d3s": "rollmesh.trainer.estimators.d3s:D3s",
         "parrot": "rollmesh.trainer.estimators.parrot:Parrot",
+        "spa": "rollmesh.trainer.estimators.spa:Spa",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,

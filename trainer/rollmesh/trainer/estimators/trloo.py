@@ -14,12 +14,13 @@ sample per episode, which the paper has, this is its formula.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from rollmesh.shared.config.settings import Settings, Share
-from rollmesh.shared.domain.trajectory import GroupContext
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.estimators.base import GroupSize
 from rollmesh.trainer.estimators.turns import PerTurn, TurnEstimator, scored_members
 
@@ -39,20 +40,25 @@ class Trloo(TurnEstimator):
 
     def of_turns(self, group: GroupContext) -> dict[str, PerTurn]:
         """Return sample id -> advantage per turn."""
-        scored = scored_members(group, self.weights, self.options.discount)
-        reached: list[dict[str, list[float]]] = []
-        for member, returns in scored:
-            for turn, value in enumerate(returns.tolist()):
-                if turn == len(reached):
-                    reached.append({})
-                reached[turn].setdefault(member.episode or member.sample_id, []).append(value)
-        found = {}
-        for member, returns in scored:
-            advantages = returns.copy()
-            for turn, value in enumerate(returns.tolist()):
-                episode = member.episode or member.sample_id
-                others = [np.mean(values) for name, values in reached[turn].items() if name != episode]
-                if others:
-                    advantages[turn] = -np.mean(np.array(others) - value)  # equal returns become exactly 0
-            found[member.sample_id] = advantages
-        return found
+        return against_others(scored_members(group, self.weights, self.options.discount))
+
+
+def against_others(scored: Sequence[tuple[MemberOutcome, PerTurn]]) -> dict[str, PerTurn]:
+    """Return sample id -> the returns per turn minus the mean of the other episodes at the same turn, given the returns
+    of the members of a group."""
+    reached: list[dict[str, list[float]]] = []
+    for member, returns in scored:
+        for turn, value in enumerate(returns.tolist()):
+            if turn == len(reached):
+                reached.append({})
+            reached[turn].setdefault(member.episode or member.sample_id, []).append(value)
+    found = {}
+    for member, returns in scored:
+        advantages = returns.copy()
+        for turn, value in enumerate(returns.tolist()):
+            episode = member.episode or member.sample_id
+            others = [np.mean(values) for name, values in reached[turn].items() if name != episode]
+            if others:
+                advantages[turn] = -np.mean(np.array(others) - value)  # equal returns become exactly 0
+        found[member.sample_id] = advantages
+    return found
