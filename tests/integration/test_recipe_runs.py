@@ -155,6 +155,7 @@ step, answers after another prompt, and estimators that read turns, answers and 
 FAST = {"remax", "mssr", "vcpo", "seeupo", "archer", "kl_cov", "hgpo", "v0", "v05", "imitation.yaml"}
 """Recipes of which one uses each of these parts; the others run in `make suite NAME=recipes`."""
 FURTHER = {
+    "mssr": ["learner.estimator.options.first_visit=train"],  # a run of three updates visits no task twice
     "v05": ['reward.scorers=[{name: "scorer.py:Scorer", reward: correct}, {name: "scorer.py:Prior", reward: prior}]'],
 }
 """Settings that a recipe needs beside its own."""
@@ -289,7 +290,7 @@ def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, 
     rewards = ["correct", *tree.get("reward", {}).get("weights", {})]
     scorers = [{"name": "scorer.py:Scorer", "reward": name} for name in dict.fromkeys(rewards)]
     settings = ["learner.engine=recorder.py:Recorder", "learner.checkpoint_every=1", f"processes.enabled={PROCESSES}"]
-    settings += [f"reward.scorers={json.dumps(scorers)}"]
+    settings += [*FURTHER.get(recipe, []), f"reward.scorers={json.dumps(scorers)}"]
     estimator = tree.get("learner", {}).get("estimator", "")
     if isinstance(estimator, dict) and estimator.get("options", {}).get("drop_truncated"):
         settings += ["rollout.agent=stopper.py:Agent"]

@@ -264,14 +264,22 @@ def with_columns(of: UpdateBatch, **columns: Sequence[float]) -> UpdateBatch:
     return of
 
 
+@pytest.mark.row("S019")
 def test_mssr_equals_the_hand_computed_value() -> None:
-    made = estimator("mssr", epsilon=1e-9)
-    first = with_columns(batch(rewarded("a", 1.0), rewarded("b", 0.0)), start_entropy=[1.0, 5.0, 0.5, 5.0])
+    """Probabilities of the tokens 1/2, 1 and 1/4, 1/2: -p log p is 0.347, 0, 0.347, 0.347. One rollout per prompt."""
+    made = estimator("mssr", first_visit="train", epsilon=1e-9)
+    logprobs = np.log([0.5, 1.0, 0.25, 0.5]).tolist()
+    first = with_columns(batch(rewarded("a", 1.0), rewarded("b", 0.0)), proximal=logprobs)
     found = made(first)
     # R - 0.5 = +-0.5, normalized +-1; the shaping is min(0.4 H, 1 / 2)
-    assert found.advantages.tolist() == pytest.approx([1.4, 1.5, -0.8, -0.5])
-    assert found.metrics == {"rho": 0.96, "value_mean": 0.5, "prompts": 2}
+    shaping = 0.4 * 0.5 * np.log(2)
+    assert found.advantages.tolist() == pytest.approx([1 + shaping, 1.0, -1 + shaping, -1 + shaping])
+    assert found.metrics == {"rho": 0.96, "value_mean": 0.5, "prompts": 2, "first_visit_share": 0.0}
     assert made.of_group(first.groups[0]) == {"a0": UNDECIDED}
+    vocabulary = estimator("mssr", first_visit="train", epsilon=1e-9, entropy="vocabulary")
+    assert (vocabulary.needs, made.needs) == (("start_entropy",), ("proximal",))
+    with_columns(first, start_entropy=[1.0, 5.0, 0.5, 5.0])
+    assert vocabulary(first).advantages.tolist() == pytest.approx([1.4, 1.5, -0.8, -0.5])
     # a = 0.96 * 4 + 1, b = 0.96 * 4, and the other way round; normalized they are +-1 again
     up, down = 4.84 / 8.68, 3.84 / 8.68
     second = estimator("mssr", entropy_weight=0.0)
@@ -282,16 +290,40 @@ def test_mssr_equals_the_hand_computed_value() -> None:
     assert scalars(second, of) == pytest.approx(expected.tolist(), rel=1e-4)
 
 
+def test_the_first_visit_of_a_prompt_sets_its_pass_rate_and_is_not_trained() -> None:
+    made = estimator("mssr", entropy_weight=0.0, epsilon=1e-9)
+    of = batch(rewarded("a", 1.0, 0.0), rewarded("b", 1.0), group("c", member("c0", {})))
+    found = made(of)
+    assert found.dropped == {0: "FIRST_VISIT", 1: "FIRST_VISIT", 2: "FIRST_VISIT", 3: "UNSCORED"}
+    assert found.metrics["first_visit_share"] == 1.0
+    again = UpdateBatch(update=1, samples=of.samples, groups=of.groups, table=of.table, repeat=1)
+    assert made(again).dropped == found.dropped
+    assert made.state()["beta"] == {"task-of-a": [4.0, 4.0], "task-of-b": [8.0, 0.0]}, "N0 = 8"
+    # second visits: A = 1 - 0.5 and 0 - 1, normalized; c is visited for the first time
+    second = batch(rewarded("a", 1.0), rewarded("b", 0.0), rewarded("c", 0.0), update=2)
+    found = made(second)
+    assert found.advantages.tolist() == pytest.approx([1, 1, -1, -1, 0, 0])
+    assert found.dropped == {2: "FIRST_VISIT"}
+    assert made.state()["beta"] == {
+        "task-of-a": pytest.approx([0.96 * 4 + 1, 0.96 * 4]),
+        "task-of-b": pytest.approx([0.96 * 8, 1.0]),
+        "task-of-c": [0.0, 8.0],
+    }
+
+
+@pytest.mark.row("S019")
 def test_the_shaping_never_changes_a_sign() -> None:
     rng = np.random.default_rng(0)
     of = batch(*(rewarded(f"g{n}", *rng.integers(0, 2, 2).tolist()) for n in range(8)))
     with_columns(of, start_entropy=rng.uniform(0, 5, 32).tolist())
-    plain, shaped = (estimator("mssr", entropy_weight=w)(of).advantages for w in (0.0, 0.4))
+    settings: dict[str, Any] = {"first_visit": "train", "entropy": "vocabulary"}
+    plain, shaped = (estimator("mssr", entropy_weight=w, **settings)(of).advantages for w in (0.0, 0.4))
     assert (np.sign(shaped) == np.sign(plain)).all()
     assert (shaped >= plain).all()
     assert not np.array_equal(shaped, plain)
 
 
+@pytest.mark.row("S019")
 def test_the_pass_rate_converges_and_follows_a_change() -> None:
     made = estimator("mssr", rho_min=0.9, rho_max=0.9, entropy_weight=0.0)
     rng = np.random.default_rng(2)
@@ -311,7 +343,7 @@ def test_rho_falls_with_the_drift_of_the_last_update(kl: float | None, rho: floa
 
 
 def test_a_lone_sample_is_not_normalized_and_a_failed_one_is_not_a_visit() -> None:
-    made = estimator("mssr", entropy_weight=0.0)
+    made = estimator("mssr", entropy_weight=0.0, first_visit="train")
     assert scalars(made, batch(rewarded("a", 1.0))) == [0.5]
     failed = made(batch(group("b", member("b0", {}))))
     assert failed.dropped == {0: "UNSCORED"}
@@ -509,7 +541,10 @@ def test_the_order_of_turns_is_an_option(order: str, turns: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["risk_po", "mssr", "v0"])
 def test_memory_passes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
-    chosen: dict[str, dict[str, Any]] = {"mssr": {"entropy_weight": 0.0}, "risk_po": {"bundle_groups": 1}}
+    chosen: dict[str, dict[str, Any]] = {
+        "mssr": {"entropy_weight": 0.0, "first_visit": "train"},
+        "risk_po": {"bundle_groups": 1},
+    }
     options = chosen.get(name, {"initial": 0.9})
     made, again = estimator(name, **options), estimator(name, **options)
     made(batch(rewarded("a", 1.0, 0.0, 0.0), rewarded("b", 1.0, 1.0, 0.0)))

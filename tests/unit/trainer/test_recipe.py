@@ -143,7 +143,7 @@ def test_the_command_lists_the_recipes_with_their_files() -> None:
     assert all(Path(one["file"]).is_file() for one in found)
     assert by_name["mssr"]["needs"] == {
         "outputs": [],
-        "features": {"reference": "reference", "start_entropy": "start"},
+        "features": {"proximal": "start", "reference": "reference"},
         "gradient_squares": False,
         "reference": "initial",
         "modules": [],
@@ -179,8 +179,10 @@ def test_the_table_fits_120_columns_and_loads_no_torch() -> None:
 def test_the_command_prints_one_recipe_whole() -> None:
     shown = CliRunner().invoke(app, ["recipes", "mssr"]).output
     lines = shown.splitlines()
-    assert lines[0] == "mssr (estimator, partial)"
-    assert any(line.startswith("missing     The initial pass") for line in lines)
+    assert lines[0] == "mssr (estimator, works)"
+    partial = CliRunner().invoke(app, ["recipes", "w_reinforce"]).output.splitlines()
+    assert partial[0] == "w_reinforce (estimator, partial)"
+    assert any(line.startswith("missing     Evaluations do not report") for line in partial)
     assert "  run.group_size: 1\n  reward.finalizer:\n    name: keep_all\n" in shown
     assert "  learner.optimizer.clip_norm: 0.5\n" in shown
     assert "learner.optimizer.lr" not in shown, "it equals the default"
