@@ -84,6 +84,7 @@ FINALIZERS = Registry(
     "finalizer",
     {
         "zero_variance": "rollmesh.services.reward.finalizers.zero_variance:ZeroVarianceFinalizer",
+        "look_ahead": "rollmesh.services.reward.finalizers.look_ahead:LookAheadFinalizer",
         "keep_all": "rollmesh.services.reward.finalizers.keep_all:KeepAllFinalizer",
     },
     Finalizer,

@@ -17,9 +17,9 @@ V)^2 vanishes where they disagree by much more. With a prior, a group whose rewa
 the baseline is m. R is the weighted sum of the other rewards, and means are over episodes. A is not divided by a
 standard deviation.
 
-The paper then decides, by the expected gain of one more rollout, whether to sample further ones; that needs groups that
-stay open for further episodes, and is missing. The metric `conflict_share` is the share of groups in which D2 > 0, for
-which the paper would sample more.
+The finalizer `look_ahead` decides, by the expected gain of one more rollout, whether to sample further ones. The metric
+`conflict_share` is the share of groups in which D2 > 0. Any scorer may give the prior; the paper's is a pretrained
+model for any policy (V0), which is not part of this project.
 """
 
 from __future__ import annotations
@@ -94,13 +94,17 @@ class V05(GroupEstimator):
         members, sums, prior = self._scored(group)
         if not members:
             return {}, None
-        weights = episode_weights(members)
-        values, prior_weight = centered(sums, weights, None), None
+        values, prior_weight = centered(sums, episode_weights(members), None), None
         if prior is not None:
-            num = len({m.episode or m.sample_id for m in members})
-            prior_weight = weight_of_prior(float(weights @ sums), prior, num, self.options)
+            prior_weight = weight_of_prior(*_mean(members, sums, prior), self.options)
             values = (1 - prior_weight) * values + prior_weight * (sums - prior)
         return {m.sample_id: a for m, a in zip(members, values.tolist(), strict=True)}, prior_weight
+
+    def mean_and_prior(self, group: GroupContext) -> tuple[float, float, int] | None:
+        """Return the mean reward of the episodes of a group, its prior, and the number of episodes; None without
+        one."""
+        members, sums, prior = self._scored(group)
+        return None if prior is None or not members else _mean(members, sums, prior)
 
     def _scored(self, group: GroupContext) -> tuple[list[MemberOutcome], NDArray[np.float64], float | None]:
         """Return the members that have usable rewards beside the prior, their sums without it, and the mean prior of
@@ -116,6 +120,18 @@ class V05(GroupEstimator):
         if priors:
             prior = float(episode_weights([m for m, _ in priors]) @ np.array([value for _, value in priors]))
         return [m for m, _ in rewarded], np.array(sums, dtype=np.float64), prior
+
+
+def _mean(members: list[MemberOutcome], sums: NDArray[np.float64], prior: float) -> tuple[float, float, int]:
+    """Return the mean over the episodes of the members, the prior, and the number of episodes."""
+    return float(episode_weights(members) @ sums), prior, len({m.episode or m.sample_id for m in members})
+
+
+def error_of_baseline(mean: float, prior: float, num: int, ahead: int, scale: float) -> float:
+    """Return the expected squared error of the baseline of `num + ahead` episodes, given the mean of `num` and the
+    largest variance of a reward, `scale`."""
+    bias, noise = max(0.0, (mean - prior) ** 2 - scale / num), scale / (num + ahead)
+    return noise * bias / (noise + bias)
 
 
 def weight_of_prior(mean: float, prior: float, num: int, options: V05Options) -> float:
