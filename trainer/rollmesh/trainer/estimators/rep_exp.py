@@ -13,16 +13,23 @@ or an answer, no bonus; the paper's runs skip groups without a right answer, whi
 `learner.reference`, which is the initial model by default, as in the code; `under: start` takes the policy and needs no
 second model.
 
+With `covariance: task`, the sum and the mean of h are over all answers to the task so far, those of the group included
+(`persist_covariance` of the code): an answer that earlier updates have seen has a small bonus. The memory is a mean and
+a matrix per task, in the checkpoint. The paper's runs have `group`.
+
 Deviations: h is the mean over the trained tokens of the states from which they are predicted. The projection is the
-same in all updates, where the code draws one each time. A member that is scored but not trained has no states here; it
-gets the mean bonus of its group, so that the baseline is not biased. Covariances that persist over updates are not
-implemented.
+same in all updates, where the code draws one each time, which a memory could not use. A member that is scored but not
+trained has no states here; it gets the mean bonus of its group, so that the baseline is not biased.
+
+Missing: the choice of a diverse subset of answers at inference by the same bonus, because no engine returns hidden
+states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -49,6 +56,9 @@ class RepExpOptions(GrpoOptions):
     kind: Kind = "leverage"
     """`leverage` is at most 1. `leave_one_out` excludes the answer from the covariance, and is large if the answer is
     alone in a direction."""
+    covariance: Literal["group", "task"] = "group"
+    """Answers in the covariance: those of the `group`, or all to the `task` so far, which takes 8 bytes per squared
+    dimension and task."""
     ridge: PositiveFloat = 0.01
     """lambda: weight of the identity in the covariance."""
     normalize: Literal["none", "std", "z_score"] = "none"
@@ -70,12 +80,21 @@ class RepExpOptions(GrpoOptions):
     skip_wrong: bool = False
     """Give no bonus to a wrong answer."""
 
+    def check_fields(self) -> None:
+        if self.covariance == "task" and self.kind != "leverage":
+            raise ValueError(f"`kind` must be leverage with covariance: task, got {self.kind}")
+
 
 class RepExp(Grpo):
     """Add the bonus to the reward sums."""
 
     Options: ClassVar[type[Settings]] = RepExpOptions
     needs = (STATE,)
+
+    def __init__(self, *, weights: Mapping[str, float], options: RepExpOptions) -> None:
+        super().__init__(weights=weights, options=options)
+        self._seen: dict[str, Scatter] = {}
+        """Task -> the answers to it so far; empty with `covariance: group`."""
 
     @property
     def features(self) -> dict[str, FeatureRequest]:
@@ -93,7 +112,8 @@ class RepExp(Grpo):
         given: list[float] = []
         for group in batch.groups:
             members, sums = self.reward_sums(group)
-            bonus = self._bonus(members, sums, states, [numbers.get((group.group, m.sample_id)) for m in members])
+            own = [numbers.get((group.group, m.sample_id)) for m in members]
+            bonus = self._bonus(members, sums, self._raw(group, states[[n for n in own if n is not None]], batch), own)
             scored.append((members, sums + self.options.beta * bonus))
             given += bonus.tolist()
         found = self.spread(batch, self.of_sums(scored, self.given(batch)))
@@ -113,19 +133,42 @@ class RepExp(Grpo):
         self,
         members: list[MemberOutcome],
         sums: NDArray[np.float64],
-        states: NDArray[np.float64],
+        raw: NDArray[np.float64],
         numbers: Sequence[int | None],
     ) -> NDArray[np.float64]:
-        """Return the bonus [n] of the members of a group, given the samples' states and the numbers of the members'
-        samples."""
+        """Return the bonus [n] of the members of a group, given those of the leased ones and the numbers of the
+        members' samples."""
         leased = np.array([number is not None for number in numbers], dtype=bool)
         if not leased.any():
             return np.zeros(len(members))
-        own = elliptical_bonus(states[[n for n in numbers if n is not None]], self.options.kind, self.options.ridge)
-        own = normalized(own, self.options.normalize)
+        own = normalized(raw, self.options.normalize)
         bonus = np.full(len(members), own.mean())
         bonus[leased] = own
         return np.where(self._gates(sums), bonus, 0.0)
+
+    def _raw(self, group: GroupContext, states: NDArray[np.float64], batch: UpdateBatch) -> NDArray[np.float64]:
+        """Return the bonus [n] of the states of a group. A memory takes them once."""
+        options: RepExpOptions = self.options
+        if not len(states):
+            return np.zeros(0)
+        if options.covariance == "group":
+            return elliptical_bonus(states, options.kind, options.ridge)
+        if batch.repeat == 0:
+            self._seen[group.task] = self._seen.get(group.task, Scatter.of(states[:0])).plus(Scatter.of(states))
+        return self._seen[group.task].leverage(states, options.ridge)
+
+    def state(self) -> dict[str, Any]:
+        import torch  # the reward service, which does not call this, lacks it
+
+        return {
+            task: {"num": one.num, "mean": torch.from_numpy(one.mean), "scatter": torch.from_numpy(one.scatter)}
+            for task, one in self._seen.items()
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._seen = {
+            task: Scatter(one["num"], one["mean"].numpy(), one["scatter"].numpy()) for task, one in state.items()
+        }
 
     def _gates(self, sums: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return [n]: whether a member of a group with these reward sums may have a bonus."""
@@ -138,6 +181,36 @@ class RepExp(Grpo):
             skipped = options.skip_none_right
         gates: NDArray[np.bool_] = right | (not options.skip_wrong)
         return gates & (not skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """States of answers: their number, their mean [d], and the sum of the squares of their deviations from it, [d,
+    d]."""
+
+    num: int
+    mean: NDArray[np.float64]
+    scatter: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, states: NDArray[np.float64]) -> Scatter:
+        """Return that of states [n, d]."""
+        mean = states.mean(0) if len(states) else np.zeros(states.shape[1])
+        return cls(len(states), mean, (states - mean).T @ (states - mean))
+
+    def plus(self, other: Scatter) -> Scatter:
+        """Return that of both sets of answers."""
+        num, step = self.num + other.num, other.mean - self.mean
+        between = np.outer(step, step) * (self.num * other.num / max(1, num))
+        mean = self.mean + step * (other.num / max(1, num))
+        return Scatter(num, mean, self.scatter + other.scatter + between)
+
+    def leverage(self, states: NDArray[np.float64], ridge: float) -> NDArray[np.float64]:
+        """Return the bonus [n] of states [n, d] that are among the answers."""
+        away = states - self.mean
+        solved = np.linalg.solve(self.scatter + ridge * np.eye(len(self.mean)), away.T)
+        bonus: NDArray[np.float64] = (away * solved.T).sum(1)
+        return bonus
 
 
 def elliptical_bonus(states: NDArray[np.float64], kind: Kind, ridge: float) -> NDArray[np.float64]:
