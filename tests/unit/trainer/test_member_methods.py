@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from msgspec.structs import replace
 
 from rollmesh.shared.config.registry import Extension
@@ -378,58 +380,111 @@ ONE, OTHER = "x = 2 + 3", "y = 2 * 4"
 """Two texts of five words, of which two are the same, each with a formula that the other one lacks."""
 
 
+@pytest.mark.row("S031")
 def test_dsdr_equals_the_hand_computed_value() -> None:
     of = batch(written("g", (ONE, 1.0), (ONE, 1.0), (OTHER, 1.0), (OTHER, 0.0)))
-    # the cosine of both is 2 / 5. d = (1 - 0.7) / 2 = 0.15 for the copies, 0.6 / 2 + 1 / 2 = 0.8 for the other one
-    rewards = np.array([1.015, 1.015, 1.05, 0.0])
+    # the cosine of both is 2 / 5, so every member has (0 + 0.3 + 0.3) / 3 = 0.2 to the others, and no formula is new
+    found = estimator("dsdr", bonus=0.1)
+    rewards = np.array([1.01, 1.01, 1.01, 0.0])
+    assert scalars(found, of) == pytest.approx(((rewards - rewards.mean()) / rewards.std()).tolist(), rel=1e-4)
+    # without the wrong one: (0 + 0.3) / 2 = 0.15 for the copies, 0.3 for the other one, whose formula is new
+    of = batch(written("g", (ONE, 1.0), (ONE, 1.0), (OTHER, 1.0), ("", 0.0)))
+    rewards = np.array([1.0075, 1.0075, 1.05, 0.0])  # d = 0.15 / 2, and 0.3 / 2 + 1 / 2, limited to 0.5
     expected = (rewards - rewards.mean()) / rewards.std()
-    assert scalars(estimator("dsdr"), of) == pytest.approx(expected.tolist(), rel=1e-4)
-    assert list(estimator("dsdr").of_group(of.groups[0]).values()) == pytest.approx(expected.tolist(), rel=1e-4)
-    exps = np.exp(np.array([0.15, 0.15, 0.8]) / 0.2)
+    assert scalars(found, of) == pytest.approx(expected.tolist(), rel=1e-4)
+    assert list(found.of_group(of.groups[0]).values()) == pytest.approx(expected.tolist(), rel=1e-4)
+    exps = np.exp(np.array([0.075, 0.075, 0.5]) * 5)
     assert diversity(of) == pytest.approx([*(exps / exps.sum()).tolist(), 0.0])
-    assert estimator("dsdr")(of).metrics == pytest.approx({"diversity_mean": 1.1 / 3, "correct": 3.0})
+    assert found(of).metrics == pytest.approx({"diversity_mean": 0.65 / 3, "correct": 3.0})
 
 
-def test_copies_get_a_smaller_bonus_than_different_solutions() -> None:
-    made = estimator("dsdr", std="none", mean="none")
+@pytest.mark.row("S031")
+def test_copies_get_a_smaller_bonus_than_different_solutions_and_wrong_ones_get_none() -> None:
+    made = estimator("dsdr", std="none", mean="none", bonus=0.1)
     copies, different = written("a", (ONE, 1.0), (ONE, 1.0)), written("b", (ONE, 1.0), (OTHER, 1.0))
     assert made.of_group(copies) == {"a0": 1.0, "a1": 1.0}
     assert made.of_group(different) == {"b0": 1.05, "b1": 1.05}
     assert set(estimator("dsdr").of_group(copies).values()) == {0.0}, "a solved group of copies may be filtered"
     assert diversity(batch(copies)) == [0.5, 0.5]
+    mixed = batch(written("c", (ONE, 1.0), (OTHER, 0.0)))
+    most = estimator("dsdr", std="none", mean="none", bonus=0.1, formula_share=1.0, diversity_max=1.0)
+    assert most.of_group(mixed.groups[0]) == {"c0": 1.1, "c1": 0.0}, "bounded, and only for the right one"
+    assert diversity(mixed) == [1.0, 0.0]
+
+
+def test_an_encoder_compares_texts_by_the_mean_of_its_states(tmp_path: Path) -> None:
+    """A tiny BERT with random weights in a folder. The reward service, which has no torch, leaves groups undecided."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "x", "y", "=", "2", "3", "4", "+", "*"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=len(words), **sizes)).eval()  # type: ignore[no-untyped-call]
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        ids = [[2, 5, 7, 8, 11, 9, 3], [2, 6, 7, 8, 12, 10, 3]]
+        one, other = (model(torch.tensor([i])).last_hidden_state[0].mean(0) for i in ids)
+        cosine = float(torch.cosine_similarity(one, other, dim=0))
+    made = estimator("dsdr", encoder=str(tmp_path), formula_share=0.0, std="none", mean="none", bonus=1.0)
+    of = batch(written("g", (ONE, 1.0), (OTHER, 1.0), ("", 1.0), (ONE, 0.0)))
+    different = (1 - cosine) / 2
+    expected = [1 + different / 2, 1 + different, 1.0, 0.0]  # the wrong one is a copy of the first
+    assert different > 1e-3
+    assert scalars(made, of) == pytest.approx(expected, abs=1e-6)
+    plain = estimator("dsdr", encoder=str(tmp_path))
+    assert set(plain.of_group(written("g", (ONE, 1.0), (OTHER, 1.0))).values()) == {UNDECIDED}
+    assert set(plain.of_group(written("g", (ONE, 0.0), (OTHER, 0.0))).values()) == {0.0}
+    with pytest.raises(ConfigError, match=r"the encoder .*none cannot be loaded"):
+        estimator("dsdr", encoder=str(tmp_path / "none"))(of)
 
 
 def test_without_texts_dsdr_is_grpo_and_the_entropy_is_distributed_equally() -> None:
     of = batch(written("g", ("", 1.0), ("", 1.0), ("", 0.0)), written("h", (ONE, 0.0), (OTHER, 0.0)))
     assert scalars(estimator("dsdr"), of) == scalars(estimator("grpo"), of)
     assert diversity(of) == [0.5, 0.5, 0.0, 0.0, 0.0]
-    lone = batch(written("g", (ONE, 1.0), ("", 1.0), (OTHER, 0.0)))
+    lone = batch(written("g", (ONE, 1.0), ("", 1.0), ("", 0.0)))
     assert scalars(estimator("dsdr"), lone) == scalars(estimator("grpo"), lone), "nothing to compare with"
 
 
 def test_samples_of_one_episode_are_not_compared_and_share_its_weight() -> None:
     of = batch(written("g", (ONE, 1.0), (OTHER, 1.0), (ONE, 1.0), episodes="xxy"))
-    # g0 equals g2; g1 differs from g2 by d = 0.8; g2: the mean cosine with x is 0.7, and the formula is known
-    exps = np.exp(np.array([0.0, 0.8, 0.15]) / 0.2) * [0.5, 0.5, 1.0]
+    # g0 equals g2; g1 differs from g2 by 0.3 / 2 + 0.5, at most 0.5; g2: the mean distance to x is 0.15, and the
+    # formula is known
+    exps = np.exp(np.array([0.0, 0.5, 0.075]) * 5) * [0.5, 0.5, 1.0]
     assert diversity(of) == pytest.approx((exps / exps.sum()).tolist())
 
 
 def test_the_entropy_term_of_dsdr_equals_the_hand_computed_value() -> None:
-    """Samples of 2, 1 and 1 tokens, of which the last one is another group and wrong. Entropies ln 2, 0, ln 2, ln 2."""
+    """Samples of 2, 1 and 1 tokens, of which the last one is another group and wrong. Entropies ln 2, 0, ln 2, ln 2.
+    Estimated from tokens of probability 1/2 that were sampled with 1/4, h = 2 ln 2."""
     of = ragged(lengths=(2, 1, 1), vocabulary=2)
     of = of.with_columns(
         diversity_share=torch.tensor([0.25, 0.25, 0.75, 0.0], dtype=torch.float64), group=torch.tensor([0, 0, 0, 1])
     )
     logits = torch.zeros(4, 2, dtype=torch.float64)
     logits[1, 0] = 100.0
-    loss = loss_of_logits(plugins_of(LossTermChoice("dsdr_entropy")), of, logits)
+    loss = loss_of_logits(plugins_of(LossTermChoice("dsdr_entropy", {"exact": True})), of, logits)
     assert loss.item() == pytest.approx(-(0.25 / 2 + 0.75) * np.log(2) / 2)
+    of = of.with_columns(behavior=torch.full((4,), float(np.log(0.25)), dtype=torch.float64))
+    loss = loss_of_logits(plugins_of(LossTermChoice("dsdr_entropy")), of, torch.zeros(4, 2, dtype=torch.float64))
+    assert loss.item() == pytest.approx(-(0.25 / 2 + 0.25 / 2 + 0.75) * 2 * np.log(2) / 2)
+    limited = plugins_of(LossTermChoice("dsdr_entropy", {"weight_max": 1.0}))
+    loss = loss_of_logits(limited, of, torch.zeros(4, 2, dtype=torch.float64))
+    assert loss.item() == pytest.approx(-(0.25 / 2 + 0.25 / 2 + 0.75) * np.log(2) / 2)
 
 
-def test_the_gradient_of_the_entropy_term_equals_finite_differences_and_is_zero_for_wrong_samples() -> None:
+@pytest.mark.row("S031")
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_gradient_of_the_entropy_term_equals_finite_differences_and_is_zero_for_wrong_samples(exact: bool) -> None:
     of = ragged()
     share = torch.tensor([0.0, 1.0, 0.0, 0.3, 0.0, 0.7], dtype=torch.float64)[of.columns["sample"]]
-    gradient = check_gradient(plugins_of(LossTermChoice("dsdr_entropy")), of.with_columns(diversity_share=share))
+    plugins = plugins_of(LossTermChoice("dsdr_entropy", {"exact": exact}))
+    gradient = check_gradient(plugins, of.with_columns(diversity_share=share))
     assert gradient.abs().max() > 1e-3
     assert (gradient[share == 0] == 0).all()
 
