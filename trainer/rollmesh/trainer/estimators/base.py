@@ -182,6 +182,7 @@ ESTIMATORS = Registry(
         "d3s": "rollmesh.trainer.estimators.d3s:D3s",
         "parrot": "rollmesh.trainer.estimators.parrot:Parrot",
         "spa": "rollmesh.trainer.estimators.spa:Spa",
+        "tree": "rollmesh.trainer.estimators.tree:TreeAdvantage",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,
