@@ -146,7 +146,9 @@ def test_values_are_fused_upward_and_normalized_per_depth() -> None:
     assert found["e/ax"] == pytest.approx([-1.0, 0.5**0.5], rel=1e-4)
     assert found["e/ay"] == pytest.approx([-1.0, -(2.0**0.5)], rel=1e-4)
     assert found["e/bz"] == pytest.approx([1.0, 0.5**0.5], rel=1e-4)
-    # without weights, V(a) is 1/2; the order of the first steps is the same, and the scale is too
+    centered = per_step(estimator(fuse="probability", baseline="depth", shared_steps="each"), of)
+    assert centered["e/ax"] == pytest.approx([0.25 - 0.625, 1 / 3])
+    # without weights, V(a) is 1/2
     plain = per_step(estimator(fuse="leaves", baseline="depth", shared_steps="each"), of)
     assert plain["e/ax"] == pytest.approx([-0.25, 1 / 3])
     # the prompt of 40 tokens, the two tokens of a, and one observation and two tokens per sample of a; b is separate
