@@ -92,6 +92,28 @@ def test_the_held_out_loss_falls_and_the_result_loads(model: Path, tmp_path: Pat
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == [f"update-{k:08d}.0" for k in (12, 14, 16)]
 
 
+def test_single_token_rollouts_lower_the_held_out_loss_and_continue_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    """Their draws depend on the count of optimizer steps, which a checkpoint holds."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    learner = SftLearnerConfig(
+        loss=(LossTermChoice("one_token_rollout", options={"draws": 64}),),
+        optimizer=OptimizerConfig(lr=3e-3, warmup_updates=0),
+        tensorboard=False,
+    )
+    settings = config(model, tmp_path, learner=learner)
+    summary = FineTuning(settings, whole).run()
+    assert summary.heldout_loss is not None
+    assert summary.heldout_loss_before is not None
+    assert summary.heldout_loss < summary.heldout_loss_before
+    stopped = FineTuning(settings, parts)
+    assert stopped.run(stopping=lambda: stopped.trainer.step == 3).outcome == "interrupted"
+    assert FineTuning(settings, parts).run().heldout_loss == summary.heldout_loss
+    left, right = weights(whole), weights(parts)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
 def test_a_stopped_run_continues_bit_for_bit(model: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):

@@ -152,6 +152,7 @@ LOSSES = Registry(
         "positive_lm": "rollmesh.trainer.losses.positive_lm:PositiveLm",
         "router": "rollmesh.trainer.losses.router:RouterBalance",
         "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
+        "one_token_rollout": "rollmesh.trainer.losses.one_token_rollout:OneTokenRollout",
     },
     LossTerm,
 )
