@@ -183,6 +183,7 @@ ESTIMATORS = Registry(
         "parrot": "rollmesh.trainer.estimators.parrot:Parrot",
         "spa": "rollmesh.trainer.estimators.spa:Spa",
         "tree": "rollmesh.trainer.estimators.tree:TreeAdvantage",
+        "implicit_reward": "rollmesh.trainer.estimators.implicit_reward:ImplicitReward",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,
