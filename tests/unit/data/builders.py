@@ -20,6 +20,14 @@ def pool(num_tasks: int) -> MemoryPool:
     )
 
 
+def leveled(*levels: str) -> MemoryPool:
+    """Return tasks t0, t1, ... with these labels `level`."""
+    return MemoryPool(
+        PoolTask(task_id=f"t{i}", messages=(Message(role="user", content=str(i)),), labels={"level": level})
+        for i, level in enumerate(levels)
+    )
+
+
 def factory(name: str = "thompson", **options: Any) -> Callable[[TaskPool], Selector]:
     return lambda tasks: SELECTORS.make(Extension(name, options), pool=tasks, seed=0)
 

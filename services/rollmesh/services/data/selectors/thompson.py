@@ -24,24 +24,18 @@ solvable tasks. The uniform share compensates for that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-import msgpack
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
-from rollmesh.services.data.selector import GroupResult, Selector
+from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.selectors.base import Floats, Ints, StoredSelector
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
-from rollmesh.shared.errors import CorruptSnapshot
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-_SCHEMA = "thompson@1"
 
 
 class ThompsonOptions(Settings):
@@ -66,15 +60,16 @@ class ThompsonOptions(Settings):
     """Number of prompts considered per draw, a random subset of a larger pool. It bounds the cost of a draw."""
 
 
-class ThompsonSelector(Selector):
+class ThompsonSelector(StoredSelector):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = ThompsonOptions
+    schema = "thompson@1"
 
     def __init__(self, *, pool: TaskPool, seed: int, options: ThompsonOptions) -> None:
+        super().__init__(pool)
         self._options = options
         self._seed = seed
-        self._pool_digest = pool.digest
         labels = [pool.label(position, options.level_label) for position in range(len(pool))]
         names = sorted(set(labels))
         index = {name: i for i, name in enumerate(names)}
@@ -117,35 +112,23 @@ class ThompsonSelector(Selector):
         self._evidence[:, position] *= min(1.0, self._options.prompt_evidence_max / self._evidence[:, position].sum())
         self._observed_at[position] = self._num_observed
 
-    def snapshot(self) -> bytes:
+    def stored(self) -> dict[str, Any]:
         seen = np.flatnonzero(self._evidence.any(axis=0))
-        state = {
-            "schema": _SCHEMA,
-            "pool": self._pool_digest,
+        return {
             "num_observed": self._num_observed,
             "level_evidence": self._level_evidence.astype("<f8").tobytes(),
             "positions": seen.astype("<i8").tobytes(),
             "evidence": self._evidence[:, seen].astype("<f8").tobytes(),
             "observed_at": self._observed_at[seen].astype("<i8").tobytes(),
         }
-        return bytes(msgpack.packb(state))
 
-    def restore(self, state: bytes) -> None:
-        try:
-            fields = msgpack.unpackb(state)
-            schema, pool = fields["schema"], fields["pool"]
-            num_observed = int(fields["num_observed"])
-            levels = np.frombuffer(fields["level_evidence"], dtype="<f8").reshape(self._level_evidence.shape)
-            seen = np.frombuffer(fields["positions"], dtype="<i8")
-            evidence, observed_at = np.zeros_like(self._evidence), np.zeros_like(self._observed_at)
-            evidence[:, seen] = np.frombuffer(fields["evidence"], dtype="<f8").reshape(2, len(seen))
-            observed_at[seen] = np.frombuffer(fields["observed_at"], dtype="<i8")
-        except (msgpack.UnpackException, ValueError, KeyError, TypeError, IndexError) as error:
-            raise CorruptSnapshot(f"not a snapshot of the thompson selector for this pool: {error!r}") from error
-        if schema != _SCHEMA or pool != self._pool_digest:
-            raise CorruptSnapshot(
-                f"snapshot is of {schema} over pool {pool}, this is {_SCHEMA} over {self._pool_digest}"
-            )
+    def load(self, fields: Mapping[str, Any]) -> None:
+        num_observed = int(fields["num_observed"])
+        levels = np.frombuffer(fields["level_evidence"], dtype="<f8").reshape(self._level_evidence.shape)
+        seen = np.frombuffer(fields["positions"], dtype="<i8")
+        evidence, observed_at = np.zeros_like(self._evidence), np.zeros_like(self._observed_at)
+        evidence[:, seen] = np.frombuffer(fields["evidence"], dtype="<f8").reshape(2, len(seen))
+        observed_at[seen] = np.frombuffer(fields["observed_at"], dtype="<i8")
         self._num_observed, self._level_evidence = num_observed, levels.astype(np.float64)
         self._evidence, self._observed_at = evidence, observed_at
 
