@@ -3,11 +3,13 @@ whole mesh."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
@@ -18,17 +20,17 @@ from rollmesh.services.coordinator.fact_codec import encode_record
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, GroupResult
-from rollmesh.services.data.task import PoolTask
+from rollmesh.services.data.task import PoolTask, TaskPool
 from rollmesh.shared.codec.trajectory import encode_trained_group
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.ledger_facts import facts_of
 from rollmesh.shared.domain.trajectory import Message, TrainedGroup
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.update import BatchTrainer
-from rollmesh.v1 import events_pb2, run_pb2
+from rollmesh.v1 import events_pb2, reward_pb2, run_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
-from ..unit.data.builders import created, finalized, reserved
+from ..unit.data.builders import created, finalized, leveled, reserved
 from ..unit.data.test_draws import fold
 from ..unit.trainer.builders import group, member, random_batch
 from .test_mesh import Operator
@@ -102,6 +104,62 @@ def test_a_new_number_travels_from_an_estimator_to_a_selector_in_one_file_each()
     draws.apply(facts_of(record))
     assert {g.group: g.measures["best_gap"] for g in measured}["g2"] == pytest.approx(0.75)
     assert draws.positions("main", 4, 1) == [2]
+
+
+@pytest.mark.row("S061")
+def test_sec_draws_by_the_advantages_that_the_trainer_reports_and_a_solved_category_fades() -> None:
+    """From the trainer through the ledger to the draws, with two groups of each category per update. |A| is 1/2 for the
+    groups of `hard`, half of it for `easy`, and 1/2 for `done` until it is solved: then its groups are filtered."""
+    names, num = ("hard", "easy", "done"), 6
+    tasks = leveled(*names * 10)
+    made: list[Any] = []
+
+    def new_selector(pool: TaskPool) -> Any:
+        options = {"alpha": 0.5, "temperature": 0.1, "step_groups": num}
+        made.append(SELECTORS.make(Extension("sec", options), pool=pool, seed=0))
+        return made[-1]
+
+    draws = RunDraws(pool=tasks, new_selector=new_selector)
+    fold(draws, created())
+    config = UpdateConfig(estimator=Extension("grpo", {"std": "none"}))
+    trainer = BatchTrainer(build_tiny_model(TinyModelConfig(hidden_size=32), seed=1), config, seed=7)
+
+    def update(k: int, done: tuple[float, ...]) -> dict[str, float]:
+        """Train one update, and return the share of each category in the next draw."""
+        samples, groups = random_batch(num, seed=k)
+        rewards = [(1.0, 0.0, 1.0, 0.0), (1.0, 0.5, 1.0, 0.5), done] * 2
+        kept = []
+        for n, (of, values) in enumerate(zip(groups, rewards, strict=True)):
+            keep = len(set(values)) > 1
+            decision = reward_pb2.GROUP_DECISION_KEEP if keep else reward_pb2.GROUP_DECISION_FILTER
+            fold(draws, reserved(num * k + n, f"t{n}", num_episodes=4))
+            fold(draws, finalized(num * k + n, *values, decision=decision))
+            scored = (member(m.sample_id, {"correct": v}) for m, v in zip(of.members, values, strict=True))
+            kept += [group(of.group, *scored)] if keep else []
+        used = {of.group for of in kept}
+        measured = trainer.update(k, [s for s in samples if s.group in used], kept).groups
+        named = (msgspec.structs.replace(each, group=f"g{num * k + int(each.group[1:])}") for each in measured)
+        request = run_pb2.CommitUpdateRequest(
+            run="r", update=k, lease_ids=["b"], groups=[encode_trained_group(each) for each in named]
+        )
+        fact = f.UpdateCommitted(update=k, groups=translate.commit_update(1, request).groups)
+        draws.apply(facts_of(events_pb2.LedgerRecord.FromString(encode_record(f"r{k}", 1.0, [fact]))))
+        (selector,) = made
+        shares = selector.shares(np.zeros(len(names), dtype=np.int64)).tolist()
+        return dict(zip(selector.categories, shares, strict=True))
+
+    shares = update(1, (0.0, 1.0, 0.0, 1.0))
+    # Q = 1/4, 1/8 and 1/4
+    assert shares["hard"] / shares["easy"] == pytest.approx(np.exp((1 / 4 - 1 / 8) / 0.1), rel=1e-4)
+    assert shares["done"] == pytest.approx(shares["hard"])
+    faded = [shares["done"], *(update(k, (1.0,) * 4)["done"] for k in range(2, 6))]
+    assert all(later < 0.8 * before for before, later in itertools.pairwise(faded)), faded
+    # after five updates Q = 1/2 (1 - 1/32), half of it, and 1/4 / 16
+    expected = np.exp(np.array([31 / 64, 31 / 128, 1 / 64]) / 0.1)
+    drawn = np.bincount(
+        [names.index(tasks.task(made[0].draw(n, frozenset())).labels["level"]) for n in range(1000)], minlength=3
+    )
+    assert (drawn / 1000).tolist() == pytest.approx((expected / expected.sum()).tolist(), abs=0.05)
 
 
 @pytest.mark.timeout(120)

@@ -28,7 +28,8 @@ class DataConfig(Settings):
     source: Extension = Extension("calc")
     """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own."""
     selector: Extension = Extension("uniform")
-    """Selector of the next training task: `uniform`, `thompson`, or your own."""
+    """Selector of the next training task: `uniform`, `thompson`, `sec`, `dump`, `historical_variance`, `changepoint`,
+    or your own."""
     seed: NonNegativeInt = 0
     """Seed of the draws. The tasks do not depend on it."""
     epochs_max: Annotated[NonNegativeInt, LIVE] = 0

@@ -70,6 +70,10 @@ SELECTORS = Registry(
     {
         "uniform": "rollmesh.services.data.selectors.uniform:UniformSelector",
         "thompson": "rollmesh.services.data.selectors.thompson:ThompsonSelector",
+        "sec": "rollmesh.services.data.selectors.sec:SecSelector",
+        "dump": "rollmesh.services.data.selectors.dump:DumpSelector",
+        "historical_variance": "rollmesh.services.data.selectors.historical_variance:HistoricalVarianceSelector",
+        "changepoint": "rollmesh.services.data.selectors.changepoint:ChangepointSelector",
     },
     Selector,
 )
