@@ -68,9 +68,16 @@ class CoreRun:
                 )
                 replies |= self.take(self.core.handle(answer, self.now))
             elif isinstance(effect, FinalizeGroup):
-                decided = i.GroupDecided(group=effect.group, decision=GroupDecision.KEEP)
-                replies |= self.take(self.core.handle(decided, self.now))
+                replies |= self.take(self.core.handle(self.decide(effect.group), self.now))
         return replies
+
+    def decide(self, group: str) -> i.GroupDecided:
+        """Return the decision on a group."""
+        return i.GroupDecided(group=group, decision=GroupDecision.KEEP)
+
+    def reward(self, episode: str) -> float:
+        """Return the reward of the sample of an episode."""
+        return 1.0
 
     def attach(self, last_update: int = 0, digest: str = "") -> i.Attached:
         attached: i.Attached = self.ask(i.AttachTrainer, **NAMES, last_update=last_update, digest=digest)
@@ -100,7 +107,7 @@ class CoreRun:
                 steps=(StepSpan(step=step, incarnation=incarnation, num_tokens=4),),
                 num_tokens=8,
                 num_sampled_tokens=4,
-                rewards=(Reward(name="correct", value=1.0, segment=-1, scorer="exact@1"),),
+                rewards=(Reward(name="correct", value=self.reward(lease.episode), segment=-1, scorer="exact@1"),),
                 summary=summary,
             )
             reports.append(

@@ -49,7 +49,8 @@ class RewardConfig(Settings):
     """Weight by reward name, for the estimator of the built-in trainer and for the finalizer. A reward without a weight
     is recorded, but not optimized. If empty, every reward has weight 1."""
     finalizer: Extension = Extension("zero_variance")
-    """Decides on a group when its members have ended: `zero_variance`, `keep_all`, or your own."""
+    """Decides on a group when its members have ended: `zero_variance`, `keep_all`, `band`, or your
+    own."""
     answer_files: dict[str, AnswerFileConfig] = {}
     """Files with the answer keys of `jsonl` sources, by the `name` of the source."""
     oracles: dict[str, Extension] = {}

@@ -86,6 +86,7 @@ FINALIZERS = Registry(
         "zero_variance": "rollmesh.services.reward.finalizers.zero_variance:ZeroVarianceFinalizer",
         "look_ahead": "rollmesh.services.reward.finalizers.look_ahead:LookAheadFinalizer",
         "keep_all": "rollmesh.services.reward.finalizers.keep_all:KeepAllFinalizer",
+        "band": "rollmesh.services.reward.finalizers.band:BandFinalizer",
     },
     Finalizer,
 )
