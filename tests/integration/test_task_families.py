@@ -13,9 +13,10 @@ import pytest
 from rollmesh.demo.families.code import code_task
 from rollmesh.demo.families.sql import sql_task
 from rollmesh.mesh import Mesh
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.data.config import DataConfig
 from rollmesh.services.reward.config import RewardConfig
-from rollmesh.services.reward.item import ScoreItem, TaskView
+from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
 from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
@@ -102,6 +103,49 @@ async def test_queries_are_judged_by_what_they_answer(tmp_path: Path) -> None:
         for key, expected in cases.items():
             found = await judged(node, f"sql:{key}", *expected)
             assert dict(zip(expected, (value for value, _ in found), strict=True)) == expected
+
+
+@pytest.mark.row("S095")
+async def test_the_reward_of_think2sql_is_execution_accuracy(tmp_path: Path) -> None:
+    """The scorer of the recipe, with a reference query and two databases. Rows of equal queries may be in any order,
+    unless the manifest asks for it."""
+    make = "create table p(name, age real); insert into p values "
+    manifest: dict[str, Any] = {
+        "kind": "sql",
+        "gold": "select name from p where age > 1 order by age",
+        "limits": {"cpu_s": 0.5},
+        "tests": [{"setup": make + "('a', 3), ('b', 2), ('c', 0)"}, {"setup": make + "('d', 9), ('e', 2), ('e', 5)"}],
+    }
+    equivalent = "select name from p where not age <= 1 order by name"
+    in_order = "select name from (select name, age from p where age > 1) order by age asc"
+    endless = "with recursive n(i) as (select 1 union all select i+1 from n) select count(*) from n"
+    async with SandboxNode(SandboxConfig(), node_id="s", access=ACCESS, state_dir=tmp_path / "s") as sandbox:
+        recipe = config_from_dict(MeshConfig, {"recipe": "think2sql"}).reward
+        config = msgspec.structs.replace(recipe, sandboxes=(sandbox.address,))
+        async with RewardNode(config, node_id="r", access=ACCESS) as node:
+
+            async def rewards(tests: dict[str, Any], *queries: str) -> list[tuple[float, Outcome]]:
+                items = [
+                    ScoreItem(
+                        key=EpisodeKey(run="r", task="t", group="g", episode=f"e{n}"),
+                        task=TaskView(task_id="t"),
+                        answer_key=AnswerKey(tests=tests),
+                        messages=(Message(role="assistant", content=f"First, rows.\n<answer>{query}</answer>"),),
+                        sample_id=f"s{n}",
+                    )
+                    for n, query in enumerate(queries)
+                ]
+                return [(found[0].value, found[0].outcome) for found in await node.engine.score(items)]
+
+            right, wrong, broken = (1.0, Outcome.OK), (0.0, Outcome.OK), (0.0, Outcome.INFRA_FAILURE)
+            fewer = "select distinct name from p where age > 1"
+            changing = "delete from p"
+            found = await rewards(manifest, manifest["gold"], equivalent, in_order, fewer, changing)
+            assert found == [right] * 3 + [wrong] * 2
+            assert await rewards({**manifest, "ordered": True}, equivalent, in_order) == [wrong, right]
+            short = {**manifest, "tests": manifest["tests"][:1]}
+            assert await rewards(short, endless) == [wrong]
+            assert await rewards({**short, "gold": changing}, equivalent) == [broken], "the reference is read-only too"
 
 
 @pytest.mark.parametrize(("kind", "path"), [("code", "solution.py"), ("sql", "query.sql")])
