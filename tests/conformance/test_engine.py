@@ -574,6 +574,10 @@ async def test_stop_id_ends_and_is_kept(kit: Kit) -> None:
     assert call.finish is FinishReason.STOP
 
 
+@pytest.mark.row(
+    "S099",
+    missing="The database of the task in the session of the agent, the composite reward, and decoding in a tree.",
+)
 async def test_stop_string_ends_and_is_kept(kit: Kit) -> None:
     free = await kit.run(PROMPT, seed=3, max_tokens=60)
     at = next(i for i in range(10, 50) if max(free.tokens[i : i + 2]) < 95)
@@ -695,6 +699,7 @@ async def swapped_call(kit: Kit, kv: KvPolicy) -> Call:
     pytest.fail("no request of ten was running when the weights changed")
 
 
+@pytest.mark.row("S005")
 async def test_swap_with_recompute_continues_under_the_new_weights_exactly(kit: Kit) -> None:
     call = await swapped_call(kit, KvPolicy.RECOMPUTE)
     assert all(delta.kv_step_oldest == delta.version.step for delta in call.deltas)
@@ -800,6 +805,10 @@ async def test_next_turn_of_a_session_prefills_its_new_tokens_only(kit: Kit) -> 
         prefix += [*call.tokens, 50, 51, 52]
 
 
+@pytest.mark.row(
+    "S099",
+    missing="The database of the task in the session of the agent, the composite reward, and decoding in a tree.",
+)
 @pytest.mark.parametrize("at", [1, 17, 40])
 @pytest.mark.parametrize("forced", [(), (50, 51, 52, 53)], ids=["fork", "forced"])
 async def test_a_fork_and_a_forced_prefix_reuse_the_cache_and_give_the_tokens_of_an_undisturbed_request(

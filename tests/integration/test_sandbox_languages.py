@@ -392,6 +392,10 @@ async def test_sqlite_refuses_everything_but_reading(engine: JailEngine, query: 
     assert (await bash(engine, "ls")).stdout == "shop.db\n"
 
 
+@pytest.mark.row(
+    "S099",
+    missing="The database of the task in the session of the agent, the composite reward, and decoding in a tree.",
+)
 async def test_sqlite_reports_the_error_and_the_limits(engine: JailEngine) -> None:
     await run(engine, "python", MAKE_DB)
     wrong = await sql(engine, "sqlite", "select nonsense from item", "shop.db")

@@ -65,6 +65,22 @@ def test_the_learner_is_not_slower(scenario: Scenario) -> None:
     assert late.lag_mean <= 1.02 * early.lag_mean
 
 
+@pytest.mark.row("S005")
+@pytest.mark.parametrize("seed", range(2))
+def test_no_sample_is_older_than_the_bound_and_staleness_makes_the_run_faster(seed: int) -> None:
+    """Episodes with a heavy tail. With a bound of 0 the run is synchronous: every update trains only on samples of the
+    weights that the update before it made."""
+    found = {}
+    for eta in (0, 1, 4):
+        scenario = Scenario(name="heavy tail", eta=eta, episode_s=pareto(0.4, 1.2, 8.0), updates=30)
+        found[eta] = simulate(scenario, seed=seed, admit_early=True)
+        assert max(found[eta].lags) <= eta
+        assert found[eta].lags.total() == scenario.updates * scenario.batch_groups * scenario.group_size
+    assert set(found[0].lags) == {0}
+    assert found[0].seconds > found[1].seconds > found[4].seconds
+    assert found[0].seconds / found[4].seconds > 1.2
+
+
 @pytest.mark.parametrize("eta", [0, 1])
 def test_bounds_without_room_for_a_queue_are_unchanged(eta: int) -> None:
     early, late = both(Scenario(name="fast", eta=eta, episode_s=MIDDLE, updates=20))

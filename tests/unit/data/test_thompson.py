@@ -96,6 +96,7 @@ def test_a_lower_target_prefers_harder_prompts() -> None:
     assert found[0.2][1] > 0.9
 
 
+@pytest.mark.row("S060", missing="Scores from the diversity of answers, and their refresh every T steps.")
 def test_uniform_share_of_the_draws_is_uniform() -> None:
     levels = ["middle"] * 2 + ["hard"] * 8
     chosen = selector(leveled(*levels), uniform_share=0.25)
@@ -179,6 +180,7 @@ def test_large_pools_are_drawn_from_everywhere_with_few_candidates() -> None:
     assert max(drawn) > 350
 
 
+@pytest.mark.row("S045", missing="The number of solved tasks that training made unsolved, in evaluations.")
 def test_same_snapshot_and_same_facts_give_the_same_draws() -> None:
     tasks = leveled(*"1122334455")
     chosen, other = selector(tasks, seed=3), selector(tasks, seed=3)

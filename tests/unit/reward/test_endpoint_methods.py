@@ -61,6 +61,7 @@ async def scored(
 FLAWED = ScorerConfig(name="flawed_positives.py:FlawedPositives", reward="fapo")
 
 
+@pytest.mark.row("S100", missing="Training of the judge.")
 async def test_flawed_positives_are_worth_less_than_clean_ones() -> None:
     def judge(body: dict[str, Any]) -> str:
         asked.append(body["messages"][0]["content"])
@@ -89,6 +90,7 @@ async def test_a_judge_that_returns_no_step_is_an_infra_failure() -> None:
     assert "the judge returned step 7 of 1 steps" in found["fapo"].evidence
 
 
+@pytest.mark.row("S100", missing="Training of the judge.")
 def test_a_flawed_positive_helps_among_wrong_answers_and_costs_among_clean_ones() -> None:
     # Rewards 0, -1, -1, -1: mean -3/4, so A of the flawed one is +3/4 without scaling. Rewards 0, 1, 1, 1: mean 3/4, A
     # = -3/4.
@@ -101,6 +103,7 @@ def test_a_flawed_positive_helps_among_wrong_answers_and_costs_among_clean_ones(
 # Ensembles ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S101", missing="Best-of-n, and trained reward models.")
 @pytest.mark.parametrize(
     ("combine", "agree", "disagree"),
     # Scores 0.5, 0.5, 0.5 and 0.2, 0.4, 0.9: mean 0.5 both; the variance of the second is (0.09 + 0.01 + 0.16) / 3 =
@@ -138,6 +141,7 @@ def of_turns(sample_id: str, first: float, second: float) -> MemberOutcome:
     )
 
 
+@pytest.mark.row("S077", missing="RLTF-FM, the loss on the critique.")
 def test_the_second_answer_is_compared_with_the_first_ones_of_the_group() -> None:
     # R(y0) = 1, 0, 0, 0: baseline 1/4. R(y1) = 1, 1, 0, 1: A = 3/4, 3/4, -1/4, 3/4; first answers have 0.
     estimator = make_estimator("text_feedback.py:FirstTurnBaseline", {"turn_correct": 1.0}, FOLDER)
@@ -149,6 +153,7 @@ def test_the_second_answer_is_compared_with_the_first_ones_of_the_group() -> Non
     assert estimator.of_group(group("g", *right)) == {f"s{n}": 0.0 for n in range(4)}
 
 
+@pytest.mark.row("S077", missing="RLTF-FM, the loss on the critique.")
 def test_the_gradient_is_that_of_the_answer_after_the_task_alone() -> None:
     term = LOSSES.make("text_feedback.py:FirstPromptGradient", FOLDER)
     first = torch.tensor([-2.0, -1.0, -0.5], requires_grad=True)

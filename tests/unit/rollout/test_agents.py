@@ -732,6 +732,7 @@ async def test_stored_samples_are_scored_with_their_columns(tmp_path: Path) -> N
         score_file(tmp_path / "samples.jsonl", config, [])
 
 
+@pytest.mark.row("S026")
 @pytest.mark.parametrize(
     ("purpose", "index", "greedy"),
     [(types_pb2.PURPOSE_TRAIN, 0, True), (types_pb2.PURPOSE_TRAIN, 1, False), (types_pb2.PURPOSE_EVAL, 0, False)],

@@ -134,6 +134,7 @@ def test_gdpo_before_whitening_equals_the_published_example() -> None:
     assert grpo[0] == pytest.approx(grpo[1])
 
 
+@pytest.mark.row("S015")
 def test_gdpo_tells_groups_apart_that_grpo_on_the_sum_cannot() -> None:
     one, both = two_rewards((0, 0), (1, 0)), two_rewards((0, 0), (1, 1))
     gdpo = estimator("gdpo")
@@ -143,6 +144,7 @@ def test_gdpo_tells_groups_apart_that_grpo_on_the_sum_cannot() -> None:
         assert scalars(estimator(), [context], ["g0", "g1"]) == pytest.approx([-1, 1], abs=1e-4)
 
 
+@pytest.mark.row("S015")
 def test_gdpo_with_weight_zero_equals_gdpo_without_that_reward() -> None:
     pairs = ((1.0, 3.0), (0.0, 7.0), (0.0, 1.0))
     without = group("g", *(member(f"g{i}", {"a": a}) for i, (a, _) in enumerate(pairs)))

@@ -53,6 +53,7 @@ def axes(*numbers: int, width: int = 5) -> Tensor:
 # Effective rank -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S041")
 def test_a_matrix_of_rank_one_has_effective_rank_one() -> None:
     rng = torch.Generator().manual_seed(0)
     line = torch.randn(30, 1, generator=rng) * torch.randn(1, 16, generator=rng) + 3.0
@@ -61,6 +62,7 @@ def test_a_matrix_of_rank_one_has_effective_rank_one() -> None:
     assert effective_rank(torch.randn(1, 16, generator=rng)) == 1.0, "one row"
 
 
+@pytest.mark.row("S041")
 def test_an_isotropic_cloud_has_the_effective_rank_of_its_dimensions() -> None:
     assert effective_rank(axes(0, 1, 2)) == pytest.approx(3.0)
     rng = torch.Generator().manual_seed(0)
@@ -177,6 +179,7 @@ def test_the_bonus_can_be_at_the_last_token_alone() -> None:
     assert found.tolist() == pytest.approx([1, 1, 1 + 0.5 * np.tanh(0.5) + 0.5 * np.tanh(0.25), -1, -1, -0.5], abs=1e-5)
 
 
+@pytest.mark.row("S041")
 def test_the_bonus_never_exceeds_half_of_the_advantage_and_is_never_negative() -> None:
     rng = np.random.default_rng(0)
     made, plain = verl(weight=5.0), make_estimator("grpo")

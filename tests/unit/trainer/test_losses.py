@@ -50,7 +50,6 @@ def test_ppo_clip_bounds_are_asymmetric() -> None:
     assert stats["clipped"].tolist() == [0, 1]  # 1.25 < 1.28 passes above, 0.78 < 0.8 is clipped below
 
 
-@pytest.mark.row("S005")
 def test_decoupled_ppo_equals_the_hand_computed_value() -> None:
     # prox/mu = 0.3/0.2 = 1.5 and 0.6/0.2 = 3 -> 2; pi/prox = 0.36/0.3 = 1.2 and 0.9/0.6 = 1.5 -> 1.28
     # loss = -(1.5 * 1.2 * 1 + 2 * 1.28 * 2) / 2 = -(1.8 + 5.12) / 2 = -3.46
@@ -128,6 +127,7 @@ def test_high_entropy_with_share_1_is_ppo_clip() -> None:
     assert loss.item() == pytest.approx(loss_of("ppo_clip")(batch)[0].item(), abs=1e-6)
 
 
+@pytest.mark.row("S017")
 def test_token_normalization_counts_every_token_alike() -> None:
     weights = token_weights([1, 3], [1.0, 0.5], Normalization.TOKEN)
     assert weights.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.125])

@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollmesh.trainer.config import LossTermChoice
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.shared.domain.trajectory import SamplingParams
+from rollmesh.trainer.config import LossTermChoice, PackingConfig
+from rollmesh.trainer.feature_pass import computed_features
+from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.losses.lp_reg import lowest
+from rollmesh.trainer.samples import build_table
 
+from .builders import action, prompt, training_sample
 from .gradient_check import Ragged, check_gradient, loss_of_logits, plugins_of, ragged
 
 DOUBLE = torch.float64
@@ -111,3 +117,21 @@ def test_the_gradient_of_lp_reg_equals_finite_differences(kind: str) -> None:
     gradient = check_gradient(plugins, batch)
     without = check_gradient(plugins_of(LossTermChoice("lp_reg", options | {"beta": 0.0})), batch)
     assert (gradient - without).abs().max() > 1e-4, "some tokens are protected"
+
+
+@pytest.mark.row("S040")
+def test_the_proxy_is_that_of_the_sampling_temperature() -> None:
+    model = build_tiny_model(TinyModelConfig(hidden_size=32, num_layers=1), seed=1).train(False)
+    segments = [prompt([20, 21]), action([30, 31, 32], [-1.0] * 3)]
+    sample = training_sample("s", segments, params=SamplingParams(temperature=0.5))
+    plugins = plugins_of(LossTermChoice("lp_reg", {"threshold": 0.005, "kind": "fixed"}))
+    (request,) = (found for name, found in plugins.requests.items() if "proxy" in name)
+    plan = ForwardPlan(ForwardMode.UNPACKED, PackingConfig(row_tokens=64, micro_batch_tokens=64))
+    (proxy,) = computed_features(model, build_table([sample], update=1), {"proxy": request}, plan).values()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[20, 21, 30, 31, 32]])).logits[0, 1:4]
+    p = (logits / 0.5).softmax(-1)
+    kept = torch.where(p < 0.005, 0.0, p)
+    expected = (kept / kept.sum(-1, keepdim=True))[torch.arange(3), [30, 31, 32]].log()
+    torch.testing.assert_close(torch.as_tensor(proxy), expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(kept.sum(-1), torch.ones(3)), "the threshold removes some words"

@@ -197,6 +197,7 @@ def test_hgpo_equals_the_hand_computed_value() -> None:
     assert scaled[0] == pytest.approx([1.0, (2 * one[0] / std + 3 * 1.0) / 5], rel=1e-5)
 
 
+@pytest.mark.row("S020")
 def test_without_history_turns_with_equal_observations_are_compared() -> None:
     members = [of_turns("g0", [1.0, 0.0], seen="ax"), of_turns("g1", [0.0, 2.0], seen="bx")]
     found = per_turn(estimator("hgpo", history=0, **PLAIN), batch(group("g", *members)))
@@ -205,6 +206,7 @@ def test_without_history_turns_with_equal_observations_are_compared() -> None:
     assert with_history == found, "another observation before: they share the level of the observation alone"
 
 
+@pytest.mark.row("S020")
 def test_a_turn_that_is_alone_has_the_trajectory_term_or_nothing() -> None:
     # rewards per member 1 and 3; no two turns are alike
     of = batch(group("g", of_turns("g0", [1.0], seen="a"), of_turns("g1", [1.0, 2.0], seen="bc")))

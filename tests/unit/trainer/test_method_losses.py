@@ -23,6 +23,7 @@ def doubles(*values: float) -> Tensor:
 # ROVER ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S030")
 def test_rover_at_the_start_is_the_mean_squared_advantage() -> None:
     batch = ragged()
     batch = replace(batch, start=batch.logits)
@@ -112,6 +113,7 @@ def test_drpo_never_pushes_a_right_answer_down_whatever_its_length() -> None:
     assert per_sample[1] / per_sample[0] == pytest.approx(math.exp(7 / (0.1 * 10)))
 
 
+@pytest.mark.row("S043")
 def test_a_group_of_right_answers_contributes_nothing() -> None:
     batch = ragged()
     batch = batch.with_columns(reward=torch.ones_like(batch.columns["reward"]))
@@ -170,6 +172,7 @@ def test_the_gradient_of_siren_equals_finite_differences() -> None:
     assert check_gradient(plugins, moved).abs().max() > 1e-4
 
 
+@pytest.mark.row("S042")
 def test_tokens_outside_the_nucleus_change_nothing() -> None:
     """A third of the mass in the tail of 4 words, moved between them, leaves the loss equal."""
     batch = ragged(lengths=(2, 2), vocabulary=6)
@@ -180,6 +183,31 @@ def test_tokens_outside_the_nucleus_change_nothing() -> None:
     losses = [float(loss_of_logits(plugins, batch, logits)) for logits in (one, other)]
     assert losses[0] == pytest.approx(losses[1])
     assert losses[0] > 0
+
+
+@pytest.mark.row("S042")
+def test_the_entropy_stays_in_a_band_around_the_anchor_while_the_policy_sharpens() -> None:
+    """80 on-policy steps that raise the likeliest word of each state."""
+    found = {}
+    for weight in (0.0, 5.0):
+        batch = ragged(lengths=(4, 4, 4), vocabulary=6)
+        siren = LossTermChoice("siren", {"quantile": 0.0, "top_p": 0.95}, weight=weight)
+        plugins = plugins_of(LossTermChoice("policy_gradient"), siren)
+        words = batch.logits.argmax(-1)
+        logits = batch.logits.clone().requires_grad_()
+        optimizer = torch.optim.SGD([logits], lr=2.0)
+        entropies = []
+        for _ in range(80):
+            now = logits.detach().log_softmax(-1)
+            entropies.append(float(-(now.exp() * now).sum(-1).mean()))
+            behavior = now.gather(-1, words[:, None]).squeeze(-1)
+            step = replace(batch, token_ids=words).with_columns(behavior=behavior, advantages=torch.ones_like(behavior))
+            optimizer.zero_grad()
+            loss_of_logits(plugins, step, logits).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        found[weight] = [entropy / entropies[0] for entropy in entropies]
+    assert min(found[0.0]) < 0.3, "without the term it collapses"
+    assert 0.75 < min(found[5.0]) <= max(found[5.0]) < 1.25
 
 
 def test_the_anchor_is_part_of_the_memory() -> None:

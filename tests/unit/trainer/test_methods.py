@@ -67,6 +67,7 @@ def test_lite_ppo_divides_by_the_deviation_of_the_batch() -> None:
     assert made.of_group(of.groups[1]) == pytest.approx({"b0": 0.05, "b1": -0.05})
 
 
+@pytest.mark.row("S017")
 @pytest.mark.parametrize(
     ("mean", "std", "expected"),
     [
@@ -112,6 +113,7 @@ def test_mc_grpo_scales_by_the_median_absolute_deviation() -> None:
     assert found.dropped == {2: "PIVOT"}
 
 
+@pytest.mark.row("S016")
 def test_mc_grpo_trains_all_but_one_episode_of_every_group() -> None:
     rng = np.random.default_rng(0)
     of = batch(*(rewarded(f"g{n}", *rng.integers(0, 3, 5).tolist()) for n in range(20)))
@@ -119,6 +121,7 @@ def test_mc_grpo_trains_all_but_one_episode_of_every_group() -> None:
     assert np.bincount([n // 5 for n in dropped], minlength=20).tolist() == [1] * 20
 
 
+@pytest.mark.row("S016")
 def test_the_median_gives_a_wrong_sign_less_often_than_the_mean() -> None:
     """Groups of three from a skewed distribution: one in ten rewards is an outlier of 10, the others are 0 or 1; the
     mean is 1.45."""
@@ -390,6 +393,7 @@ def test_vcpo_equals_the_hand_computed_value() -> None:
     assert scalars(estimator("vcpo", importance=False, scale_by_std=False), of) == pytest.approx([0.75, -0.25])
 
 
+@pytest.mark.row("S028")
 def test_vcpo_with_equal_weights_is_grpo() -> None:
     of = batch(rewarded("a", 1.0, 0.0, 0.0, 0.5), rewarded("b", 1.0, 1.0))
     with_columns(of, proximal=[-1] * 12, gradient_square=[2] * 12)
@@ -401,6 +405,22 @@ def test_vcpo_with_equal_weights_is_grpo() -> None:
     assert np.allclose(estimator("vcpo")(of).advantages, found.advantages), "without gradients it is the mean"
 
 
+@pytest.mark.row("S028")
+def test_the_reported_sample_size_falls_as_staleness_rises() -> None:
+    """The policy moves by a random step per update, so that log-probs of a batch of lag n are n steps away."""
+    rng, found = np.random.default_rng(0), []
+    of = batch(*(rewarded(f"g{n}", 0.0, 1.0) for n in range(32)))
+    with_columns(of, gradient_square=[1] * 128)
+    for lag in (0, 1, 4, 16):
+        drift = np.repeat(rng.normal(0.0, 0.1 * lag**0.5, 64), 2)
+        with_columns(of, proximal=(-1 + drift).tolist())
+        found.append(estimator("vcpo")(of).metrics["sequence_ess"])
+    assert found[0] == pytest.approx(1.0)
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < 0.8
+
+
+@pytest.mark.row("S028")
 def test_the_learning_rate_follows_the_effective_sample_size() -> None:
     of = batch(rewarded("a", *[0.0, 1.0] * 4))
     with_columns(of, proximal=[-1] * 16)

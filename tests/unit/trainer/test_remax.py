@@ -57,6 +57,7 @@ def test_remax_equals_the_hand_computed_value() -> None:
     assert remax.of_group(of) == pytest.approx({"greedy": 0.0, "one": 0.5, "two": -1.5})
 
 
+@pytest.mark.row("S026")
 def test_a_sample_that_equals_the_greedy_one_has_no_advantage() -> None:
     made, seen = two_turns("s", 1.0, 0.5, 0.25)
     _, greedy = two_turns("greedy", 1.0, 0.5, 0.25, greedy=True)

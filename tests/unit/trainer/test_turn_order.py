@@ -102,11 +102,13 @@ def tokens_of(step: OptimizerStep, sample: NDArray[np.int64]) -> NDArray[np.int6
     return np.flatnonzero(at if step.tokens is None else at & step.tokens)
 
 
+@pytest.mark.row("S035")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_reverse_order_reaches_the_optimum(seed: int) -> None:
     assert value_after(Extension("turn_by_turn", FULL), seed) > 0.99
 
 
+@pytest.mark.row("S035")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "rule",
