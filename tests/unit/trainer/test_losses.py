@@ -63,6 +63,23 @@ def test_decoupled_ppo_equals_the_hand_computed_value() -> None:
     assert masked.item() == pytest.approx(-0.9, abs=1e-5)
 
 
+def test_decoupled_ppo_stops_tokens_that_have_moved_far_from_the_sampler() -> None:
+    # mu = 0.2, prox = pi = 0.3, 0.3, 0.1, 0.1, 0.22: pi/prox = 1 is not clipped; pi/mu = 1.5, 1.5, 0.5, 0.5, 1.1
+    # weights prox/mu = pi/mu; d(-w r A / 5)/d log pi = -w A / 5, except where pi/mu has left [0.8, 1.28] along A
+    prox = logs(0.3, 0.3, 0.1, 0.1, 0.22)
+    pi = prox.clone().requires_grad_()
+    batch = inputs(pi, logs(*[0.2] * 5), [1, -1, 1, -1, 1], proximal=prox)
+    free, _ = loss_of("decoupled_ppo")(batch)
+    torch.testing.assert_close(gradient_of(free, pi), torch.tensor([-1.5, 1.5, -0.5, 0.5, -1.1]) / 5)
+    held, stats = loss_of("decoupled_ppo", behavior_clip_low=0.2, behavior_clip_high=0.28)(batch)
+    torch.testing.assert_close(gradient_of(held, pi), torch.tensor([0.0, 1.5, -0.5, 0.0, -1.1]) / 5)
+    assert stats["behavior_clipped"].tolist() == [1, 0, 0, 1, 0]
+    assert held.item() == pytest.approx(free.item(), abs=1e-6), "a token without gradient keeps its loss"
+    above, stats = loss_of("decoupled_ppo", behavior_clip_high=0.28)(batch)
+    torch.testing.assert_close(gradient_of(above, pi), torch.tensor([0.0, 1.5, -0.5, 0.5, -1.1]) / 5)
+    assert stats["behavior_clipped"].tolist() == [1, 0, 0, 0, 0]
+
+
 def test_decoupled_ppo_on_fresh_data_is_ppo_clip() -> None:
     pi, mu = logs(0.5, 0.2, 0.7), logs(0.4, 0.4, 0.4)
     decoupled, _ = loss_of("decoupled_ppo")(inputs(pi, mu, [1, -1, 2], proximal=mu))

@@ -9,7 +9,10 @@ prox is the policy before the update's first optimizer step, so stale data do no
 `importance.py` defines w: by default min(prox / mu, weight_max) at each token, and with `outside: mask` 0 above
 weight_max (AReaL's cap). With `ratio: geometric`, r is the ratio of the sample as in `gspo`, so that GSPO and a
 correction of the sampler combine (AReaL's `importance_sampling_level: sequence`, TRL with a sampler correction). No
-term keeps the policy near mu, so it can drift at large staleness.
+term keeps the policy near mu, so it can drift at large staleness. `behavior_clip_low` and `behavior_clip_high`, which
+no paper has, stop a token whose pi / mu has moved far enough in the direction of its advantage:
+
+    no gradient if pi / mu > 1 + behavior_clip_high and A > 0, or pi / mu < 1 - behavior_clip_low and A < 0
 
 Differences: all three libraries average over the tokens of a micro-batch or of the step, as `learner.normalization`
 says; AReaL and TRL keep masked tokens in the denominator, as here, and verl removes rejected ones. Only AReaL has
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from msgspec import Meta
 from torch import Tensor
 
@@ -44,6 +48,12 @@ class DecoupledPpoOptions(ImportanceOptions):
     see `gspo`."""
     dual_clip: NonNegativeFloat = 0.0
     """Value of pi / prox above which a token with a negative advantage gets no gradient; 0 disables it."""
+    behavior_clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Distance of pi / mu below 1 beyond which a token with a negative advantage gets no gradient; 0 disables it.
+    `ppo_clip` stops such a token at 0.2."""
+    behavior_clip_high: NonNegativeFloat = 0.0
+    """Distance of pi / mu above 1 beyond which a token with a positive advantage gets no gradient; 0 disables it.
+    `ppo_clip` stops such a token at 0.28."""
 
     def check_fields(self) -> None:
         check_dual_clip(self.dual_clip, self.clip_high)
@@ -63,7 +73,8 @@ class DecoupledPpo(LossTerm):
 
 
 def decoupled_ppo_loss(inputs: LossInputs, options: DecoupledPpoOptions) -> tuple[Tensor, TokenStats]:
-    """Return the scalar loss, and per token `clipped`, `clipped_high` and the statistics of the weights."""
+    """Return the scalar loss, and per token `clipped`, `clipped_high`, the statistics of the weights and, with a clip
+    against mu, `behavior_clipped`."""
     weight, capped = importance_weights(inputs, inputs["proximal"], inputs["behavior"], options)
     if options.ratio == "geometric":
         ratio, held = geometric_ratio(inputs, "proximal")
@@ -72,4 +83,17 @@ def decoupled_ppo_loss(inputs: LossInputs, options: DecoupledPpoOptions) -> tupl
         held = out_of_range(inputs.logprobs, inputs["proximal"])
     low, high, dual = options.clip_low, options.clip_high, options.dual_clip
     objective, stats = clipped_objective(ratio, held, inputs["advantages"], low, high, dual)
+    if options.behavior_clip_low or options.behavior_clip_high:
+        moved = _moved_far(inputs, options)
+        objective = torch.where(moved, objective.detach(), objective)
+        stats = {**stats, "behavior_clipped": moved.to(objective.dtype)}
     return -(inputs["token_weight"] * weight * objective).sum(), {**stats, **capped}
+
+
+def _moved_far(inputs: LossInputs, options: DecoupledPpoOptions) -> Tensor:
+    """Return the tokens [m] whose pi / mu is beyond its bound in the direction of their advantage."""
+    ratio, advantages = safe_ratio(inputs.logprobs, inputs["behavior"]).detach(), inputs["advantages"]
+    low, high = options.behavior_clip_low, options.behavior_clip_high
+    above = (ratio > 1 + high) & (advantages > 0) if high else torch.zeros_like(ratio, dtype=torch.bool)
+    below = (ratio < 1 - low) & (advantages < 0) if low else torch.zeros_like(above)
+    return above | below
