@@ -1,9 +1,10 @@
 """Reinforcement learning without a mesh: generate a batch, train on it, swap the weights, in one process and one thread
 of control.
 
-Engine, trainer, agent, episode code, scorers and task order are those of the mesh, with the same `MeshConfig`.
-Everything between them is omitted: services, gRPC, NATS, sandbox jails, leases, ledger, finalizers, batches in doubt,
-checkpoints. It is a baseline for the mesh and not meant for use: the first error ends it.
+Engine, trainer, agent, episode code, scorers and selector are those of the mesh, with the same `MeshConfig`. The
+selector gets the results of a batch before the next draw. Everything between the parts is omitted: services, gRPC,
+NATS, sandbox jails, leases, ledger, finalizers, batches in doubt, checkpoints. It is a baseline for the mesh and not
+meant for use: the first error ends it.
 
 The weights may lag: those of step `max(0, k - 1 - lag)` generate the batch of update k. Evaluations use the newest
 weights.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,6 +27,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh_services import located_learner
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.data.config import build_pools, build_selector
+from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.servicer import encode_task
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.services.inference.engine import KvPolicy, with_model
@@ -39,7 +42,15 @@ from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.trajectory import summary_of
-from rollmesh.shared.domain.trajectory import Episode, GroupContext, MemberOutcome, Sample, TrainingSample
+from rollmesh.shared.domain.trajectory import (
+    WHOLE_SAMPLE,
+    Episode,
+    GroupContext,
+    MemberOutcome,
+    Outcome,
+    Sample,
+    TrainingSample,
+)
 from rollmesh.shared.domain.versions import PolicyVersion, oldest_admissible, staleness
 from rollmesh.testing.rollout import LocalSandbox
 from rollmesh.v1 import coordinator_pb2, types_pb2
@@ -88,9 +99,32 @@ class BareLoop:
         leases = self.leases(number)
         episodes = await self._run(leases)
         labels = {lease.key.group: dict(lease.task.labels) for lease in leases}
-        result = self.trainer.update(number, *_batch(episodes, number, labels, self._config.rollout.summary_text_chars))
+        samples, groups = _batch(episodes, number, labels, self._config.rollout.summary_text_chars)
+        results = self._observe(groups)
+        result = self.trainer.update(number, samples, groups)
+        for trained in result.groups:
+            self._selector.observe_trained(replace(results[trained.group], trained=trained))
         await self._swap()
         return result
+
+    def _observe(self, groups: list[GroupContext]) -> dict[str, GroupResult]:
+        """Report the groups of a batch to the selector, and return their results."""
+        pool, reward = self._pools[Split.TRAIN], self._config.data.success_reward or self._config.run.success_reward
+        results = {}
+        for group in groups:
+            found = [
+                min(1.0, max(0.0, one.value))
+                for member in group.members
+                for one in member.rewards
+                if one.name == reward and one.segment == WHOLE_SAMPLE and one.outcome is Outcome.OK
+            ]
+            position = pool.position(group.task)
+            assert position is not None
+            result = GroupResult(position=position, successes=sum(found), failures=len(found) - sum(found))
+            results[group.group] = result
+            if found:
+                self._selector.observe(result)
+        return results
 
     async def evaluate(self, num_tasks: int, num_samples: int) -> list[Episode]:
         """Run the first `num_tasks` tasks of the test range under the newest weights, `num_samples` times each.
@@ -136,9 +170,12 @@ class BareLoop:
         """Return the tasks that the mesh would draw for this update."""
         run, pool = self._config.run, self._pools[Split.TRAIN]
         first = (update - 1) * run.batch_groups
+        positions: list[int] = []
+        for draw in range(first, first + run.batch_groups):
+            positions.append(self._selector.draw(draw, frozenset(positions)))
         return [
-            self._lease(pool.task(self._selector.draw(draw, frozenset())), draw, member, run.group_size)
-            for draw in range(first, first + run.batch_groups)
+            self._lease(pool.task(position), draw, member, run.group_size)
+            for draw, position in enumerate(positions, first)
             for member in range(run.group_size)
         ]
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -20,6 +21,8 @@ from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh import MeshConfig
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.draws import RunDraws
+from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.selectors.uniform import UniformSelector
 from rollmesh.services.data.task import Split
 from rollmesh.services.learner.engine import StepResult
 from rollmesh.services.reward.config import ScorerConfig
@@ -90,6 +93,36 @@ async def test_bare_loop_takes_the_tasks_that_the_data_service_draws(tmp_path: P
     leases = BareLoop(config, model, tmp_path).leases(2)
     assert [lease.task.task_id for lease in leases] == [task for task in wanted for _ in range(SIZE)]
     assert len({lease.seed for lease in leases}) == GROUPS * SIZE
+
+
+class Recorder(UniformSelector):
+    """Stores the results that it gets."""
+
+    observed: ClassVar[list[GroupResult]] = []
+    trained: ClassVar[list[GroupResult]] = []
+
+    def observe(self, result: GroupResult) -> None:
+        self.observed.append(result)
+
+    def observe_trained(self, result: GroupResult) -> None:
+        self.trained.append(result)
+
+
+@pytest.mark.slow
+async def test_the_selector_gets_every_group_before_the_next_draw(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.race.bare_loop.build_selector", lambda config, pool, base: Recorder(pool=pool, seed=3)
+    )
+    async with BareLoop(small_config(model), model, tmp_path) as loop:
+        drawn = [lease.task.task_id for lease in loop.leases(1)[::SIZE]]
+        result = await loop.update()
+        pool = build_pools(small_config(model).data)[Split.TRAIN]
+    assert [pool.task(one.position).task_id for one in Recorder.observed] == drawn
+    assert [one.successes + one.failures for one in Recorder.observed] == [SIZE] * GROUPS
+    assert [one.trained for one in Recorder.trained] == list(result.groups)
+    assert {one.position for one in Recorder.trained} <= {one.position for one in Recorder.observed}
 
 
 @pytest.mark.slow
