@@ -53,7 +53,21 @@ def bench(
             show_default=False,
         ),
     ] = "",
-    seeds: Annotated[str, typer.Option(help="With `methods` and `race`: seeds, separated by commas.")] = "0,1,2",
+    seeds: Annotated[
+        str,
+        typer.Option(help="With `methods` and `race`: seeds, separated by commas. With `methods` they screen."),
+    ] = "0,1,2",
+    confirm: Annotated[
+        str,
+        typer.Option(
+            help="With `methods`: recipes that get verdicts, from other seeds, at most 20, separated by commas. "
+            "Default: none.",
+            show_default=False,
+        ),
+    ] = "",
+    confirm_seeds: Annotated[
+        int, typer.Option("--confirm-seeds", help="With `methods`: seeds for verdicts: 5, 10 or 20.")
+    ] = 5,
     old: Annotated[
         Path | None,
         typer.Option(
@@ -62,7 +76,7 @@ def bench(
         ),
     ] = None,
     updates: Annotated[int, typer.Option(help="With `race`: updates of each arm.", min=5)] = 50,
-    lr: Annotated[str, typer.Option(help="With `methods`: learning rates, separated by commas.")] = "5e-4",
+    lr: Annotated[str, typer.Option(help="With `methods`: learning rates, separated by commas.")] = "5e-4,1.5e-4",
     cpu_s: Annotated[
         float, typer.Option("--cpu-s", help="With `methods`: budget of this call, in CPU seconds.")
     ] = 3600.0,
@@ -110,6 +124,8 @@ def bench(
             tasks=_split(tasks),
             lags=_numbers("--lags", lags, int),
             seeds=_numbers("--seeds", seeds, int),
+            confirm=_split(confirm),
+            confirm_seeds=confirm_seeds,
             lrs=_numbers("--lr", lr, float),
             cpu_s=cpu_s,
             processes=processes,
@@ -151,7 +167,7 @@ def _write_report(options: MethodsOptions, outcome: MethodsOutcome) -> str:
     good = [arm for arm, record in outcome.records.items() if not record.error]
     pictures = {}
     for task in sorted({arm.task for arm in good}):
-        methods = sorted({arm.method for arm in good if arm.task == task})
+        methods = sorted({arm.label for arm in good if arm.task == task})
         figure = draw_task(task, outcome.records, methods)
         (folder / f"{task}.svg").write_text(to_svg(figure))
         close(figure)

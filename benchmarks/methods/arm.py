@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedModel
 
+from benchmarks.methods.expectations import expected_of
 from benchmarks.methods.records import EVAL_SAMPLES, ArmRecord, EvalPoint, MethodArm, UpdatePoint
 from benchmarks.methods.tasks import SETTINGS, SUPPLIED, TASKS, TaskOfMethods
 from benchmarks.race.bare_loop import BareLoop, training_sample
@@ -31,7 +32,7 @@ from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.learner.engine import StepResult
-from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.loader import config_from_dict, merged
 from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Episode
 from rollmesh.trainer.config import PackingConfig
@@ -87,6 +88,8 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     ConfigError."""
     file = find_recipe(arm.method)
     about, recipe = read_recipe(file)
+    like = expected_of(arm.like).baseline_settings if arm.like else {}
+    recipe = merged(recipe, like)
     task = TASKS[arm.task]
     size = recipe.get("run", {}).get("group_size", GROUP_SIZE)
     groups = recipe.get("run", {}).get("batch_groups", max(1, SAMPLES // size))
@@ -94,20 +97,23 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     named = recipe.get("reward", {}).get("weights", {})
     supplied = [dict(scorer) for reward, scorer in SUPPLIED.items() if reward in named]
     reward = {**task.reward, "scorers": [*task.reward["scorers"], *supplied]}
-    learner = {"optimizer": {"lr": arm.lr}, **SETTINGS["learner"]}
-    rollout = {"agent": task.agent if about.given_solutions else "tool_calling", **SETTINGS["rollout"]}
-    own = {
-        **SETTINGS,
-        "learner": learner,
-        "rollout": rollout,
-        "run": {**SETTINGS["run"], **run},
-        "data": dict(task.data),
-        "reward": reward,
-    }
+    common = merged(SETTINGS, dict(task.settings))
+    agent = task.agent if about.given_solutions else "tool_calling"
+    own = merged(
+        common,
+        {
+            "learner": {"optimizer": {"lr": arm.lr}},
+            "rollout": {"agent": agent},
+            "run": run,
+            "data": dict(task.data),
+            "reward": reward,
+        },
+    )
     name = str(file) if arm.method.endswith((".yaml", ".yml")) else arm.method
-    config = config_from_dict(MeshConfig, {"recipe": name, **own})
+    config = config_from_dict(MeshConfig, {"recipe": name, **merged(like, own)})
     own["run"] = {**own["run"], "seed": 0}
-    return config, file.parent, {"recipe": recipe, "task": own, "model": task.model, "success": task.success}
+    covered = {"recipe": recipe, "task": own, "model": task.model, "success": task.success, "updates": task.updates}
+    return config, file.parent, covered
 
 
 def settings_digest(arm: MethodArm, size: Size) -> str:
@@ -135,7 +141,7 @@ async def run_arm(work: ArmWork, model: Path) -> ArmRecord:
     arm, size = work.arm, work.size
     config, base_dir, _ = resolved(arm)
     batch = config.run.batch_groups * config.run.group_size
-    num_updates = max(1, round(size.updates * SAMPLES / batch))
+    num_updates = max(1, round(size.updates * TASKS[arm.task].updates * SAMPLES / batch))
     due = {round(number * num_updates / size.evals) for number in range(size.evals + 1)}
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     task, initial = TASKS[arm.task], load_model(model)

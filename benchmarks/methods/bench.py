@@ -8,7 +8,10 @@ seed have the same initial model, the same order of prompts and the same evaluat
 
     arms to run -> processes of `arm`, one arm at a time each -> records.jsonl -> comparisons (`verdict`) -> report
 
-A record is written when its arm ends, and arms with a record are not run again. The budget is in CPU seconds, which
+All methods are screened with a few seeds. Up to `CONFIRM_MAX` named ones are then run with other seeds, and only they
+get verdicts. A comparison with a verdict gets no further seeds, so the plan depends on the records, and a call plans
+again when the arms of a plan have records. A record is written when its arm ends, and arms with a record are not run
+again. The budget is in CPU seconds, which
 exclude the waiting for a busy core. Rewards of groups without variance stay in the batch, because the bare loop has no
 finalizer.
 """
@@ -18,20 +21,29 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from benchmarks.methods.arm import ArmWork, Made, Size, settings_digest
 from benchmarks.methods.expectations import Expected, MethodTask, expected_of
-from benchmarks.methods.records import LR, ArmRecord, MethodArm, append_record, chosen_records, read_records
-from benchmarks.methods.verdict import MethodComparison, compare
+from benchmarks.methods.records import LRS, ArmRecord, MethodArm, append_record, chosen_records, read_records
+from benchmarks.methods.verdict import (
+    CONFIRM_SEED,
+    LOOKS,
+    Case,
+    MethodComparison,
+    cases,
+    confirmed,
+    open_cases,
+    screened,
+)
 from rollmesh.shared.config.registry import unknown_name
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.process.process_launch import bound_to_parent
@@ -42,6 +54,8 @@ LAGS = (0, 4, 16)
 ARM_S_MAX = 3600.0
 """Most wall seconds of one arm, with the making of its model."""
 LINE_BYTES_MAX = 1 << 24
+CONFIRM_MAX = 20
+"""Most methods that get verdicts. More comparisons need larger differences."""
 QUICK = Size(updates=2, evals=1, eval_tasks=4)
 Progress = Callable[[str], None]
 
@@ -56,7 +70,12 @@ class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
     lags: tuple[int, ...] = ()
     """Default: 0, and also 4 and 16 on tasks on which the recipe expects something of a larger lag."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    lrs: tuple[float, ...] = (LR,)
+    """Seeds that screen."""
+    confirm: tuple[str, ...] = ()
+    """Recipes by name or by file that get verdicts."""
+    confirm_seeds: int = LOOKS[0]
+    """Number of seeds for verdicts, besides those that screen. One of `verdict.LOOKS`."""
+    lrs: tuple[float, ...] = LRS
     """Learning rates."""
     cpu_s: float = 3600.0
     """Budget of this call, in CPU seconds."""
@@ -73,6 +92,14 @@ class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidInput(f"--tasks: {unknown_name('task', task, get_args(MethodTask), own='none')}")
         if not self.seeds or min((*self.seeds, *self.lags)) < 0:
             raise InvalidInput(f"--seeds and --lags must be >= 0, got {self.seeds} and {self.lags}")
+        if max(self.seeds) >= CONFIRM_SEED:
+            raise InvalidInput(
+                f"--seeds must be < {CONFIRM_SEED}, got {self.seeds}; the seeds from there on are those of --confirm"
+            )
+        if len(set(self.confirm)) > CONFIRM_MAX:
+            raise InvalidInput(f"--confirm must name at most {CONFIRM_MAX} methods, got {len(set(self.confirm))}")
+        if self.confirm_seeds not in LOOKS:
+            raise InvalidInput(f"--confirm-seeds must be one of {LOOKS}, got {self.confirm_seeds}")
         if not self.lrs or min(self.lrs) <= 0:
             raise InvalidInput(f"--lr must be > 0, got {self.lrs}")
         if self.processes < 1 or self.cpu_s < 0:
@@ -95,42 +122,93 @@ class MethodsOutcome:
     call."""
 
 
-def planned(options: MethodsOptions) -> list[MethodArm]:
-    """Return the arms, seed by seed, each baseline before its methods, so that an early end leaves whole pairs. Raises
-    ConfigError."""
+def planned(options: MethodsOptions, records: Mapping[MethodArm, ArmRecord]) -> list[MethodArm]:
+    """Return the arms that the records call for: those that screen, then those of each look for the comparisons that
+    are open at it, until a look has arms without a record.
+
+    They are seed by seed, each baseline before its method, so that an early end leaves whole pairs. Raises ConfigError.
+    """
+    arms = dict.fromkeys(_screening_arms(options))
+    family, done = _family(options), 0
+    for look in LOOKS[: LOOKS.index(options.confirm_seeds) + 1]:
+        still_open = open_cases(family, records, done) if done else family
+        wanted = _arms(still_open, range(CONFIRM_SEED + done, CONFIRM_SEED + look))
+        arms |= dict.fromkeys(wanted)
+        if any(arm not in records for arm in wanted):
+            break
+        done = look
+    return list(arms)
+
+
+def _screening_arms(options: MethodsOptions) -> list[MethodArm]:
     arms: dict[MethodArm, None] = {}
     for seed in options.seeds:
         for method in options.methods or recipe_names():
             wanted = expected_of(method)
-            for task, lag in cases_of(wanted, options):
-                for lr, name in product(options.lrs, (wanted.baseline, method)):
-                    arms[MethodArm(method=name, task=task, lag=lag, seed=seed, lr=lr)] = None
+            for task, lag in places_of(wanted, options):
+                alone = [MethodArm(method=method, task=task, lag=lag, seed=seed, lr=lr) for lr in options.lrs]
+                pairs = _arms(cases(method, wanted, [(task, lag)], options.lrs), [seed])
+                arms |= dict.fromkeys(pairs or alone)
     return list(arms)
 
 
-def cases_of(wanted: Expected, options: MethodsOptions) -> list[tuple[str, int]]:
+def _arms(found: Sequence[Case], seeds: Sequence[int]) -> list[MethodArm]:
+    return list(dict.fromkeys(arm for seed in seeds for case in found for arm in case.arms(seed)))
+
+
+def _family(options: MethodsOptions) -> list[Case]:
+    """Return the comparisons that get verdicts. Raises InvalidInput for a method that has none."""
+    family: list[Case] = []
+    for method in dict.fromkeys(options.confirm):
+        wanted = expected_of(method)
+        found = [case for case in cases(method, wanted, places_of(wanted, options), options.lrs) if case.expected]
+        if not found:
+            raise InvalidInput(
+                f"--confirm: `{method}` has no expectation on these tasks, lags and learning rates, and a verdict "
+                "needs one; name it in NAME.expected.yaml"
+            )
+        family += found
+    return family
+
+
+def places_of(wanted: Expected, options: MethodsOptions) -> list[tuple[str, int]]:
     """Return the tasks and lags on which a method is run."""
-    cases = []
+    places = []
     for task in options.tasks or tuple(dict.fromkeys(one.task for one in wanted.expected)) or ("calc",):
         stale = any(one.lag_min for one in wanted.expected if one.task == task)
-        cases += [(task, lag) for lag in options.lags or (LAGS if stale else LAGS[:1])]
-    return cases
+        places += [(task, lag) for lag in options.lags or (LAGS if stale else LAGS[:1])]
+    return places
 
 
 def read_outcome(options: MethodsOptions) -> MethodsOutcome:
     """Return what the records in the folder show, without running anything."""
-    arms = planned(options)
-    settings = {arm: settings_digest(arm, options.size) for arm in arms}
-    records = chosen_records(
-        read_records(options.out / "records.jsonl"), settings, None if options.any_commit else commit()
+    family = _family(options)
+    seeds = range(CONFIRM_SEED, CONFIRM_SEED + options.confirm_seeds)
+    screening = _screening_arms(options)
+    found = chosen_records(
+        read_records(options.out / "records.jsonl"),
+        _settings([*screening, *_arms(family, seeds)], options),
+        None if options.any_commit else commit(),
     )
-    rows = [
-        row
+    arms = planned(options, found)
+    records = {arm: found[arm] for arm in arms if arm in found}
+    compared = [
+        case
         for method in options.methods or recipe_names()
-        if method != expected_of(method).baseline
-        for row in compare(method, expected_of(method), records, cases_of(expected_of(method), options))
+        for case in cases(method, expected_of(method), places_of(expected_of(method), options), options.lrs)
     ]
-    return MethodsOutcome(records, [arm for arm in arms if arm not in records], rows)
+    rows = [*confirmed(family, records, options.confirm_seeds), *screened(compared, records)]
+    return MethodsOutcome(records, [arm for arm in arms if arm not in found], rows)
+
+
+def _settings(arms: Sequence[MethodArm], options: MethodsOptions) -> dict[MethodArm, str]:
+    """Return the digest of the settings of each arm, which does not depend on seed and lag."""
+    digests: dict[MethodArm, str] = {}
+    for arm in arms:
+        alike = replace(arm, seed=0, lag=0)
+        if alike not in digests:
+            digests[alike] = settings_digest(alike, options.size)
+    return {arm: digests[replace(arm, seed=0, lag=0)] for arm in arms}
 
 
 async def run_methods(options: MethodsOptions, report: Progress) -> MethodsOutcome:
@@ -138,28 +216,36 @@ async def run_methods(options: MethodsOptions, report: Progress) -> MethodsOutco
     of progress."""
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "models").mkdir(exist_ok=True)
-    before = read_outcome(options)
-    report(f"{len(before.records)} arms have a record, {len(before.missing)} to run, budget {options.cpu_s:g} CPU s")
-    run = _Run(options, before.missing, report)
-    async with asyncio.TaskGroup() as group:
-        for number in range(min(options.processes, len(before.missing))):
-            group.create_task(run.work(number))
-    after = read_outcome(options)
-    after.crashed = run.crashed
-    return after
+    outcome = read_outcome(options)
+    report(f"{len(outcome.records)} arms have a record, {len(outcome.missing)} to run, budget {options.cpu_s:g} CPU s")
+    run = _Run(options, report)
+    while run.take(outcome.missing):
+        async with asyncio.TaskGroup() as group:
+            for number in range(min(options.processes, len(outcome.missing))):
+                group.create_task(run.work(number))
+        outcome = read_outcome(options)
+    outcome.crashed = run.crashed
+    return outcome
 
 
 class _Run:
     """The arms of one call, which its processes take one after the other."""
 
-    def __init__(self, options: MethodsOptions, arms: Sequence[MethodArm], report: Progress) -> None:
+    def __init__(self, options: MethodsOptions, report: Progress) -> None:
         self.crashed: list[str] = []
         self._options = options
-        self._waiting = list(reversed(arms))
+        self._waiting: list[MethodArm] = []
+        self._taken: set[MethodArm] = set()
         self._report = report
         self._commit = commit()
         self._cpu_s: list[float] = []
         self._num_running = 0
+
+    def take(self, arms: Sequence[MethodArm]) -> bool:
+        """Plan the arms that this call has not taken yet, and return whether it can run any."""
+        self._waiting = [arm for arm in reversed(arms) if arm not in self._taken]
+        self._taken |= set(arms)
+        return bool(self._waiting) and self._affordable()
 
     async def work(self, number: int) -> None:
         """Run arms in one process until none is left or the budget does not suffice for another one."""
@@ -211,7 +297,7 @@ class _Run:
         finally:
             self._num_running -= 1
         if not line:
-            self.crashed.append(f"{_name(arm)}: {cause}; see the logs in {options.out}")
+            self.crashed.append(f"{arm}: {cause}; see the logs in {options.out}")
             self._report(f"failed: {self.crashed[-1]}")
             return False
         made = msgspec.json.decode(line, type=Made)
@@ -225,13 +311,9 @@ class _Run:
 
 def _progress(record: ArmRecord) -> str:
     if record.error:
-        return f"{_name(record.arm)}: {record.error.splitlines()[0]}"
+        return f"{record.arm}: {record.error.splitlines()[0]}"
     first, last = record.evals[0].success, record.measures()["success"]
-    return f"{_name(record.arm)}: success {first:.2f} -> {last:.2f}, {record.cpu_s:.0f} CPU s"
-
-
-def _name(arm: MethodArm) -> str:
-    return f"{arm.method} on {arm.task} at lag {arm.lag}, seed {arm.seed}, lr {arm.lr:g}"
+    return f"{record.arm}: success {first:.2f} -> {last:.2f}, {record.cpu_s:.0f} CPU s"
 
 
 @cache

@@ -44,7 +44,7 @@ def draw_task(task: str, records: Mapping[MethodArm, ArmRecord], methods: Sequen
             for column, (lag, lr) in enumerate(cases):
                 ax = axes[row, column]
                 for method in methods:
-                    arms = [one for one in found if (one.arm.method, one.arm.lag, -one.arm.lr) == (method, lag, lr)]
+                    arms = [one for one in found if (one.arm.label, one.arm.lag, -one.arm.lr) == (method, lag, lr)]
                     if arms:
                         _line(ax, method, [curve(record, measure) for record in arms], colors[method])
                 ax.set_title(f"{measure}, lag {lag}, lr {-lr:g}")

@@ -26,8 +26,9 @@ from benchmarks.methods.expectations import Measure
 
 EVAL_SAMPLES = 4
 """Episodes per task of an evaluation."""
-LR = 5.0e-4
-"""Learning rate of arms that name none."""
+LRS = (5.0e-4, 1.5e-4)
+"""Learning rates at which methods are compared. A correction that helps with small steps may do harm with large ones,
+so one rate shows one half."""
 LAST = 3
 """Number of evaluations whose mean is the measure of an arm."""
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -45,8 +46,18 @@ class MethodArm(msgspec.Struct, frozen=True, kw_only=True):
     lag: int
     """Number of updates by which the weights that generate are older than those that are trained."""
     seed: int
-    lr: float = LR
+    lr: float = LRS[0]
     """Learning rate."""
+    like: str = ""
+    """The method whose `baseline_settings` this arm has, if it is the baseline of a method that names some."""
+
+    @property
+    def label(self) -> str:
+        """The method, with the one whose settings it has."""
+        return f"{self.method} as {self.like}" if self.like else self.method
+
+    def __str__(self) -> str:
+        return f"{self.label} on {self.task} at lag {self.lag}, seed {self.seed}, lr {self.lr:g}"
 
 
 class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean
+from typing import Any
 
+import msgspec
+
+from benchmarks.methods.expectations import expected_of
 from benchmarks.methods.records import EVAL_SAMPLES, LAST, ArmRecord, MethodArm
 from benchmarks.methods.tasks import TASKS
-from benchmarks.methods.verdict import ERRORS, MethodComparison
+from benchmarks.methods.verdict import FALSE_SHARE, LOOKS, MethodComparison
 
 HEAD = (
     "method",
@@ -22,8 +26,8 @@ HEAD = (
     "difference",
     "seeds",
     "expected",
-    "verdict",
 )
+VERDICT_HEAD = (*HEAD, "p", "verdict")
 MEANS = ("task", "lag", "lr", "method", "seeds", "success", "pass_at_k", "length", "entropy", "kl", "ess", "CPU s")
 
 
@@ -48,14 +52,19 @@ def markdown(
             f"A measure is the mean of the last {LAST} evaluations (`ess`: of the updates since the first of these), "
             "which sample at"
         ),
-        (
-            f"temperature 1, {EVAL_SAMPLES} times per held-out task. A difference is shown beyond {ERRORS:g} standard "
-            "errors of the pairs"
-        ),
-        "of seeds. With 3 seeds, 18 % of the comparisons without a true difference exceed that.",
+        f"temperature 1, {EVAL_SAMPLES} times per held-out task. Errors are standard errors over the pairs of seeds.",
         "",
-        *_table(HEAD, [_comparison_cells(row) for row in rows]),
+        "## Verdicts",
         "",
+        *_verdicts([row for row in rows if row.stage == "confirm"]),
+        "",
+        "## Screening",
+        "",
+        "These rows have no verdict: methods are chosen by them, and the verdicts are from other seeds.",
+        "",
+        *_table(HEAD, [_comparison_cells(row) for row in rows if row.stage == "screen"]),
+        "",
+        *_baselines({arm.like for arm in records if arm.like}),
         "## Means of the arms",
         "",
         *_table(MEANS, _means(records)),
@@ -67,22 +76,60 @@ def markdown(
             lines += [f"![Curves of {name}]({pictures[name]})", ""] if name in pictures else []
     failed = [record for record in records.values() if record.error]
     lines += ["## Failed arms", ""] if failed else []
-    lines += [f"- {_name(record.arm)}: {record.error.splitlines()[0]}" for record in failed]
+    lines += [f"- {record.arm}: {record.error.splitlines()[0]}" for record in failed]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _verdicts(rows: Sequence[MethodComparison]) -> list[str]:
+    if not rows:
+        return ["None: no method was confirmed (`--confirm`)."]
+    looks = ", ".join(map(str, LOOKS))
+    return [
+        f"{len(rows)} comparisons, paired by seed, with seeds that did not screen. Each is looked at after {looks}",
+        "seeds until it has a verdict. Benjamini and Hochberg's method limits the expected share of verdicts by chance",
+        f"to {FALSE_SHARE:g} over all looks (`benchmarks/methods/verdict.py`). p is that of the paired t-test.",
+        "",
+        *_table(
+            VERDICT_HEAD,
+            [[*_comparison_cells(row), "" if row.p is None else f"{row.p:.2g}", row.verdict] for row in rows],
+        ),
+    ]
+
+
+def _baselines(methods: Collection[str]) -> list[str]:
+    """Return the settings that baselines have from the method with which they are compared."""
+    if not methods:
+        return []
+    lines = ["## Baselines with settings of the method", ""]
+    for method in sorted(methods):
+        wanted = expected_of(method)
+        settings = "; ".join(_flat(wanted.baseline_settings))
+        lines.append(f"- `{wanted.baseline}` as `{method}`: {settings}")
+    return [*lines, ""]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and "name" not in value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"`{prefix}{key}: {msgspec.json.encode(value).decode()}`"
 
 
 def _comparison_cells(row: MethodComparison) -> list[str]:
     error = "" if row.error is None else f" ± {row.error:.3f}"
+    case = row.case
+    baseline, method = case.arms(0)
     return [
-        row.method, row.baseline, row.task, str(row.lag), f"{row.lr:g}", row.measure,
+        method.label, baseline.label, case.task, str(case.lag), f"{case.lr:g}", case.measure,
         f"{row.value:.3f}", f"{row.baseline_value:.3f}",
-        f"{row.difference:+.3f}{error}", str(row.seeds), row.expected, row.verdict,
+        f"{row.difference:+.3f}{error}", str(row.seeds), case.expected,
     ]  # fmt: skip
 
 
 def _means(records: Mapping[MethodArm, ArmRecord]) -> list[list[str]]:
     def case(arm: MethodArm) -> tuple[str, int, float, str]:
-        return arm.task, arm.lag, -arm.lr, arm.method
+        return arm.task, arm.lag, -arm.lr, arm.label
 
     rows = []
     for (task, lag, lr, method), arms in groupby(sorted(records, key=case), case):
@@ -98,7 +145,3 @@ def _means(records: Mapping[MethodArm, ArmRecord]) -> list[list[str]]:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]]
-
-
-def _name(arm: MethodArm) -> str:
-    return f"{arm.method} on {arm.task} at lag {arm.lag}, seed {arm.seed}, lr {arm.lr:g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import ClassVar
@@ -14,8 +15,12 @@ from rollmesh.demo.families.calc import demonstrate
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
-from rollmesh.shared.config.settings import Settings, Share
+from rollmesh.services.reward.scorers.extract import ANSWER_TAG
+from rollmesh.shared.config.settings import NonNegativeInt, Settings, Share
 from rollmesh.shared.domain.trajectory import Outcome, Reward, Role
+
+TRAINING_GROUP = re.compile(r"g(\d+)")
+"""Name of a training group of `race.bare_loop`, with its draw."""
 
 
 class FlippedExactOptions(ExactOptions):
@@ -64,6 +69,47 @@ class IdealTurns(ExactScorer):
             is_ideal = number < len(ideal) and "".join(segment.text for segment in turn).strip() == ideal[number]
             rewards.append(Reward(name="turn", value=float(is_ideal), segment=turn[-1].index))
         return rewards
+
+
+class FirstTurn(Scorer):
+    """1 for an episode that ends with an answer, if its first turn calls the tool with the accepted answer of the task,
+    else 0."""
+
+    async def score(self, item: ScoreItem) -> float:
+        assert item.answer_key is not None
+        turns = ["".join(segment.text for segment in turn).strip() for turn in _turns(item.path)]
+        calls = [f"<tool_call>{answer}</tool_call>" for answer in item.answer_key.answers]
+        return float(len(turns) > 1 and turns[0] in calls and re.fullmatch(ANSWER_TAG, turns[-1]) is not None)
+
+
+class DriftingExactOptions(ExactOptions):
+    """Settings of the drifting scorer."""
+
+    switch_draw: NonNegativeInt = 256
+    """The first draw of the second half."""
+    easy_level_max: NonNegativeInt = 2
+    """Largest level of the tasks whose reward is 0 in the second half. The others have reward 0 in the first one."""
+
+
+class DriftingExact(ExactScorer):
+    """The exact scorer, whose reward is 0 for hard tasks in the first draws of a run and for easy ones afterwards.
+
+    The draw is in the name of the group that `race.bare_loop` makes, so the switch is exact at any order of calls.
+    Groups of an evaluation count as the first half.
+    """
+
+    Options: ClassVar[type[msgspec.Struct]] = DriftingExactOptions
+
+    def __init__(self, *, options: DriftingExactOptions) -> None:
+        super().__init__(options=options)
+        self._switch_draw, self._easy_level_max = options.switch_draw, options.easy_level_max
+
+    async def score(self, item: ScoreItem) -> Reward:
+        reward = await super().score(item)
+        draw = TRAINING_GROUP.fullmatch(item.key.group)
+        late = draw is not None and int(draw[1]) >= self._switch_draw
+        easy = int(item.task.labels["level"]) <= self._easy_level_max
+        return replace(reward, value=0.0, evidence=f"no reward now: {reward.evidence}") if late == easy else reward
 
 
 class LevelPriorOptions(Settings):

@@ -1,43 +1,75 @@
 """Compare methods with their baselines, from the records of `python -m benchmarks methods`.
 
-Arms of a method and of its baseline are paired by seed. For n >= 2 pairs with differences d of a measure (method minus
+Arms of a method and of its baseline are paired by seed. For n pairs with differences d of a measure (method minus
 baseline):
 
-    mean = sum d / n        standard error = sqrt(sum (d - mean)^2 / (n - 1) / n)
+    mean = sum d / n        standard error = sqrt(sum (d - mean)^2 / (n - 1) / n)        t = mean / standard error
 
-A difference is shown if |mean| > 2 standard errors. It then `agrees` with or `contradicts` the direction that the
-recipe expects. Otherwise it is `not shown`. With 3 seeds, 18 % of the comparisons without a true difference exceed 2
-standard errors (Student's t with 2 degrees of freedom), and with 10 seeds 8 %. So a verdict on few seeds is a hint.
+Seeds below `CONFIRM_SEED` screen: they show a difference and its error, and never a verdict. A verdict comes from other
+seeds, because a method that was named for its luck in the screening would keep that luck. p is the probability of |t|
+or more without a true difference (Student's t with n - 1 degrees of freedom, two-sided).
+
+The m comparisons with an expectation of all confirmed methods are one family. They are looked at after 5, 10 and 20
+seeds. Look l = 1, 2, 3 has the level q_l = `FALSE_SHARE` / 2^l. Of the comparisons that are still open, those with the
+k smallest p get a verdict, for the largest k with
+
+    p_(k) <= k q_l / m            (Benjamini and Hochberg 1995)
+
+A comparison with a verdict gets no further seeds. The method of Benjamini and Hochberg bounds the expected share of
+verdicts that are chance, which is what a table of verdicts has to promise: at most q_1 + q_2 + q_3 < 1 in 20. If no
+method differs from its baseline, it bounds the probability of any verdict by the same number. Holm's method bounds that
+probability in every case, but needs p <= q_l / m for the first verdict, |t| > 10 for 54 comparisons at 5 seeds. m does
+not shrink as comparisons are decided, so that the levels of the looks add up. The bound holds for comparisons that are
+independent, or that share baselines (positive dependence); tests simulate both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import product
 from statistics import fmean, stdev
 from typing import Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from benchmarks.methods.expectations import Expectation, Expected, Measure
 from benchmarks.methods.records import ArmRecord, MethodArm
 
-ERRORS = 2.0
-"""Standard errors that a difference must exceed."""
-Finding = Literal["agrees", "contradicts", "not shown", "no expectation"]
+CONFIRM_SEED = 100
+"""The first seed that counts for verdicts. Those below it screen."""
+LOOKS = (5, 10, 20)
+"""Numbers of seeds after which a comparison may be decided."""
+FALSE_SHARE = 0.05
+"""Largest expected share of verdicts without a true difference."""
+Direction = Literal["up", "down", ""]
+Finding = Literal["agrees", "contradicts", "not shown", "no verdict", "no expectation"]
 
 
-class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """A measure of a method and of its baseline on one task at one lag."""
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What is compared: a measure of a method and of its baseline on one task, at one lag and learning rate."""
 
     method: str
     baseline: str
+    like: str
+    """The method whose `baseline_settings` the baseline has; empty if there are none."""
     task: str
     lag: int
     lr: float
     measure: Measure
+    expected: Direction
+    """Expected direction of the difference; empty if nothing is expected."""
+
+    def arms(self, seed: int) -> tuple[MethodArm, MethodArm]:
+        """Return the arms of the baseline and of the method."""
+        baseline = MethodArm(method=self.baseline, like=self.like, task=self.task, lag=self.lag, seed=seed, lr=self.lr)
+        return baseline, MethodArm(method=self.method, task=self.task, lag=self.lag, seed=seed, lr=self.lr)
+
+
+class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """A case with its figures and its verdict."""
+
+    case: Case
+    stage: Literal["screen", "confirm"]
     seeds: int
     """Number of pairs."""
     value: float
@@ -46,83 +78,161 @@ class MethodComparison(msgspec.Struct, frozen=True, kw_only=True):
     difference: float
     error: float | None
     """Standard error of the difference; None for fewer than two pairs."""
-    expected: str
-    """`up`, `down`, or empty."""
+    p: float | None
+    """Probability of such a difference by chance; None without a verdict."""
     verdict: Finding
 
 
-def compare(
-    method: str, wanted: Expected, records: Mapping[MethodArm, ArmRecord], cases: Collection[tuple[str, int]]
-) -> list[MethodComparison]:
-    """Return the comparisons of a method on the (task, lag) of `cases`: its expected measures, or success if it expects
-    nothing there.
+def cases(method: str, wanted: Expected, places: Collection[tuple[str, int]], lrs: Collection[float]) -> list[Case]:
+    """Return the cases of a method on the (task, lag) of `places`: its expected measures, or success if it expects
+    nothing there."""
+    if method == wanted.baseline:
+        return []
+    found = []
+    for task, lag in places:
+        for lr in sorted(set(lrs), reverse=True):
+            expected: list[Expectation | None] = [*_widest(wanted.expected, task, lag, lr)]
+            found += [
+                Case(
+                    method=method,
+                    baseline=wanted.baseline,
+                    like=method if wanted.baseline_settings else "",
+                    task=task,
+                    lag=lag,
+                    lr=lr,
+                    measure=one.measure if one is not None else "success",
+                    expected=one.direction if one is not None else "",
+                )
+                for one in expected or [None]
+            ]
+    return found
 
-    A case without a pair of records is omitted. Each learning rate of the records has its own rows.
-    """
+
+def _widest(expected: Sequence[Expectation], task: str, lag: int, lr: float) -> list[Expectation]:
+    """Return one expectation for each measure that holds there: that with the largest `lag_min`."""
+    holding = [
+        one for one in expected if one.task == task and lag >= one.lag_min and (one.lr_max is None or lr <= one.lr_max)
+    ]
+    return list({one.measure: one for one in sorted(holding, key=lambda one: one.lag_min)}.values())
+
+
+def screened(found: Sequence[Case], records: Mapping[MethodArm, ArmRecord]) -> list[MethodComparison]:
+    """Return the comparisons over the seeds that screen. A case without a pair is omitted."""
+    seeds = sorted({arm.seed for arm in records if arm.seed < CONFIRM_SEED})
     rows = []
-    for task, lag in cases:
-        expected = [one for one in wanted.expected if one.task == task and lag >= one.lag_min]
-        measures: list[Expectation | None] = [*_widest(expected)]
-        for lr, one in product(sorted({arm.lr for arm in records}, reverse=True), measures or [None]):
-            measure: Measure = one.measure if one is not None else "success"
-            pairs = _pairs(
-                MethodArm(method=method, task=task, lag=lag, seed=0, lr=lr), wanted.baseline, measure, records
-            )
-            if pairs:
-                rows.append(_comparison(method, wanted.baseline, (task, lag, lr), measure, pairs, one))
+    for case in found:
+        pairs = [pair for seed in seeds if (pair := _pair(case, seed, records)) is not None]
+        if pairs:
+            rows.append(_comparison(case, "screen", pairs, None, "no verdict" if case.expected else "no expectation"))
     return rows
 
 
-def _widest(expected: Sequence[Expectation]) -> list[Expectation]:
-    """Return one expectation for each measure: that with the largest `lag_min`."""
-    return list({one.measure: one for one in sorted(expected, key=lambda one: one.lag_min)}.values())
+def confirmed(family: Sequence[Case], records: Mapping[MethodArm, ArmRecord], num_seeds: int) -> list[MethodComparison]:
+    """Return the comparisons of a family over the seeds that confirm, up to the look that decided each. A case without
+    a pair is omitted."""
+    pairs = _confirming_pairs(family, records, num_seeds)
+    found = decided(_differences(pairs))
+    rows = []
+    for case in family:
+        look = found.get(case, num_seeds)
+        complete = [pair for pair in pairs[case][:look] if pair is not None]
+        if complete:
+            verdict: Finding = "not shown" if len(complete) >= LOOKS[0] else "no verdict"
+            if case in found:
+                up = fmean(one - other for one, other in complete) > 0
+                verdict = "agrees" if up == (case.expected == "up") else "contradicts"
+            p = paired_p([one - other for one, other in complete]) if len(complete) >= LOOKS[0] else None
+            rows.append(_comparison(case, "confirm", complete, p, verdict))
+    return rows
 
 
-def _pairs(
-    arm: MethodArm, baseline: str, measure: Measure, records: Mapping[MethodArm, ArmRecord]
-) -> list[tuple[float, float]]:
-    """Return (method, baseline) of a measure for the seeds of which both have a record that did not fail."""
-    pairs = []
-    for seed in sorted({arm.seed for arm in records}):
-        both = [records.get(replace(arm, method=name, seed=seed)) for name in (arm.method, baseline)]
-        measured = [record.measures() for record in both if record is not None]
-        if len(measured) == 2 and all(measured):
-            pairs.append((measured[0][measure], measured[1][measure]))
-    return pairs
+def open_cases(family: Sequence[Case], records: Mapping[MethodArm, ArmRecord], num_seeds: int) -> list[Case]:
+    """Return the cases without a verdict after `num_seeds` seeds that confirm."""
+    found = decided(_differences(_confirming_pairs(family, records, num_seeds)))
+    return [case for case in family if case not in found]
+
+
+def decided(differences: Mapping[Case, Sequence[float | None]]) -> dict[Case, int]:
+    """Return the look at which each case got its verdict. `differences` has the whole family, and for each case its
+    differences by seed, None for a missing pair."""
+    found: dict[Case, int] = {}
+    for number, look in enumerate(LOOKS, 1):
+        ps: dict[Case, float] = {}
+        for case, by_seed in differences.items():
+            complete = [one for one in by_seed[:look] if one is not None]
+            if case not in found and len(by_seed) >= look and len(complete) >= LOOKS[0]:
+                ps[case] = paired_p(complete)
+        passed = benjamini_hochberg(list(ps.values()), FALSE_SHARE / 2**number, len(differences))
+        found |= {case: look for case, is_passed in zip(ps, passed, strict=True) if is_passed}
+    return found
+
+
+def benjamini_hochberg(ps: Sequence[float], level: float, num_family: int) -> list[bool]:
+    """Return which of the hypotheses are rejected. The family may have more members than there are p."""
+    ordered = sorted(ps)
+    passing = [p for k, p in enumerate(ordered, 1) if p <= k * level / num_family]
+    return [bool(passing) and p <= passing[-1] for p in ps]
+
+
+def paired_p(differences: Sequence[float]) -> float:
+    """Return the probability of a mean as far from 0 without a true difference, for two or more differences."""
+    mean = fmean(differences)
+    if mean == 0.0:
+        return 1.0
+    error = math.sqrt(math.fsum((one - mean) ** 2 for one in differences) / (len(differences) - 1) / len(differences))
+    return student_p(mean / error if error else math.inf, len(differences) - 1)
+
+
+def student_p(t: float, dof: int) -> float:
+    """Return the probability that Student's t has at least this absolute value (Abramowitz and Stegun 26.7.3, 26.7.4,
+    which are exact)."""
+    theta = math.atan(abs(t) / math.sqrt(dof))
+    cosine, sine = math.cos(theta), math.sin(theta)
+    odd = dof % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for power in range(odd, dof - 1, 2):
+        total += term
+        term *= cosine * cosine * (power + 1) / (power + 2)
+    inside = 2.0 / math.pi * (theta + sine * total) if odd else sine * total
+    return min(1.0, max(0.0, 1.0 - inside))
+
+
+def _pair(case: Case, seed: int, records: Mapping[MethodArm, ArmRecord]) -> tuple[float, float] | None:
+    """Return (method, baseline) of the measure, or None unless both arms have a record that did not fail."""
+    baseline, method = (records.get(arm) for arm in case.arms(seed))
+    if baseline is None or method is None or baseline.error or method.error:
+        return None
+    return method.measures()[case.measure], baseline.measures()[case.measure]
+
+
+_Pairs = Mapping[Case, Sequence[tuple[float, float] | None]]
+
+
+def _confirming_pairs(family: Sequence[Case], records: Mapping[MethodArm, ArmRecord], num_seeds: int) -> _Pairs:
+    seeds = range(CONFIRM_SEED, CONFIRM_SEED + num_seeds)
+    return {case: [_pair(case, seed, records) for seed in seeds] for case in family}
+
+
+def _differences(pairs: _Pairs) -> dict[Case, list[float | None]]:
+    return {case: [None if pair is None else pair[0] - pair[1] for pair in found] for case, found in pairs.items()}
 
 
 def _comparison(
-    method: str,
-    baseline: str,
-    case: tuple[str, int, float],
-    measure: Measure,
+    case: Case,
+    stage: Literal["screen", "confirm"],
     pairs: Sequence[tuple[float, float]],
-    expected: Expectation | None,
+    p: float | None,
+    verdict: Finding,
 ) -> MethodComparison:
     differences = [one - other for one, other in pairs]
-    error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
-    direction = expected.direction if expected is not None else ""
     return MethodComparison(
-        method=method,
-        baseline=baseline,
-        task=case[0],
-        lag=case[1],
-        lr=case[2],
-        measure=measure,
+        case=case,
+        stage=stage,
         seeds=len(pairs),
         value=fmean(one for one, _ in pairs),
         baseline_value=fmean(other for _, other in pairs),
         difference=fmean(differences),
-        error=error,
-        expected=direction,
-        verdict=finding(fmean(differences), error, direction),
+        error=stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None,
+        p=p,
+        verdict=verdict,
     )
-
-
-def finding(difference: float, error: float | None, expected: str) -> Finding:
-    """Return the verdict on a difference with its standard error. `expected` is `up`, `down`, or empty."""
-    if not expected:
-        return "no expectation"
-    if error is None or abs(difference) <= ERRORS * error:
-        return "not shown"
-    return "agrees" if (difference > 0) == (expected == "up") else "contradicts"

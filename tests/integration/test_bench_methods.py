@@ -38,7 +38,14 @@ async def test_a_call_ends_at_its_budget_and_the_next_one_runs_the_other_arms(ou
     async def call(cpu_s: float) -> tuple[int, int]:
         lines.clear()
         chosen = MethodsOptions(
-            methods=("dr_grpo",), tasks=("calc",), seeds=(0, 1), cpu_s=cpu_s, out=out, quick=True, processes=2
+            methods=("dr_grpo",),
+            tasks=("calc",),
+            seeds=(0, 1),
+            lrs=(5e-4,),
+            cpu_s=cpu_s,
+            out=out,
+            quick=True,
+            processes=2,
         )
         outcome = await run_methods(chosen, lines.append)
         assert outcome.crashed == []
@@ -64,9 +71,11 @@ async def test_an_arm_whose_process_ends_has_no_record_and_the_next_arm_runs(out
     )
     mine = tmp_path / "mine.yaml"
     mine.write_text("learner: {estimator: 'ends.py:Ends'}\n")
-    chosen = MethodsOptions(methods=(str(mine), "dr_grpo"), tasks=("calc",), seeds=(0,), out=out, quick=True)
+    chosen = MethodsOptions(
+        methods=(str(mine), "dr_grpo"), tasks=("calc",), seeds=(0,), lrs=(5e-4,), out=out, quick=True
+    )
     outcome = await run_methods(chosen, lambda _: None)
     assert [cause.partition(";")[0] for cause in outcome.crashed] == [
-        f"{mine} on calc at lag 0, seed 0: its process ended"
+        f"{mine} on calc at lag 0, seed 0, lr 0.0005: its process ended"
     ]
     assert [record.arm.method for record in read_records(out / "records.jsonl")] == ["grpo", "dr_grpo"]

@@ -319,18 +319,18 @@ def _with_underlay(type_: type, tree: dict[str, Any], places: _Places) -> dict[s
     below, lines = read_tree(file)
     places.lay_under(file, lines)
     below.pop("about", None)
-    return _merged(_long_form(msgspec.inspect.type_info(type_), below, fill=False), tree)
+    return merged(_long_form(msgspec.inspect.type_info(type_), below, fill=False), tree)
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return `above` over `below`, key by key. A part with another `name` or `kind` replaces the part below it."""
     if any(key in below and key in above and below[key] != above[key] for key in ("name", "kind")):
         return above
-    merged = dict(below)
+    both = dict(below)
     for key, value in above.items():
         part = below.get(key)
-        merged[key] = _merged(part, value) if isinstance(part, dict) and isinstance(value, dict) else value
-    return merged
+        both[key] = merged(part, value) if isinstance(part, dict) and isinstance(value, dict) else value
+    return both
 
 
 @dataclass(frozen=True, slots=True)
