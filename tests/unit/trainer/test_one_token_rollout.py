@@ -106,7 +106,7 @@ def trainer(micro_batch_tokens: int = 4096, chunk: int = 0) -> BatchTrainer:
     return BatchTrainer(build_tiny_model(SMALL, seed=1), config, seed=0, sources=[Source.DATASET])
 
 
-def test_it_trains_given_tokens_draws_anew_in_every_step_and_resumes_bit_for_bit() -> None:
+def test_it_trains_given_tokens_draws_again_in_every_step_and_resumes_bit_for_bit() -> None:
     whole, parts = trainer(), trainer(micro_batch_tokens=64, chunk=7)
     shares = []
     for k in (1, 2, 3):

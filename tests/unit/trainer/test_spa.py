@@ -122,7 +122,7 @@ def test_members_that_are_not_leased_or_not_scored_and_samples_of_one_episode() 
     # returns with 0.5 per turn: s0 (1.5, 0.75), s1 (2, 1), s3 (2, 0.75); s0 and s3 have the baseline (2, 1)
     assert found.advantages.tolist() == [-0.5, -0.25, 0, 0, -0.25]
     alone = spa()(batch_with([0.25, 0.25], samples[:1], members[0]))
-    assert alone.advantages.tolist() == [1.5, 0.75], "nobody to compare with"
+    assert alone.advantages.tolist() == [1.5, 0.75], "no member to compare with"
 
 
 def trajectories(seed: int, number: int) -> tuple[list[TrainingSample], list[GroupContext]]:

@@ -146,7 +146,6 @@ ESTIMATORS = Registry(
         "grpo": "rollmesh.trainer.estimators.grpo:Grpo",
         "gdpo": "rollmesh.trainer.estimators.gdpo:Gdpo",
         "gae": "rollmesh.trainer.estimators.gae:Gae",
-        "archer": "rollmesh.trainer.estimators.archer:TurnCritic",
         "archer": "rollmesh.trainer.estimators.archer:Archer",
         "red": "rollmesh.trainer.estimators.red:Red",
         "mc_grpo": "rollmesh.trainer.estimators.mc_grpo:McGrpo",

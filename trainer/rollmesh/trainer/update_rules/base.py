@@ -74,7 +74,7 @@ UPDATE_RULES = Registry(
         "minibatches": "rollmesh.trainer.update_rules.minibatches:Minibatches",
         "ess_minibatches": "rollmesh.trainer.update_rules.ess_minibatches:EssMinibatches",
         "turn_by_turn": "rollmesh.trainer.update_rules.turn_by_turn:TurnByTurn",
-        "warm_start": "rollmesh.trainer.update_rules.warm_start:WarmStart",
+        "warm_start": "rollmesh.trainer.update_rules.warm_start:WarmStartRule",
     },
     UpdateRule,
 )

@@ -39,7 +39,7 @@ class WarmStartOptions(MinibatchesOptions):
     """Number of the update after which the warm-up begins."""
 
 
-class WarmStart(Minibatches):
+class WarmStartRule(Minibatches):
     """Random minibatches, and none in the warm-up."""
 
     Options: ClassVar[type[Settings]] = WarmStartOptions

@@ -109,7 +109,7 @@ class ChangepointOptions(CategoryOptions):
     confidence: PositiveFloat = 0.5
     """Factor of ln(t + 1) / n in the squared radius of a success rate."""
     restart: Literal["all", "category"] = "all"
-    """Statistics that a change restarts: those of all categories, or those of its own."""
+    """Statistics that a change restarts: those of all categories, or those of its category."""
 
 
 class ChangepointSelector(CategorySelector):

@@ -1,6 +1,6 @@
 """The tool-calling agent that also samples, in the state of each of its turns, a second action that is not executed.
 
-While training, each second action is a sample of its own with the role `new_action`, which ends after it. The estimator
+While training, each second action is a separate sample with the role `new_action`, which ends after it. The estimator
 `archer` reads these samples: the value of a state learns from actions of the current policy, and the new actions are
 trained as in the paper (arXiv:2402.19446). The agent needs twice the turns and tokens of `tool_calling`, also in
 `rollout.limits`. Name it as `rollmesh.services.rollout.agents.new_actions:NewActionsAgent`.
