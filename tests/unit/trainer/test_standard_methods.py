@@ -240,7 +240,7 @@ def test_members_without_a_summary_have_the_mean_length_in_opo() -> None:
 
 
 def test_gpg_equals_the_hand_computed_value() -> None:
-    """Of 8 samples 3 are of a group with signal, so alpha is 8 / 3; centered rewards are 2 / 3 and -1 / 3 twice."""
+    """Three of 8 samples are of a group with signal, so alpha is 8 / 3; centered rewards are 2 / 3 and -1 / 3 twice."""
     of = batch(
         grouped("g", (1.0, 2), (0.0, 2), (0.0, 2)), grouped("h", (1.0, 2), (1.0, 2)), grouped("i", *[(0.0, 2)] * 3)
     )

@@ -182,7 +182,7 @@ class TreeAdvantage(TurnEstimator):
 
 
 def tree_of(members: Sequence[MemberOutcome], rewards: NDArray[np.float64]) -> Tree:
-    """Return the tree of the members of a group, without values. A member without a summary is one step of its own."""
+    """Return the tree of the members of a group, without values. A member without a summary is a separate step."""
     steps = [Step(ROOT, -1)]
     numbers: dict[tuple[str, int | str], int] = {}
     paths: dict[str, tuple[int, ...]] = {}
