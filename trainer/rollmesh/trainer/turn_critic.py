@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from rollmesh.trainer.regression import regression_loss
+
 Turns = dict[str, Tensor]
 """n turns: `state`, `action` and `next` [n, d]; `reward`, `done`, `q` and `v` [n], the last two the weights of the turn
 in the losses of Q and V."""
@@ -32,6 +34,7 @@ class TrainingPlan:
     capacity: int
     lr: float
     clip_norm: float
+    huber: float
 
 
 class TurnCritic:
@@ -70,7 +73,7 @@ class TurnCritic:
     def _step(self, drawn: Turns, plan: TrainingPlan) -> float:
         for group in self._optimizer.param_groups:
             group["lr"] = plan.lr
-        value = td_loss(self.pair, drawn, plan.discount)
+        value = td_loss(self.pair, drawn, plan.discount, plan.huber)
         self._optimizer.zero_grad()
         with torch.enable_grad():
             value.backward()  # type: ignore[no-untyped-call]
@@ -145,7 +148,7 @@ class CriticPair(nn.Module):
         torch._foreach_lerp_(list(self.target.parameters()), list(self.critic.parameters()), tau)
 
 
-def td_loss(pair: CriticPair, turns: Turns, discount: float) -> Tensor:
+def td_loss(pair: CriticPair, turns: Turns, discount: float, huber: float = 0.0) -> Tensor:
     """Return the loss of the heads on these turns."""
     critic, target = pair.critic, pair.target
     with torch.no_grad():
@@ -153,8 +156,8 @@ def td_loss(pair: CriticPair, turns: Turns, discount: float) -> Tensor:
         of_action = turns["reward"][:, None] + discount * after
         of_state = target.q(turns["state"], turns["action"])
     with torch.enable_grad():
-        of_q = (critic.q(turns["state"], turns["action"]) - of_action).square().sum(-1)
-        of_v = (critic.v(turns["state"]) - of_state).square().sum(-1)
+        of_q = regression_loss(critic.q(turns["state"], turns["action"]) - of_action, huber).sum(-1)
+        of_v = regression_loss(critic.v(turns["state"]) - of_state, huber).sum(-1)
         return _mean(of_q, turns["q"]) + _mean(of_v, turns["v"])
 
 

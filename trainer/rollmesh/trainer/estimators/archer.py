@@ -41,7 +41,14 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from rollmesh.shared.config.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from rollmesh.shared.config.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    Share,
+)
 from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import UNDECIDED, UNSCORED, Estimate, GroupEstimator
 from rollmesh.trainer.estimators.turns import scored_members, turn_returns
@@ -65,6 +72,9 @@ class ArcherOptions(Settings):
     """Learning rate of the heads."""
     clip_norm: PositiveFloat = 1.0
     """Maximum norm of the gradient of the heads."""
+    huber: NonNegativeFloat = 0.0
+    """Error beyond which the losses of Q and V are linear, for noisy rewards (`regression.py`). 0: squared
+    everywhere."""
     discount: Share = 0.95
     """Factor of the value of the next turn (gamma)."""
     tau: Annotated[float, Meta(gt=0, le=1)] = 0.1
@@ -180,6 +190,7 @@ class Archer(GroupEstimator):
             capacity=options.capacity,
             lr=options.critic_lr,
             clip_norm=options.clip_norm,
+            huber=options.huber,
         )
         loss = critic.train({name: values[used] for name, values in columns.items()}, plan)
         metrics |= {"td_loss": loss} if np.isfinite(loss) else {}

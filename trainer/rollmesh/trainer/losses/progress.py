@@ -20,9 +20,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.config.settings import NonNegativeFloat, Settings
 from rollmesh.trainer.features import Feature, FeatureInputs, FeatureRequest
 from rollmesh.trainer.losses.base import LossInputs, LossTerm, TokenStats
+from rollmesh.trainer.regression import regression_loss
 from rollmesh.trainer.turn_states import turn_bounds
 
 WEIGHT = "progress/weight"
@@ -33,6 +34,8 @@ class ProgressOptions(Settings):
 
     through: bool = False
     """Let the gradient of the head pass into the policy."""
+    huber: NonNegativeFloat = 0.0
+    """Error of a sample beyond which its loss is linear, for noisy rewards (`regression.py`). 0: squared everywhere."""
 
 
 class Progress(LossTerm):
@@ -67,7 +70,7 @@ class Progress(LossTerm):
         at_end = torch.zeros(len(states), device=states.device).index_fill(0, last, 1.0)
         progress = self.module(states).squeeze(-1) * at_end
         error = inputs.sample_sums(progress) - inputs["reward"]
-        return (inputs[WEIGHT] * error.square()).sum(), {
+        return (inputs[WEIGHT] * regression_loss(error, self.options.huber)).sum(), {
             "progress": progress.detach(),
             "progress_error": error.detach(),
         }
