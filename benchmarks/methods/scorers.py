@@ -87,7 +87,7 @@ class DriftingExactOptions(ExactOptions):
 
     switch_draw: NonNegativeInt = 256
     """The first draw of the second half."""
-    easy_level_max: NonNegativeInt = 2
+    easy_level_max: NonNegativeInt = 1
     """Largest level of the tasks whose reward is 0 in the second half. The others have reward 0 in the first one."""
 
 

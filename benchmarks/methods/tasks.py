@@ -45,6 +45,7 @@ def _source(level_min: int, level_max: int, *, source: str = "calc", weights: Se
         "level_max": level_max,
         "level_weights": list(weights),
         "num_train": 1024,
+        "num_validation": 0,
         "num_test": NUM_TEST,
     }
     return {"source": {"name": source, "options": options}}
@@ -144,7 +145,7 @@ TASKS: Mapping[str, TaskOfMethods] = {
     "long": TaskOfMethods(
         summary="Count from one number to another: answers of 160 to 240 tokens, whose length the prompt determines.",
         data=_source(2, 3, source=f"{SOURCES}:CountSource"),
-        model=_model(levels=3, target_success=0.4, source=f"{SOURCES}:CountSource"),
+        model=_model(levels=3, target_success=0.25, source=f"{SOURCES}:CountSource"),
         reward={"scorers": [EXACT], "oracles": {"count": f"{SOURCES}:CountOracle"}},
         settings={
             "rollout": {
@@ -177,14 +178,17 @@ TASKS: Mapping[str, TaskOfMethods] = {
         reward={"scorers": [EXACT]},
     ),
     "drifting": TaskOfMethods(
-        summary="Expressions with one to four operators. The training reward of three and four is 0 in the first 256 "
-        "draws, and that of one and two afterwards: what a selector has learned becomes wrong. Success is measured "
-        "by the true reward.",
-        data=_source(1, 4),
-        model=_model(levels=4, target_success=0.4),
+        summary="Expressions with one or two operators. The training reward of two is 0 in the first 256 draws, and "
+        "that of one afterwards: what a selector has learned becomes wrong. Success is measured by the true reward.",
+        data=_source(1, 2),
+        model=CALC,
         reward={
             "scorers": [
-                {"name": f"{SCORERS}:DriftingExact", "reward": "correct", "options": {"switch_draw": 256}},
+                {
+                    "name": f"{SCORERS}:DriftingExact",
+                    "reward": "correct",
+                    "options": {"switch_draw": 256, "easy_level_max": 1},
+                },
                 {"name": "exact", "reward": "truth"},
             ],
             "weights": {"correct": 1.0},

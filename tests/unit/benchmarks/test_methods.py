@@ -45,7 +45,7 @@ from benchmarks.methods.scorers import (
     LevelPriorOptions,
 )
 from benchmarks.methods.sources import ConfidentSource, CountOracle, CountSource, LateOracle, LateSource
-from benchmarks.methods.tasks import TASKS
+from benchmarks.methods.tasks import NUM_TEST, TASKS
 from benchmarks.methods.verdict import (
     CONFIRM_SEED,
     FALSE_SHARE,
@@ -59,10 +59,12 @@ from benchmarks.methods.verdict import (
     screened,
     student_p,
 )
-from rollmesh.demo.config import MadeModelConfig
+from rollmesh.demo.config import MadeModelConfig, demonstrated_source
 from rollmesh.demo.families.calc import demonstrate
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import Split
 from rollmesh.services.reward.item import AnswerKey, JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.reward.scorers.exact import ExactOptions
 from rollmesh.services.reward.scorers.extract import AnswerOptions
@@ -400,8 +402,14 @@ def test_options_that_cannot_be_run_are_rejected(tmp_path: Path) -> None:
 
 def test_every_task_that_a_recipe_may_name_exists_and_resolves_and_so_does_every_recipe() -> None:
     assert set(TASKS) == set(get_args(MethodTask))
-    for task in TASKS:
-        resolved(arm(task=task, seed=3))
+    for task, of in TASKS.items():
+        config = resolved(arm(task=task, seed=3))[0]
+        if task != "gym":  # whose package is optional
+            pools = build_pools(config.data)
+            assert (len(pools[Split.TRAIN]), len(pools[Split.TEST])) == (1024, NUM_TEST)
+            source = demonstrated_source(config_from_dict(MadeModelConfig, dict(of.model)))
+            shown = [source.demonstration(key) for _, key in source.keys(Split.VALIDATION)]
+            assert len(shown) == source.options.num_validation
     for method, task in zip(recipe_names(), itertools.cycle(TASKS)):
         resolved(arm(method, task=task, seed=3))
     for method in (name for name in recipe_names() if expected_of(name).baseline_settings):
