@@ -245,7 +245,7 @@ def test_pruning_by_width_keeps_the_best_and_the_worst_leaves() -> None:
 def test_pruning_by_depth_masks_turns_in_a_window_that_moves_to_the_root() -> None:
     tree = Forked("e", {"abcd": 1.0, "abce": 0.0})
     made = estimator(prune_depths=[2, 3], prune_slide_updates=10)
-    for update, pruned in ((9, {2, 3}), (10, {1, 2}), (25, {0, 1}), (99, {0, 1})):
+    for update, pruned in ((1, {2, 3}), (10, {2, 3}), (11, {1, 2}), (20, {1, 2}), (21, {0, 1}), (99, {0, 1})):
         of = batch(tree, update=update)
         mask = made(of).token_mask
         assert mask is not None

@@ -175,7 +175,7 @@ class TreeAdvantage(TurnEstimator):
         options: TreeOptions = self.options
         if not options.prune_depths:
             return None
-        moved = batch.update // options.prune_slide_updates if options.prune_slide_updates else 0
+        moved = (batch.update - 1) // options.prune_slide_updates if options.prune_slide_updates else 0
         depths = np.array(options.prune_depths) - min(moved, *options.prune_depths)
         kept: NDArray[np.bool_] = ~np.isin(batch["turn"], depths)
         return kept
