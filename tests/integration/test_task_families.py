@@ -140,8 +140,9 @@ async def test_the_reward_of_think2sql_is_execution_accuracy(tmp_path: Path) -> 
             right, wrong, broken = (1.0, Outcome.OK), (0.0, Outcome.OK), (0.0, Outcome.INFRA_FAILURE)
             fewer = "select distinct name from p where age > 1"
             changing = "delete from p"
-            found = await rewards(manifest, manifest["gold"], equivalent, in_order, fewer, changing)
-            assert found == [right] * 3 + [wrong] * 2
+            draft = f"{fewer}</answer> No, with repetitions: <answer>{equivalent}"
+            found = await rewards(manifest, manifest["gold"], equivalent, in_order, draft, fewer, changing)
+            assert found == [right] * 4 + [wrong] * 2, "the last answer counts"
             assert await rewards({**manifest, "ordered": True}, equivalent, in_order) == [wrong, right]
             short = {**manifest, "tests": manifest["tests"][:1]}
             assert await rewards(short, endless) == [wrong]
