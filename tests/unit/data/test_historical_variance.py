@@ -60,6 +60,16 @@ def test_groups_after_the_history_do_not_change_the_ranking() -> None:
     assert chosen.draw(4, frozenset()) == 0
 
 
+def test_a_later_group_takes_the_place_of_one_of_the_history_without_a_score() -> None:
+    """Variances 1/64 of two rates and 1/18 of three; with the rate of the later group 13/72."""
+    chosen = selector(leveled("1", "2"), history_epochs=3)
+    for position, rate in ((0, 0.0), (0, 0.25), (1, 0.0), (1, 0.0), (1, 0.5)):
+        decide(chosen, position, rate, 1 - rate)
+    assert chosen.draw(6, frozenset()) == 1
+    decide(chosen, 0, 1.0, 0.0)
+    assert chosen.draw(7, frozenset()) == 0
+
+
 def test_the_chosen_tasks_are_logged_and_may_be_given_to_a_second_run(caplog: pytest.LogCaptureFixture) -> None:
     chosen = selector(leveled("1", "2"), history_epochs=2)
     for rate in (0.0, 1.0):

@@ -8,8 +8,9 @@ these rates, and a run on the first task alone, repeated to fill each batch, com
     v(i) = var(s(i,1), ..., s(i,E)), of the population          pi(1), pi(2), ... = tasks by falling v, ties by position
     draws 0 .. E N - 1 are epochs over the N tasks in a random order; later draws are pi(1), .., pi(num_top) in turn
 
-A task is repeated although it is in flight. Its later groups do not change the ranking, because a task has no more than
-E rates. A task that was never scored has no variance and is last.
+A task is repeated although it is in flight. Its groups after the first E scored ones do not change the ranking. If a
+group of the history ended without a score, a later group of the task takes its place, and the ranking may change then.
+A task that was never scored has no variance and is last.
 
 Deviations. In the paper the second run begins from the initial model. Here the policy of the history is trained further
 in the same run. For a second run set `chosen` to the task ids, which the selector logs when a draw uses the ranking for
