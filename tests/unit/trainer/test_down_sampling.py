@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward, SampleSummary, TurnSummary
+from rollmesh.shared.domain.trajectory import (
+    FinishReason,
+    GroupContext,
+    MemberOutcome,
+    Outcome,
+    Reward,
+    SampleSummary,
+    TurnSummary,
+)
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.estimators.d3s import largest, scheduled, widest_subset
@@ -19,6 +27,7 @@ from rollmesh.trainer.estimators.pf_ppo import STRATEGIES, filter_weights, r_squ
 from rollmesh.trainer.estimators.roc import RocOptions, format_penalty, num_negative
 
 from .builders import batch_of, group, member
+from .test_adjusted_rewards import campo_batch, looped
 from .test_member_methods import leased
 from .test_methods import batch, estimator, per_sample, rewarded, with_columns
 
@@ -271,6 +280,7 @@ def test_the_scope_of_pf_ppo_decides_what_is_extreme_and_weights_have_the_mean_1
     assert (lone.dropped, lone.sample_weights.tolist()) == ({}, [1.0])  # type: ignore[union-attr]
     failed = batch(group("a", member("a0", {"r": 0.0}, outcome=Outcome.INFRA_FAILURE), member("a1", {"r": 1.0})))
     assert estimator("pf_ppo")(failed).dropped == {0: "UNSCORED"}
+    assert estimator("pf_ppo")(failed).metrics["filtered_share"] == 0.0, "a failure is not filtered"
 
 
 def test_best_and_worst_are_those_of_all_members_also_if_they_are_not_leased() -> None:
@@ -356,8 +366,15 @@ def test_groups_of_one_failures_and_truncated_samples_in_d3s() -> None:
     failed = group("b", member("b0", {"r": 0.0}, outcome=Outcome.INFRA_FAILURE), member("b1", {"r": 1.0}))
     found = estimator("d3s", std="none")(uncertain(batch(rewarded("a", 1.0), failed), [1.0] * 6))
     assert found.dropped == {1: "UNSCORED"}
+    assert found.metrics["sample_share"] == 1.0, "a failure is not among the samples"
     assert found.token_mask is not None
     assert not found.token_mask[2:4].any()
+    stopped = [looped(f"s{n}", 0.0, FinishReason.STOP) for n in (1, 2)]
+    cut = campo_batch(looped("s0", 0.0), *stopped, rewards=(0.0, 1.0, 1.0))
+    made = estimator("d3s", std="none", drop_truncated=True)
+    found = made(uncertain(cut, [1.0] * int(cut.lengths.sum())))
+    assert found.dropped == {0: "TRUNCATED"}
+    assert found.metrics["variance_all"] == found.metrics["variance"] == 0.0, "both others have one advantage"
     assert estimator("d3s").needs == ("start_entropy",)
     of = uncertain(batch_of([leased("a1", "a"), leased("a2", "a")], [rewarded("a", 0.0, 0.4, 0.5)]), [1.0] * 4)
     assert per_sample(estimator("d3s", std="none")(of), of) == pytest.approx([0.1, 0.2]), "the mean is that of all"
@@ -413,6 +430,7 @@ def test_failures_other_rewards_and_members_that_are_not_leased_in_parrot() -> N
     partial = member("a1", {"x": 9.0})
     of = batch(group("a", failed, partial, member("a2", {"x": 1.0, "y": 1.0})))
     assert estimator("parrot")(of).dropped == {0: "UNSCORED"}, "nothing is known of y"
+    assert estimator("parrot")(of).metrics["front_share"] == 1.0, "a failure is not below the front"
     of = batch_of([leased("a2", "a"), leased("a0", "a")], [scored("a", *TRADE)])
     assert estimator("parrot")(of).dropped == {0: "DOMINATED"}
     assert estimator("parrot")(batch(scored("a", {"x": 1.0}))).dropped == {}

@@ -86,11 +86,12 @@ class D3s(Grpo):
         signal = np.abs(found.advantages.astype(np.float64)) * batch[ENTROPY]
         mask = np.zeros(len(tokens), dtype=bool)
         mask[largest(signal, np.flatnonzero(tokens), token_share)] = True
+        candidates = [n for numbers in pools.values() for n in numbers]
         metrics = {
-            "sample_share": float(chosen.mean()),
+            "sample_share": float(chosen[candidates].mean()) if candidates else 0.0,
             "token_share": float(mask.sum() / max(1, tokens.sum())),
-            "variance": float(per_sample[chosen].var()) if chosen.any() else 0.0,
-            "variance_all": float(per_sample.var()),
+            "variance": float(per_sample[chosen].var()) if candidates else 0.0,
+            "variance_all": float(per_sample[candidates].var()) if candidates else 0.0,
         }
         return replace(
             found,

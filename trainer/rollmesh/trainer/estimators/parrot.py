@@ -55,7 +55,8 @@ class Parrot(Grpo):
         dominated = {name for members in pools for name in self._dominated(members)}
         at = [n for n, sample in enumerate(batch.samples) if sample.sample.sample_id in dominated]
         dropped = {**dict.fromkeys(at, DOMINATED), **found.dropped}
-        metrics = {"front_share": 1.0 - len(dropped) / max(1, len(batch.samples))}
+        candidates = len(batch.samples) - len(found.dropped)
+        metrics = {"front_share": (len(batch.samples) - len(dropped)) / max(1, candidates)}
         return replace(found, dropped=dropped, metrics={**found.metrics, **metrics})
 
     def of_group(self, group: GroupContext) -> dict[str, float]:

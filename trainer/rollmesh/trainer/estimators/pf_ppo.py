@@ -87,13 +87,14 @@ class PfPpo(Grpo):
             of_sample |= {m.sample_id: weight for m, weight in zip(members, found, strict=True)}
         weights = np.array([of_sample.get(s.sample.sample_id, 0.0) for s in batch.samples])
         estimate = self.spread(batch, self.of_sums(scored, self.given(batch)))
-        at = np.flatnonzero(weights == 0).tolist()
+        candidates = [n for n in range(len(weights)) if n not in estimate.dropped]
+        at = [n for n in candidates if weights[n] == 0]
         dropped = {**dict.fromkeys(at, DOWN_SAMPLED), **estimate.dropped}
-        used = np.array([n for n in range(len(weights)) if n not in dropped], dtype=np.int64)
-        if len(used):
+        used = [n for n in candidates if n not in dropped]
+        if used:
             weights = weights / weights[used].mean()
         metrics = {
-            "filtered_share": len(at) / max(1, len(weights)),
+            "filtered_share": len(at) / max(1, len(candidates)),
             "strategy": float(STRATEGIES.index(chosen)),
             "agreement": agreement[chosen],
             "agreement_all": agreement["all"],
