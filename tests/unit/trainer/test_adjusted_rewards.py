@@ -227,10 +227,15 @@ def test_a_sample_is_truncated_by_the_limit_of_its_turn_or_of_its_episode() -> N
     assert not is_truncated(observed), "the turn was cut, and the conversation went on"
 
 
-@pytest.mark.parametrize("name", ["campo", "unlikeliness", "dsdr", "stable_reinforce"])
+@pytest.mark.parametrize(
+    "name", ["campo", "unlikeliness", "dsdr", "stable_reinforce", "ace", "kl_reward", "adaptive_kl", "implicit_reward"]
+)
 def test_every_estimator_with_the_options_of_grpo_drops_truncated_samples(name: str) -> None:
     of = campo_batch(looped("s0", 0.0), looped("s1", 0.0, FinishReason.STOP), rewards=(1.0, 0.0))
-    assert estimator(name, drop_truncated=True)(of).dropped == {0: "TRUNCATED"}
+    with_columns(of, proximal=[-1.0] * int(of.lengths.sum()), reference=[-1.0] * int(of.lengths.sum()))
+    found = estimator(name, drop_truncated=True)(of)
+    assert found.dropped == {0: "TRUNCATED"}
+    assert found.metrics["truncated_share"] == 0.5
     assert estimator(name)(of).dropped == {}
 
 

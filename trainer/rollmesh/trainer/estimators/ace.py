@@ -57,6 +57,7 @@ class Ace(Grpo):
         advantages = np.where(base.advantages < 0, base.advantages * batch.per_token(factor), base.advantages)
         wrong = batch.first(base.advantages) < 0
         metrics = {
+            **base.metrics,
             "shift_mean": float(shift.mean()),
             "factor_mean": float(factor[wrong].mean()) if wrong.any() else 1.0,
         }

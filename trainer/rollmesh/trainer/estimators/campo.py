@@ -17,6 +17,7 @@ alone, as in the code.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
@@ -55,7 +56,7 @@ class Campo(Grpo):
             batch, self.of_sums(adjusted_sums(batch, self.weights, -options.loop_weight * shares), self.given(batch))
         )
         metrics = {"loops": float((shares > 0).mean()), "loop_share_mean": float(shares.mean())}
-        return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
+        return replace(found, metrics={**found.metrics, **metrics})
 
 
 def loop_of(sample: TrainingSample, options: CampoOptions) -> float:

@@ -96,7 +96,11 @@ class Dsdr(Grpo):
             advantages=estimate.advantages,
             dropped=estimate.dropped,
             columns={SHARE: batch.per_token(per_sample)},
-            metrics={"diversity_mean": float(np.mean(found)) if found else 0.0, "correct": float(len(found))},
+            metrics={
+                **estimate.metrics,
+                "diversity_mean": float(np.mean(found)) if found else 0.0,
+                "correct": float(len(found)),
+            },
         )
 
     def of_group(self, group: GroupContext) -> dict[str, float]:

@@ -65,7 +65,11 @@ class ImplicitReward(Grpo):
         log_ratio = batch["proximal"].astype(np.float64) - batch["reference"]
         dense = options.beta * np.clip(log_ratio, -20.0, 20.0)
         returns = batch.sums(dense)
-        metrics = {"implicit_reward_mean": float(dense.mean()), "implicit_return_mean": float(returns.mean())}
+        metrics = {
+            **found.metrics,
+            "implicit_reward_mean": float(dense.mean()),
+            "implicit_return_mean": float(returns.mean()),
+        }
         agreement = self._order_agreement(batch, returns)
         groups = np.array([sample.group for sample in batch.samples])
         return replace(

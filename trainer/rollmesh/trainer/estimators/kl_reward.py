@@ -16,6 +16,7 @@ their penalties differ. The coefficient is constant; `adaptive_kl` adapts it to 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -51,7 +52,7 @@ class KlReward(Grpo):
         scored = adjusted_sums(batch, self.weights, -coefficient * sums)
         found = self.spread(batch, self.of_sums(scored, self.given(batch)))
         metrics = {"kl_mean": float(divergence.mean()), "penalty_mean": float(coefficient * sums.mean())}
-        return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
+        return replace(found, metrics={**found.metrics, **metrics})
 
     def coefficient(self, batch: UpdateBatch) -> float:
         """Return the reward that a sample of this batch loses per nat."""

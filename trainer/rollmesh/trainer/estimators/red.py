@@ -95,6 +95,7 @@ class Red(Grpo):
         solved = {number: SOLVED for number in self._solved(batch, external) if number not in base.dropped}
         weights = np.where(external, self._weight, 1.0).astype(np.float32)
         metrics = {
+            **base.metrics,
             "imitation_weight": self._weight,
             "imitated": float(external.sum() - len(solved)),
             "solved": float(len(solved)),

@@ -28,7 +28,7 @@ states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -118,7 +118,7 @@ class RepExp(Grpo):
             given += bonus.tolist()
         found = self.spread(batch, self.of_sums(scored, self.given(batch)))
         metrics = {"bonus_mean": float(np.mean(given)) if given else 0.0, "bonus_max": max(given, default=0.0)}
-        return Estimate(advantages=found.advantages, dropped=found.dropped, metrics=metrics)
+        return replace(found, metrics={**found.metrics, **metrics})
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> advantage without the bonus; `UNDECIDED` if it is 0 for all members and the group has a

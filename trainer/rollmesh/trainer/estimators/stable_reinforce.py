@@ -50,6 +50,7 @@ class StableReinforce(Grpo):
         outside = np.abs(found.advantages) > options.sigma_max
         advantages = np.where(outside, 0.0, found.advantages).astype(np.float32)
         metrics = {
+            **found.metrics,
             "outliers": float(batch.first(outside).sum()),
             "advantage_max": float(np.abs(found.advantages).max()),
         }

@@ -95,6 +95,7 @@ class VerlRank(Grpo):
         if self.options.tokens == "last":
             added[~_last_tokens(batch)] = 0.0
         metrics = {
+            **base.metrics,
             "ranked_share": float(ranked.mean()),
             "gate": float(gate[ranked].mean()) if ranked.any() else 0.5,
             "bonus": float(added.mean()),
