@@ -21,12 +21,12 @@ from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.torch.built_in_runner import TorchRunner
 from rollmesh.services.inference.engines.torch.config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch.model_spec import UnknownToDecoder, model_spec, read_config
-from rollmesh.services.inference.engines.torch.plain_outputs import expert_layers
 from rollmesh.services.inference.engines.torch.plain_runner import PlainRunner
 from rollmesh.services.inference.engines.torch.runner import Runner
 from rollmesh.services.inference.engines.torch.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.model_folder import check_positions
+from rollmesh.trainer.expert_modules import expert_modules
 from rollmesh.trainer.model_config import auto_class
 from rollmesh.trainer.spread_model import raise_if_out_of_memory
 
@@ -70,7 +70,7 @@ def chooses_experts(folder: Path) -> bool:
     try:
         config = read_config(folder)
         with torch.device("meta"):
-            return bool(expert_layers(auto_class(config).from_config(config)))
+            return bool(expert_modules(auto_class(config).from_config(config)))
     except MODEL_ERRORS:
         return False
 

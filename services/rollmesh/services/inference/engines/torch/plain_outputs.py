@@ -6,7 +6,6 @@ Hooks exist only while a request with such an output is computed.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,14 +14,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.services.inference.engines.common.sampling import half
-
-_CHOSEN = {"top_k_index", "router_indices"}
-"""Names that modules with several experts give to the ids [tokens, chosen], their second argument."""
-
-
-def expert_layers(model: Any) -> list[Any]:
-    """Return the modules that are called with the ids of chosen experts, in the order of the layers."""
-    return [module for module in model.modules() if _CHOSEN & set(inspect.signature(module.forward).parameters)]
+from rollmesh.trainer.expert_modules import chosen_experts, expert_modules
 
 
 @contextmanager
@@ -37,14 +29,13 @@ def observed(model: Any, outputs: tuple[str, ...]) -> Iterator[dict[str, Tensor]
         seen["hidden"] = half(arguments[0].reshape(-1, arguments[0].shape[-1]))
 
     def experts(module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        chosen = arguments[1] if len(arguments) > 1 else next(named[name] for name in _CHOSEN if name in named)
-        ids = chosen.to(torch.uint8 if module.num_experts <= 256 else torch.int32)
+        ids = chosen_experts(arguments, named).to(torch.uint8 if module.num_experts <= 256 else torch.int32)
         seen["routed_experts"] = torch.cat((seen["routed_experts"], ids), dim=-1) if "routed_experts" in seen else ids
 
     if "hidden" in outputs:
         handles.append(model.get_output_embeddings().register_forward_pre_hook(head))
     if "routed_experts" in outputs:
-        handles += [module.register_forward_pre_hook(experts, with_kwargs=True) for module in expert_layers(model)]
+        handles += [module.register_forward_pre_hook(experts, with_kwargs=True) for module in expert_modules(model)]
     try:
         yield seen
     finally:
