@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollmesh.app.checks.model_checks import check_made_model, check_model, check_reference
+from rollmesh.app.checks.model_checks import check_made_model, check_model, check_reference, model_folder
 from rollmesh.app.checks.profile_checks import check_profiles
 from rollmesh.app.checks.task_survey import TaskSurvey, survey_tasks
 from rollmesh.app.config import TrainConfig, read_train_config
@@ -421,7 +421,7 @@ class _Check:
     def _engine(self) -> Any:
         """Return the settings of the engine. None for an engine that does not run the model of the run."""
         config, inference = self._config, self._config.inference
-        engine = with_model(inference.engine, self._base_dir, lambda: Path(config.model or "-"))
+        engine = with_model(inference.engine, self._base_dir, self._model)
         can = INFERENCE_ENGINES.make(engine, self._base_dir).capabilities
         known = sorted(can.outputs)
         if config.rollout.pin != "none" and can.versions_max < 2:
@@ -470,13 +470,21 @@ class _Check:
             )
         return options
 
+    def _model(self) -> Path:
+        """Return the folder of the model, on which the outputs of an engine may depend. `check_model` reports a folder
+        without a model."""
+        try:
+            return model_folder(self._config, self._base_dir)
+        except ConfigError:
+            return Path("-")
+
     def _engines_with(self, outputs: Sequence[str]) -> str:
         """Return the built-in engines that can return each output, for a message. The one for tests is not one of
         them."""
         found: dict[str, list[str]] = {output: [] for output in outputs}
         for name in INFERENCE_ENGINES.names:
             with suppress(InvalidInput):  # an engine with required options cannot be constructed without them
-                choice = with_model(Extension(name), self._base_dir, lambda: Path(self._config.model or "-"))
+                choice = with_model(Extension(name), self._base_dir, self._model)
                 can = INFERENCE_ENGINES.make(choice, self._base_dir).capabilities.outputs if name != "fake" else ()
                 for output in set(outputs).intersection(can):
                     found[output].append(name)
