@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from rollmesh.shared.domain.trajectory import Source, TrainingSample
 
 EXPERTS = 4
 TOP_K = 2
@@ -36,3 +40,14 @@ def tiny_mixture(model_type: str = "qwen3_moe", **changes: Any) -> PreTrainedMod
         model: Any = make(CONFIG_MAPPING[model_type](**(sizes | changes)), dtype=torch.float32)
     made: PreTrainedModel = model.eval()
     return made
+
+
+def recorded(sample: TrainingSample, rng: np.random.Generator) -> TrainingSample:
+    """Return the sample with random records of the experts of its sampled tokens, for `tiny_mixture()`."""
+    segments = []
+    for segment in sample.segments:
+        if segment.source is Source.POLICY:
+            rows = [np.concatenate([rng.permutation(EXPERTS)[:TOP_K] for _ in range(2)]) for _ in segment.token_ids]
+            segment = replace(segment, arrays={**segment.arrays, "routed_experts": np.array(rows, np.uint8)})
+        segments.append(segment)
+    return replace(sample, segments=tuple(segments))

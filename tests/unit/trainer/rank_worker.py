@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,11 +36,12 @@ from rollmesh.trainer.ranks import Ranks
 from rollmesh.trainer.sharding import whole
 from rollmesh.trainer.update import BatchTrainer
 from tests.unit.trainer.builders import random_batch
-from tests.unit.trainer.mixtures import tiny_mixture
+from tests.unit.trainer.mixtures import recorded, tiny_mixture
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
 TIMEOUT_S = 240.0
 MIXTURE = "mixture of experts"
+REPLAY = "router replay"
 SHARED_PREFIX = "shared prefixes"
 OTHER_PROMPT = FeatureChoice(
     "other_prompt_logprob", {"omit_roles": ["context"], "prefix_ids": [20, 21, 22]}, under="current", grad=True
@@ -59,6 +61,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "parts computed again": {"compute": ComputeConfig(logprob_chunk_tokens=16, gradient_checkpointing=True)},
     MIXTURE: {"loss": (LossTermChoice("ppo_clip"), LossTermChoice("router", weight=0.1))},
+    REPLAY: {
+        "loss": (LossTermChoice("decoupled_ppo"), LossTermChoice("kl", weight=0.1)),
+        "compute": ComputeConfig(gradient_checkpointing=True),
+        "router_replay": True,
+    },
     "bfloat16": {
         "loss": (LossTermChoice("ppo_clip"), LossTermChoice("kl", weight=0.1)),
         "compute": ComputeConfig(precision="bfloat16", logprob_chunk_tokens=16, gradient_checkpointing=True),
@@ -119,10 +126,10 @@ def config_of(case: str) -> UpdateConfig:
 
 def make_trainer(case: str, ranks: Ranks) -> BatchTrainer:
     return BatchTrainer(
-        tiny_mixture() if case == MIXTURE else build_tiny_model(SMALL, seed=1),
+        tiny_mixture() if case in (MIXTURE, REPLAY) else build_tiny_model(SMALL, seed=1),
         config_of(case),
         seed=7,
-        outputs=["entropy"],
+        outputs=["entropy", "routed_experts"],
         encode=lambda _: [20],
         ranks=ranks,
     )
@@ -132,10 +139,12 @@ def results_of(case: str, ranks: Ranks, updates: int = 5) -> dict[str, Any]:
     """Return what the updates of a case have produced: results, weights, moments of the gradients, memory and
     log-probs."""
     trainer = make_trainer(case, ranks)
-    shares = case == SHARED_PREFIX
-    made = [
-        trainer.update(k, *random_batch(3, 3, seed=k, step=k - 1, same_prompt=shares)) for k in range(1, updates + 1)
-    ]
+    made = []
+    for k in range(1, updates + 1):
+        samples, groups = random_batch(3, 3, seed=k, step=k - 1, same_prompt=case == SHARED_PREFIX)
+        if case == REPLAY:
+            samples = [recorded(sample, np.random.default_rng(k)) for sample in samples]
+        made.append(trainer.update(k, samples, groups))
     moments = {
         name: whole(trainer.optimizer.state[p]["exp_avg"]).clone() for name, p in trainer.model.named_parameters()
     }

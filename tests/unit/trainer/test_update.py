@@ -35,12 +35,15 @@ from rollmesh.trainer.samples import DropReason, build_table, drop_reason
 from rollmesh.trainer.update import BatchTrainer, UpdateOutcome
 
 from .builders import action, group, member, minibatches, prompt, random_batch, training_sample
+from .mixtures import recorded, tiny_mixture
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
 
 
 def trainer(config: UpdateConfig | None = None, *, seed: int = 7) -> BatchTrainer:
-    return BatchTrainer(build_tiny_model(SMALL, seed=1), config or UpdateConfig(), seed=seed, outputs=["entropy"])
+    config = config or UpdateConfig()
+    model = tiny_mixture() if config.router_replay else build_tiny_model(SMALL, seed=1)
+    return BatchTrainer(model, config, seed=seed, outputs=["entropy", "routed_experts"])
 
 
 def weights(of: BatchTrainer | PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -75,7 +78,11 @@ def test_same_inputs_and_seed_give_the_same_weights_bit_for_bit(name: str) -> No
     torch.manual_seed(1)
     results = []
     for made in (one, two):
-        results.append([made.update(k, *random_batch(seed=k, step=k - 1)) for k in (1, 2)])
+        batches = [random_batch(seed=k, step=k - 1) for k in (1, 2)]
+        if recipe.router_replay:
+            rng = np.random.default_rng(0)
+            batches = [([recorded(sample, rng) for sample in samples], groups) for samples, groups in batches]
+        results.append([made.update(k, *batch) for k, batch in enumerate(batches, 1)])
         torch.manual_seed(99)  # the global generator has no effect
     assert same(weights(one), weights(two))
     assert results[0] == results[1]

@@ -248,6 +248,11 @@ class UpdateConfig(Settings):
     them."""
     reference: ReferenceConfig = ReferenceConfig()
     """The reference model."""
+    router_replay: bool = False
+    """Send the tokens of a mixture of experts to the experts that the engine has recorded for them, so that engine and
+    trainer, which round differently, run the same experts. The weights of the experts are those of the trainer's
+    routers. It needs `routed_experts` in `rollout.outputs`. Tokens without a record, such as those of prompts, are
+    routed by the trainer. Not every model allows it: a start and `rollmesh check` verify it."""
     report_entropy: Annotated[bool, LIVE] = True
     """Report the policy's entropy on trained tokens, at the temperature they were sampled at and without top-p and
     top-k; costs one softmax over the vocabulary per token."""

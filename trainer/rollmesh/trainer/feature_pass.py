@@ -20,6 +20,7 @@ from rollmesh.trainer.features import FeatureInputs, FeatureRequest
 from rollmesh.trainer.forward import ForwardPlan
 from rollmesh.trainer.model_config import compute_device
 from rollmesh.trainer.packing import MicroBatch
+from rollmesh.trainer.router_replay import DIFFERING
 from rollmesh.trainer.samples import TokenTable
 from rollmesh.trainer.sequences import Sequence1D
 from rollmesh.trainer.sharding import local, release
@@ -36,18 +37,21 @@ def forward_features(
 ) -> tuple[FeatureInputs, dict[Hashable, Tensor]]:
     """Run the forward of a micro-batch. Return the inputs of all of its tokens, and the requested features by key.
 
-    `columns` are those of the whole table; the inputs have those of the micro-batch. Without the column `temperature`
-    it is 1. `hidden` requests the hidden states.
+    `columns` are those of the whole table; the inputs have those of the micro-batch, and DIFFERING if it replays
+    records of experts. Without the column `temperature` it is 1. `hidden` requests the hidden states.
     """
     tokens = {name: values[batch.target_index] for name, values in columns.items()}
     token_ids, heat = batch.target_ids, tokens.get("temperature")
-    outputs = forward.target_outputs(
-        model,
-        batch,
-        plan.mode,
-        hidden=hidden or any(request.feature.reads_hidden for request in requests),
-        router=any(request.feature.reads_router for request in requests),
-    )
+    with plan.replaying(batch) as differing:
+        outputs = forward.target_outputs(
+            model,
+            batch,
+            plan.mode,
+            hidden=hidden or any(request.feature.reads_hidden for request in requests),
+            router=any(request.feature.reads_router for request in requests),
+        )
+        if (shares := differing()) is not None:
+            tokens[DIFFERING] = shares
 
     def logits_of(rows: Tensor, at: slice) -> Tensor:
         return forward.at_temperature(outputs.logits(rows), None if heat is None else heat[at])

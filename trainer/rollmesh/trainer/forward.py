@@ -11,6 +11,7 @@ tokens. Collaborators: `packing` (micro-batches), `update`, `sft`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -28,6 +29,7 @@ from rollmesh.trainer.model_config import FLASH, compute_device, logits_rule, te
 from rollmesh.trainer.packing import MicroBatch, pack
 from rollmesh.trainer.ranks import ONE_RANK, Ranks
 from rollmesh.trainer.router import RouterLogits, returned_layers, router_logits
+from rollmesh.trainer.router_replay import RouterReplay
 from rollmesh.trainer.sequences import Sequence1D, num_targets
 from rollmesh.trainer.shared_prefix import SQUARE_TOKENS, attention_mask
 
@@ -61,10 +63,16 @@ class ForwardPlan:
     """The ranks between which the micro-batches are divided."""
     square: int = SQUARE_TOKENS
     """That of `shared_prefixes`."""
+    replay: RouterReplay | None = None
+    """What replays the experts that an engine has recorded, in the forwards of its model."""
 
     def micro_batches(self, sequences: Sequence[Sequence1D], device: torch.device) -> list[MicroBatch]:
         """Return micro-batches of all ranks, which contain every sequence once."""
         return pack(sequences, self.mode.packing(self.packing), device=device, square=self.square)
+
+    def replaying(self, batch: MicroBatch) -> AbstractContextManager[Callable[[], Tensor | None]]:
+        """Return the context in which the forward of a micro-batch runs, see `RouterReplay.replaying`."""
+        return nullcontext(lambda: None) if self.replay is None else self.replay.replaying(batch)
 
     def cuts(self, count: int) -> bool:
         """Return whether `count` wanted positions run through the output layer in parts."""

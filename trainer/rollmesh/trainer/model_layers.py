@@ -7,10 +7,12 @@ only, and the trainer runs models in evaluation mode.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -32,8 +34,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(found.values())
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
+def checkpoint_layers(model: PreTrainedModel, contexts: Callable[[], Any] = noop_context_fn) -> None:
     """Make each layer discard what its backward needs and compute it again. Names of parameters and values do not
-    change."""
+    change. `contexts` returns the contexts of a forward and of its repetition."""
     for layer in decoder_layers(model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)

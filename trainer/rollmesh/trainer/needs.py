@@ -85,7 +85,7 @@ def needs_of(plugins: Plugins, config: UpdateConfig, reward_weights: Collection[
     """Return the needs of the parts. `reward_weights` are the names that the method gives a weight."""
     size = plugins.estimator.group_size
     return MethodNeeds(
-        outputs=tuple(dict.fromkeys(map(output_of, plugins.outputs))),
+        outputs=tuple(dict.fromkeys(map(output_of, plugins.recorded))),
         features={name: request.under for name, request in sorted(plugins.requests.items())},
         gradient_squares=plugins.needs_gradients,
         reference=config.reference.kind if plugins.under("reference") else "",

@@ -61,6 +61,10 @@ class MicroBatch:
     """[2, R, T] integers, if any of its sequences share a prefix: the part of its row that a token is in, and the part
     that is the prefix of this one or the part itself. A token attends to the tokens before it in both. Padding is in
     part 0."""
+    experts: Tensor | None = None
+    """[R, T, k] integers, if any of its sequences has routes: their experts."""
+    recorded: Tensor | None = None
+    """[R, T] booleans beside it: whether the token has a record of its experts. Padding has none."""
 
     @property
     def target_ids(self) -> Tensor:
@@ -145,6 +149,11 @@ def _build(
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)
     parts = np.zeros((2, *ids.shape), dtype=np.int64)
+    found = [
+        routes for row in rows for one in row for i in one.sequences if (routes := sequences[i].routes) is not None
+    ]
+    experts = np.zeros((*ids.shape, found[0].experts.shape[1]), found[0].experts.dtype) if found else None
+    recorded = np.zeros(ids.shape, np.bool_)
     targets: list[IntArray] = []
     for r, row in enumerate(rows):
         start = part = 0
@@ -158,6 +167,8 @@ def _build(
                 columns = np.concatenate([np.arange(start, prefix), np.arange(begin, stop)])
                 ids[r, columns] = sequence.token_ids
                 positions[r, columns] = np.arange(len(columns))
+                if experts is not None and (routes := sequence.routes) is not None:
+                    experts[r, columns], recorded[r, columns] = routes.experts, routes.recorded
                 parts[:, r, begin:stop] = [[part], [shared]]
                 wanted = np.flatnonzero(sequence.target_mask)
                 places = offsets[index] + np.arange(len(wanted))
@@ -175,4 +186,6 @@ def _build(
         num_tokens=sum(one.num_tokens for row in rows for one in row),
         sequences=tuple(index for row in rows for one in row for index in one.sequences),
         parts=torch.as_tensor(parts, device=device) if shares else None,
+        experts=None if experts is None else torch.as_tensor(experts, device=device),
+        recorded=None if experts is None else torch.as_tensor(recorded, device=device),
     )

@@ -28,6 +28,7 @@ from rollmesh.trainer.features import (
 from rollmesh.trainer.losses import LossSum, LossTerm
 from rollmesh.trainer.losses.terms import needs_sampled
 from rollmesh.trainer.part import UpdatePart
+from rollmesh.trainer.routes import ROUTED_EXPERTS
 from rollmesh.trainer.samples import COLUMNS, Rewrite
 from rollmesh.trainer.update_rules import UPDATE_RULES, UpdateRule
 
@@ -76,6 +77,8 @@ class Plugins:
         computed = {*self.requests, *self.columns, GRADIENT_SQUARE}
         self.outputs = tuple(dict.fromkeys(n for _, n in needs if n not in computed))
         """Outputs of the engine that some part needs."""
+        self.recorded = (*self.outputs, *((ROUTED_EXPERTS,) if config.router_replay else ()))
+        """Outputs of the engine that some part or `router_replay` needs."""
         self.rewards = tuple(dict.fromkeys(name for made in self.parts.values() for name in made.rewards))
         """Names of the rewards that some part reads."""
         self.loss.sampled_only(self.outputs)
@@ -103,14 +106,19 @@ class Plugins:
 
     def check_outputs(self, outputs: Collection[str]) -> None:
         """Raise ValueError if a part needs an engine output that is not among `outputs`, which the run records."""
+        found = ", ".join(dict.fromkeys(map(output_of, outputs)))
         if missing := [name for name in self.outputs if name not in outputs]:
             part = self._needed_by[missing[0]]
             part = "the loss" if part.startswith("loss") else f"the {part}"
             wanted = ", ".join(dict.fromkeys(map(output_of, missing)))
-            found = ", ".join(dict.fromkeys(map(output_of, outputs)))
             raise ValueError(
                 f"`rollout.outputs` must contain {wanted}, which {part} needs, got [{found}]; add it, if the engine "
                 "can return it, give a feature this name in `learner.features`, or choose an estimator that returns it"
+            )
+        if missing := [name for name in self.recorded if name not in outputs]:
+            raise ValueError(
+                f"`rollout.outputs` must contain {missing[0]}, which `learner.router_replay` needs, got [{found}]; add "
+                "it, if the engine can return it, or set `learner.router_replay` to false"
             )
 
     def check_rewards(self, known: Collection[str]) -> None:

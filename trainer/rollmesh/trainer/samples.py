@@ -30,6 +30,7 @@ from rollmesh.shared.domain.trajectory import (
     TrainingSample,
 )
 from rollmesh.shared.domain.versions import staleness
+from rollmesh.trainer.routes import ROUTED_EXPERTS, RouteShape, fits, routes_of
 from rollmesh.trainer.sequences import Sequence1D
 
 Rewrite = Callable[[TrainingSample], Sequence[Sequence1D] | None]
@@ -79,6 +80,8 @@ class DropReason(StrEnum):
     one."""
     NO_OUTPUT = "NO_OUTPUT"
     """A trained token lacks an engine output that the loss needs, e.g. because another run sampled it."""
+    OTHER_ROUTERS = "OTHER_ROUTERS"
+    """The experts that the engine has recorded are not those of a model with the trainer's layers and experts."""
     NO_OTHER_PROMPT = "NO_OTHER_PROMPT"
     """A feature needs the sample after another prompt, which cannot be made for it."""
     NOT_FINITE_ADVANTAGE = "NOT_FINITE_ADVANTAGE"
@@ -153,10 +156,12 @@ def drop_reason(
     external: bool = False,
     sources: Collection[Source] = (),
     rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
+    routes: RouteShape | None = None,
 ) -> DropReason | None:
     """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the update needs,
-    and `rewrites` make the other sequences. `external`: the update can train on tokens that were not sampled, which
-    have neither log-probs nor these arrays. `sources` are those other than POLICY whose tokens the run trains."""
+    `rewrites` make the other sequences, and `routes` are the routers for which records are replayed. `external`: the
+    update can train on tokens that were not sampled, which have neither log-probs nor these arrays. `sources` are those
+    other than POLICY whose tokens the run trains."""
     if not all(_is_well_formed(s) for s in sample.segments):
         return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
@@ -177,8 +182,11 @@ def drop_reason(
         return DropReason.NOTHING_BEFORE
     if any(not _has_logprobs(s) and (s.source in SAMPLED_SOURCES or not external) for s in trained):
         return DropReason.NO_LOGPROBS
-    if any(name not in s.arrays for s in trained if _has_logprobs(s) for name in outputs):
+    needed = outputs if routes is None else (*outputs, ROUTED_EXPERTS)
+    if any(name not in s.arrays for s in trained if _has_logprobs(s) for name in needed):
         return DropReason.NO_OUTPUT
+    if routes is not None and not all(fits(s, routes) for s in sample.segments):
+        return DropReason.OTHER_ROUTERS
     for rewrite in rewrites.values():
         others = rewrite(sample)
         if others is None:
@@ -196,9 +204,10 @@ def build_table(
     update: int,
     outputs: Sequence[str] = (),
     rewrites: Mapping[Hashable, Rewrite] = MappingProxyType({}),
+    routes: RouteShape | None = None,
 ) -> TokenTable:
-    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs` and `rewrites`, for
-    update `update`.
+    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs`, `rewrites` and
+    `routes`, for update `update`. With `routes`, its sequences have their records.
 
     Raises ValueError for a rewrite whose targets are not the trained tokens.
     """
@@ -222,7 +231,7 @@ def build_table(
         for name, dtype in COLUMNS.items()
     }
     return TokenTable(
-        sequences=tuple(sequence_of(s) for s in samples),
+        sequences=tuple(sequence_of(s, routes) for s in samples),
         sample_weights=tuple(s.sample.weight for s in samples),
         lengths=np.array([num_trained(s) for s in samples], dtype=np.int64),
         columns=columns | {name: np.concatenate([part["outputs"][name] for part in parts]) for name in outputs},
@@ -317,10 +326,14 @@ def trained_mask(segment: Segment) -> MaskArray:
     return np.zeros(segment.num_tokens, np.uint8) if segment.loss_mask is None else segment.loss_mask.astype(np.uint8)
 
 
-def sequence_of(sample: TrainingSample) -> Sequence1D:
-    """Return the tokens of a sample, whose trained ones are the targets."""
+def sequence_of(sample: TrainingSample, routes: RouteShape | None = None) -> Sequence1D:
+    """Return the tokens of a sample, whose trained ones are the targets. With `routes`, it has its records."""
     masks = [trained_mask(s) for s in sample.segments]
-    return Sequence1D(np.concatenate([s.token_ids for s in sample.segments]), np.concatenate(masks))
+    return Sequence1D(
+        np.concatenate([s.token_ids for s in sample.segments]),
+        np.concatenate(masks),
+        None if routes is None else routes_of(sample, routes),
+    )
 
 
 def _rewritten(rewrite: Rewrite, sample: TrainingSample) -> tuple[Sequence1D, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +13,23 @@ from rollmesh.shared.domain.trajectory import IntArray, MaskArray
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that the routers of an engine have chosen for n tokens, see `routes`."""
+
+    experts: NDArray[Any]
+    """[n, k] integers, router by router; without meaning for a token without a record."""
+    recorded: NDArray[np.bool_]
+    """[n]: whether the token has a record."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sequence1D:
     """One sequence. `target_mask` [n] is 1 where the log-prob of the token in `token_ids` [n] is wanted; entry 0 must
-    be 0."""
+    be 0. `routes` are those to replay, if any."""
 
     token_ids: IntArray
     target_mask: MaskArray
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.target_mask.shape or self.token_ids.size == 0:
@@ -32,7 +44,7 @@ class Sequence1D:
         """Return the sequence without the targets where `excluded` [number of targets] is True."""
         mask = self.target_mask.copy()
         mask[np.flatnonzero(mask)[excluded]] = 0
-        return Sequence1D(self.token_ids, mask)
+        return replace(self, target_mask=mask)
 
 
 def num_targets(sequences: Sequence[Sequence1D]) -> int:

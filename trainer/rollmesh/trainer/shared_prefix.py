@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rollmesh.shared.domain.trajectory import IntArray
 from rollmesh.trainer.config import PackingConfig
-from rollmesh.trainer.sequences import Sequence1D
+from rollmesh.trainer.sequences import Routes, Sequence1D
 
 SQUARE_TOKENS = 4096
 """Length of a row for which attention takes as long as the linear layers, for a model of width 1,024."""
@@ -75,8 +75,8 @@ def shared_prefixes(
     The work of a row of T tokens is T + T^2 / `square`, and a shorter row than `packing.row_tokens` is filled with
     others. Each result has at most `packing.shared_row_tokens` tokens unless it is a sequence that shares nothing, and
     at most as many targets as tokens, so that the outputs of a row are not larger than those of a row without a shared
-    prefix. Sequences are compared by their tokens, and a sequence has one shared prefix. The results are in the order
-    of their first sequences.
+    prefix. Sequences are compared by their tokens and their routes, and a sequence has one shared prefix. The results
+    are in the order of their first sequences.
     """
 
     def work(tokens: int) -> int:
@@ -85,7 +85,7 @@ def shared_prefixes(
     order = sorted(range(len(sequences)), key=lambda i: (sequences[i].token_ids.astype(">u4").tobytes(), i))
     lengths = [len(sequences[i].token_ids) for i in order]
     targets = [int(sequences[i].target_mask.sum()) for i in order]
-    common = [_common(sequences[a].token_ids, sequences[b].token_ids) for a, b in pairwise(order)]
+    common = [_common(sequences[a], sequences[b]) for a, b in pairwise(order)]
     # Equal beginnings are neighbors in this order. `least[n]` is the least work of the first n sequences, and
     # `chosen[n]` the last result with which they have it: its first sequence and its prefix.
     least, chosen = [0], [(0, 0)]
@@ -140,8 +140,18 @@ def _additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
 
 
-def _common(first: IntArray, second: IntArray) -> int:
-    """Return the number of equal tokens at the beginning of two sequences."""
-    length = min(len(first), len(second))
-    different = np.flatnonzero(first[:length] != second[:length])
+def _common(first: Sequence1D, second: Sequence1D) -> int:
+    """Return the number of tokens at the beginning of two sequences that are equal and are sent to equal experts."""
+    length = min(len(first.token_ids), len(second.token_ids))
+    differs = first.token_ids[:length] != second.token_ids[:length]
+    mine, theirs = first.routes, second.routes
+    if mine is not None or theirs is not None:
+        differs |= _recorded(mine, length) != _recorded(theirs, length)
+    if mine is not None and theirs is not None:
+        differs |= mine.recorded[:length] & (mine.experts[:length] != theirs.experts[:length]).any(-1)
+    different = np.flatnonzero(differs)
     return int(different[0]) if len(different) else length
+
+
+def _recorded(routes: Routes | None, length: int) -> NDArray[np.bool_]:
+    return np.zeros(length, np.bool_) if routes is None else routes.recorded[:length]

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
 from transformers import PreTrainedModel
 
 from rollmesh.shared.codec.checks import MEASURE_FORM, MEASURES_MAX, is_measure
@@ -64,6 +65,7 @@ from rollmesh.trainer.plugins import Plugins
 from rollmesh.trainer.ranks import ONE_RANK, Ranks
 from rollmesh.trainer.reference import Reference, open_reference
 from rollmesh.trainer.router import check_router
+from rollmesh.trainer.router_replay import DIFFERING, RouterReplay
 from rollmesh.trainer.samples import DropReason, TokenTable, build_table, drop_reason
 from rollmesh.trainer.self_test import check_rounded, check_shared, choose_forward, known_logprobs, prepare
 from rollmesh.trainer.sharding import join_alone, leave_alone, release, shard
@@ -163,10 +165,13 @@ class BatchTrainer:
                 key="learner.lora.rank",
             )
         self.adapters = Adapters(model, config.lora, seed) if config.lora.rank else None
+        self.replay = RouterReplay(model, ranks) if config.router_replay else None
         if compute.gradient_checkpointing:
-            checkpoint_layers(model)
+            checkpoint_layers(model, noop_context_fn if self.replay is None else self.replay.contexts)
         self.config = config
-        self.forward_plan = ForwardPlan(self.forward_choice.mode, config.packing, compute.logprob_chunk_tokens, ranks)
+        self.forward_plan = ForwardPlan(
+            self.forward_choice.mode, config.packing, compute.logprob_chunk_tokens, ranks, replay=self.replay
+        )
         if config.packing.shared_row_tokens:
             self.forward_plan = replace(self.forward_plan, square=square_tokens(hidden_size(model)))
         self.seed = seed
@@ -205,6 +210,7 @@ class BatchTrainer:
                 rewrites=self.plugins.rewrites,
                 external=self.plugins.takes_external,
                 sources=self.sources,
+                routes=None if self.replay is None else self.replay.shape,
             )
             for s in samples
         ]
@@ -334,7 +340,13 @@ class BatchTrainer:
         if not numbers:
             return {}
         kept = [samples[i] for i in numbers]
-        table = build_table(kept, update=k, outputs=self.plugins.outputs, rewrites=self.plugins.rewrites)
+        table = build_table(
+            kept,
+            update=k,
+            outputs=self.plugins.outputs,
+            rewrites=self.plugins.rewrites,
+            routes=None if self.replay is None else self.replay.shape,
+        )
         batch = UpdateBatch(update=k, samples=tuple(kept), groups=tuple(groups), table=table, last=self._last)
         table.columns["reward"] = batch.per_token(_reward_sums(batch, self._reward_weights))
         self.model.train(False)
@@ -402,7 +414,7 @@ class BatchTrainer:
         if under != "reference" or self.reference is None:
             return computed_features(self.model, table, requests, self.forward_plan)
         with self.reference.used() as model:
-            return computed_features(model, table, requests, self.forward_plan)
+            return computed_features(model, table, requests, replace(self.forward_plan, replay=None))
 
     def _optimizer_step(self, table: TokenTable, trace: UpdateTrace, lr_factor: float) -> bool:
         """Accumulate one minibatch over micro-batches, then step. Return False if it was not finite and nothing
@@ -453,6 +465,8 @@ class BatchTrainer:
             self.model, batch, columns, table, requests, self.forward_plan, hidden=bool(self.modules)
         )
         extra = {"entropy": features.pop(_ENTROPY)} if _ENTROPY in features else {}
+        if DIFFERING in inputs.columns and len(batch.target_index):
+            extra[DIFFERING] = inputs.columns[DIFFERING]
         loss: Tensor = inputs.logprobs.new_zeros(())
         token_stats: TokenStats = {}
         if len(batch.target_index):

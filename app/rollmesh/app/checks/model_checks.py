@@ -20,11 +20,13 @@ from rollmesh.services.learner.engine import TRAINERS
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, eos_ids, load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
 from rollmesh.services.rollout.tools import tool_schema
+from rollmesh.shared.codec.checks import ARRAY_BYTES_MAX
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.weights.model_folder import check_positions, find_model
 
 if TYPE_CHECKING:
     from rollmesh.trainer.memory_plan import MemoryPlan
+    from rollmesh.trainer.routes import RouteShape
 
 _ENGINE_DEVICE = "inference.engine.options.device"
 
@@ -172,6 +174,7 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
     from rollmesh.trainer.lora import inject
     from rollmesh.trainer.memory_plan import NoMemoryPlan, check_memory, is_small
     from rollmesh.trainer.model_files import load_model
+    from rollmesh.trainer.router_replay import RouterReplay
     from rollmesh.trainer.self_test import check_shared, choose_forward
     from rollmesh.trainer.spread_model import SpreadCopy
 
@@ -194,6 +197,21 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
         check_shared(model, choice, spread)
     if config.learner.lora.rank:
         inject(model, config.learner.lora)
+    if config.learner.router_replay:
+        _check_records(config, RouterReplay(model).shape)
+
+
+def _check_records(config: TrainConfig, shape: RouteShape) -> None:
+    """Raise ConfigError if an answer may have more records of chosen experts than an array of a segment can have."""
+    limits, sampling, key = config.rollout.limits, config.rollout.sampling, "rollout.sampling.max_tokens"
+    longest = min(sampling.max_tokens, limits.tokens_max, limits.context_tokens_max)
+    if longest * shape.bytes_per_token > ARRAY_BYTES_MAX:
+        raise ConfigError(
+            f"`{key}` must be <= {ARRAY_BYTES_MAX // shape.bytes_per_token} with `learner.router_replay`, got "
+            f"{sampling.max_tokens}: the {shape.width} chosen experts of a token take {shape.bytes_per_token} bytes, "
+            f"and those of an answer at most {ARRAY_BYTES_MAX}; lower it, or set `learner.router_replay` to false",
+            key=key,
+        )
 
 
 def memory_note(config: TrainConfig, base_dir: Path) -> list[str]:
