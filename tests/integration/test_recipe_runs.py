@@ -31,6 +31,7 @@ from rollmesh.trainer.checkpoint import OPTIMIZER_NAME, PLUGINS_NAME
 from rollmesh.trainer.checkpoint_files import TRAINED_NAME
 from rollmesh.trainer.model_files import WEIGHTS_NAME, write_model_folder
 from rollmesh.trainer.recipe import find_recipe, read_recipe, recipe_names
+from tests.unit.trainer.mixtures import tiny_mixture
 
 AGENT = """
 class Agent:
@@ -147,17 +148,34 @@ OWN = {
     "copo": "estimator/local_share_mean",
     "dsdr": "estimator/diversity_mean",
     "lp_reg": "protected_share",
+    "grpo_router_replay": "router_replay/differing_share",
     "imitation.yaml": "Imitate/other_share",
 }
 """A metric of each recipe. They have a greedy sample, memory, one rollout per group, gradients of samples, ordered
 passes, tokens of the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the
-step, answers after another prompt, and estimators that read turns, answers and texts of all members."""
-FAST = {"remax", "mssr", "vcpo", "seeupo", "archer", "kl_cov", "hgpo", "v0", "v05", "imitation.yaml"}
+step, answers after another prompt, and estimators that read turns, answers and texts of all members,
+and records of experts."""
+FAST = {
+    "remax",
+    "mssr",
+    "vcpo",
+    "seeupo",
+    "archer",
+    "kl_cov",
+    "hgpo",
+    "v0",
+    "v05",
+    "grpo_router_replay",
+    "imitation.yaml",
+}
 """Recipes of which one uses each of these parts; the others run in `make suite NAME=recipes`."""
+MIXTURES = ("grpo_router_replay",)
+"""Recipes for mixtures of experts."""
 FURTHER = {
     "mssr": ["learner.estimator.options.first_visit=train"],  # a run of three updates visits no task twice
     "v05": ['reward.scorers=[{name: "scorer.py:Scorer", reward: correct}, {name: "scorer.py:Prior", reward: prior}]'],
     "wsrl": ["learner.update_rule.options.warmup_updates=0"],  # its warm-up is longer than a run of three updates
+    **{name: ["model=mixture"] for name in MIXTURES},
 }
 """Settings that a recipe needs beside its own."""
 
@@ -167,6 +185,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("recipes")
     (made / "model").mkdir()
     write_model_folder(build_tiny_model(SMALL, seed=1), build_tokenizer(), made / "model")
+    (made / "mixture").mkdir()
+    write_model_folder(tiny_mixture(vocab_size=len(build_tokenizer())), build_tokenizer(), made / "mixture")
     (made / "agent.py").write_text(AGENT)
     (made / "giver.py").write_text(GIVER)
     (made / "stopper.py").write_text(STOPPER)
@@ -195,6 +215,13 @@ def test_three_updates_with_a_recipe_and_an_audit(recipe: str, folder: Path) -> 
     audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
     assert audit.exit_code == 0, audit.output
     assert json.loads(audit.stdout)["holds"]
+
+
+def test_router_replay_of_a_model_without_routers_is_rejected_before_the_run(folder: Path) -> None:
+    found = CliRunner().invoke(app, ["check", str(folder / "run.yaml"), "recipe=grpo_router_replay"])
+    assert found.exit_code == 2, found.output
+    assert "`rollout.outputs` must be among" in found.output
+    assert "replayed in Qwen3ForCausalLM: it has no routers; set it to false" in found.output
 
 
 METHOD = """
@@ -295,6 +322,7 @@ def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, 
     estimator = tree.get("learner", {}).get("estimator", "")
     if isinstance(estimator, dict) and estimator.get("options", {}).get("drop_truncated"):
         settings += ["rollout.agent=stopper.py:Agent"]
+    settings += [f"reward.scorers={json.dumps(scorers)}", *(["model=mixture"] if recipe in MIXTURES else [])]
     train = ["train", str(folder / "run.yaml"), f"recipe={recipe}", *settings, "--out", str(out), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "rollmesh.cli", *train], capture_output=True, text=True, timeout=240, check=False

@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollmesh.app.checks.model_checks import check_records
+from rollmesh.app.config import TrainConfig
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.services.inference.engines.torch.plain_runner import PlainRunner
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.trajectory import TrainingSample
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import LossTermChoice, OptimizerConfig, PackingConfig, UpdateConfig
@@ -299,6 +302,19 @@ def test_a_model_or_a_run_that_cannot_replay_is_rejected() -> None:
         match=r"`rollout.outputs` must contain routed_experts, which `learner.router_replay` needs, got \[entropy\]",
     ):
         BatchTrainer(tiny_mixture(), settings(), seed=7, outputs=["entropy"])
+
+
+def test_a_run_whose_answers_may_have_too_large_records_is_rejected() -> None:
+    """48 layers with 8 of 128 experts take 384 bytes per token, and an array has at most 2^20: 2730 tokens."""
+    shape = RouteShape(experts=(128,) * 48, chosen=(8,) * 48, layers=tuple(range(48)), num_layers=48)
+    limits = {"tokens_max": 4096, "context_tokens_max": 4096}
+    fits, beyond = (
+        config_from_dict(TrainConfig, {"rollout": {"limits": limits, "sampling": {"max_tokens": num}}})
+        for num in (2730, 2731)
+    )
+    check_records(fits, shape)
+    with pytest.raises(ConfigError, match=r"`rollout.sampling.max_tokens` must be <= 2730 .* got 2731: the 384 chosen"):
+        check_records(beyond, shape)
 
 
 @pytest.mark.parametrize(

@@ -198,10 +198,10 @@ def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: An
     if config.learner.lora.rank:
         inject(model, config.learner.lora)
     if config.learner.router_replay:
-        _check_records(config, RouterReplay(model).shape)
+        check_records(config, RouterReplay(model).shape)
 
 
-def _check_records(config: TrainConfig, shape: RouteShape) -> None:
+def check_records(config: TrainConfig, shape: RouteShape) -> None:
     """Raise ConfigError if an answer may have more records of chosen experts than an array of a segment can have."""
     limits, sampling, key = config.rollout.limits, config.rollout.sampling, "rollout.sampling.max_tokens"
     longest = min(sampling.max_tokens, limits.tokens_max, limits.context_tokens_max)
