@@ -34,6 +34,11 @@ from .learner_world import episode
 
 RECIPES = [name for name in recipe_names() if not config_from_dict(MeshConfig, {"recipe": name}).rollout.outputs]
 """The recipes that can train on the recorded samples, which have no further outputs of the engine."""
+FURTHER: dict[str, dict[str, Any]] = {
+    "mssr": {"estimator": {"options": {"first_visit": "train"}}},
+    "wsrl": {"update_rule": {"options": {"warmup_updates": 1}}},
+}
+"""Settings with which a recipe trains in a few updates, each on other tasks."""
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 NUM_UPDATES = 6
@@ -90,7 +95,7 @@ def batch(recorded: Path, k: int) -> Batch:
 
 
 def opened(folder: Path, model: Path, recipe: str) -> Restored:
-    learner = {"directory": str(folder), "model": str(model), "seed": 3}
+    learner = {"directory": str(folder), "model": str(model), "seed": 3, **FURTHER.get(recipe, {})}
     config = config_from_dict(MeshConfig, {"recipe": recipe, "learner": learner}).learner
     return find_engine(config.engine)(config)
 
@@ -122,7 +127,7 @@ def disturb() -> None:
 def test_n_updates_equal_half_a_checkpoint_and_half(recipe: str, recorded: Path, model: Path, tmp_path: Path) -> None:
     straight = opened(tmp_path / "straight", model, recipe)
     expected = advance(straight, recorded, NUM_UPDATES)
-    assert all(result.applied for result in expected)
+    assert [result.applied for result in expected] == [recipe != "wsrl"] + [True] * (NUM_UPDATES - 1)
     first = opened(tmp_path / "halves", model, recipe)
     found = advance(first, recorded, NUM_UPDATES // 2)
     save(first)

@@ -322,7 +322,6 @@ def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, 
     estimator = tree.get("learner", {}).get("estimator", "")
     if isinstance(estimator, dict) and estimator.get("options", {}).get("drop_truncated"):
         settings += ["rollout.agent=stopper.py:Agent"]
-    settings += [f"reward.scorers={json.dumps(scorers)}", *(["model=mixture"] if recipe in MIXTURES else [])]
     train = ["train", str(folder / "run.yaml"), f"recipe={recipe}", *settings, "--out", str(out), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "rollmesh.cli", *train], capture_output=True, text=True, timeout=240, check=False

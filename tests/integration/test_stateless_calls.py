@@ -169,7 +169,7 @@ async def test_text_of_a_model_is_an_argument_and_never_code(tmp_path: Path) -> 
             result = await client.call_stateless("tools", "chatter", text, tenant="run")
             assert (result.outcome, result.result) == (ExecOutcome.OK, text)
         for name in ("__import__", "eval", "exec", "print", "os.getcwd", ""):
-            with pytest.raises(InvalidInput, match="not declared stateless"):
+            with pytest.raises(InvalidInput, match="must be declared stateless"):
                 await client.call_stateless("tools", name, "1", tenant="run")
         assert node.core.sessions.counts().created == 1
 

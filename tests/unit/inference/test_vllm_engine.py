@@ -97,7 +97,7 @@ class Files:
 @pytest.fixture
 async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VllmEngine]:
     made: Any = VllmEngine(VllmEngineConfig(model="-", context_max=64))
-    made._llm, made._files, made._broken = FakeVllm(), Files(tmp_path), ""
+    made._llm, made._opened, made._broken = FakeVllm(), Files(tmp_path), ""
     made._stop_rules = StopRules(128, lambda tokens: "".join(map(chr, tokens)))
     monkeypatch.setattr(made, "_prompt", lambda _: made._serial)
     monkeypatch.setattr(made, "_params", lambda _: None)

@@ -89,7 +89,7 @@ async def test_a_blob_without_bytes_that_is_not_stored_is_rejected_with_the_reme
 
 
 async def test_more_bytes_than_announced_are_refused(store: BlobStore) -> None:
-    with pytest.raises(InvalidInput, match="announced 3 bytes"):
+    with pytest.raises(InvalidInput, match="must have 3 bytes in all, the announced size"):
         await store.put(sha256_hex(b"four"), 3, pieces(b"four"), owner="a")
 
 

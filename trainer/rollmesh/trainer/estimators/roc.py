@@ -149,8 +149,9 @@ def format_penalty(member: MemberOutcome, begin: str, end: str) -> float:
     text = member.summary.text
     if not text:
         return 0.0 if member.answer else 1.0
-    answers = len(re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL))
-    if not answers or text.count(begin) != answers or text.count(end) != answers:
+    marks = re.findall(f"{re.escape(begin)}|{re.escape(end)}", text)
+    answers = len(marks) // 2
+    if not answers or marks != [begin, end] * answers:
         return 1.0
     return min((answers - 1) / max(1, len(member.summary.turns)), 1.0)
 
