@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -112,13 +112,26 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     name = str(file) if arm.method.endswith((".yaml", ".yml")) else arm.method
     config = config_from_dict(MeshConfig, {"recipe": name, **merged(like, own)})
     own["run"] = {**own["run"], "seed": 0}
+    code = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in _own_files(recipe, file.parent)}
     covered = {"recipe": recipe, "task": own, "model": task.model, "success": task.success, "updates": task.updates}
-    return config, file.parent, covered
+    return config, file.parent, {**covered, **({"code": code} if code else {})}
+
+
+def _own_files(tree: object, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a user that settings name, such as `mine.py:Mine`."""
+    if isinstance(tree, str):
+        source, colon, _ = tree.rpartition(":")
+        path = folder / Path(source).expanduser()
+        if colon and source.endswith(".py") and path.is_file():
+            yield source, path
+    elif isinstance(tree, Mapping | list):
+        for part in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _own_files(part, folder)
 
 
 def settings_digest(arm: MethodArm, size: Size) -> str:
-    """Return the digest of the settings of the recipe and of the task as they are written, and of the size. It does not
-    cover code."""
+    """Return the digest of the settings of the recipe and of the task as they are written, of the files of a user that
+    the recipe names, and of the size. It does not cover other code, such as what these files import."""
     _, _, covered = resolved(arm)
     text = msgspec.json.encode({**covered, "size": msgspec.to_builtins(size)}, order="sorted")
     return hashlib.sha256(text).hexdigest()[:16]

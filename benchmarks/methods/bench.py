@@ -11,9 +11,8 @@ seed have the same initial model, the same order of prompts and the same evaluat
 All methods are screened with a few seeds. Up to `CONFIRM_MAX` named ones are then run with other seeds, and only they
 get verdicts. A comparison with a verdict gets no further seeds, so the plan depends on the records, and a call plans
 again when the arms of a plan have records. A record is written when its arm ends, and arms with a record are not run
-again. The budget is in CPU seconds, which
-exclude the waiting for a busy core. Rewards of groups without variance stay in the batch, because the bare loop has no
-finalizer.
+again. The budget is in CPU seconds, which exclude the waiting for a busy core. Groups without variance of their rewards
+stay in the batch, because the bare loop has no finalizer.
 """
 
 from __future__ import annotations

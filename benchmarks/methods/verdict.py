@@ -19,14 +19,19 @@ A comparison with a verdict gets no further seeds. The method of Benjamini and H
 verdicts that are chance, which is what a table of verdicts has to promise: at most q_1 + q_2 + q_3 < 1 in 20. If no
 method differs from its baseline, it bounds the probability of any verdict by the same number. Holm's method bounds that
 probability in every case, but needs p <= q_l / m for the first verdict, |t| > 10 for 54 comparisons at 5 seeds. m does
-not shrink as comparisons are decided, so that the levels of the looks add up. The bound holds for comparisons that are
-independent, or that share baselines (positive dependence); tests simulate both.
+not shrink as comparisons are decided, so that the levels of the looks add up. Simulations in the tests are within the
+bound for independent comparisons and for ones that share baselines.
+
+A comparison is tested at a look only if all its arms of that look have a record. A test after each new seed would
+raise the share of verdicts by chance. A pair with a failed arm is excluded, so the figures are those of seeds at which
+both arms ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -128,20 +133,22 @@ def screened(found: Sequence[Case], records: Mapping[MethodArm, ArmRecord]) -> l
 
 
 def confirmed(family: Sequence[Case], records: Mapping[MethodArm, ArmRecord], num_seeds: int) -> list[MethodComparison]:
-    """Return the comparisons of a family over the seeds that confirm, up to the look that decided each. A case without
-    a pair is omitted."""
+    """Return the comparisons of a family over the seeds that confirm, up to the look that decided each, or else up to
+    the last one whose arms all have a record. Before the first look they have the seeds so far, and no p. A case
+    without a pair is omitted."""
     pairs = _confirming_pairs(family, records, num_seeds)
     found = decided(_differences(pairs))
     rows = []
     for case in family:
-        look = found.get(case, num_seeds)
-        complete = [pair for pair in pairs[case][:look] if pair is not None]
+        look = found.get(case) or max((one for one in LOOKS if one <= len(pairs[case])), default=0)
+        complete = [pair for pair in pairs[case][: look or None] if pair is not None]
         if complete:
-            verdict: Finding = "not shown" if len(complete) >= LOOKS[0] else "no verdict"
+            is_tested = look > 0 and len(complete) >= LOOKS[0]
+            verdict: Finding = "not shown" if is_tested else "no verdict"
             if case in found:
                 up = fmean(one - other for one, other in complete) > 0
                 verdict = "agrees" if up == (case.expected == "up") else "contradicts"
-            p = paired_p([one - other for one, other in complete]) if len(complete) >= LOOKS[0] else None
+            p = paired_p([one - other for one, other in complete]) if is_tested else None
             rows.append(_comparison(case, "confirm", complete, p, verdict))
     return rows
 
@@ -154,7 +161,7 @@ def open_cases(family: Sequence[Case], records: Mapping[MethodArm, ArmRecord], n
 
 def decided(differences: Mapping[Case, Sequence[float | None]]) -> dict[Case, int]:
     """Return the look at which each case got its verdict. `differences` has the whole family, and for each case its
-    differences by seed, None for a missing pair."""
+    differences by seed, None for a pair with a failed arm. A case is tested at the looks that these seeds fill."""
     found: dict[Case, int] = {}
     for number, look in enumerate(LOOKS, 1):
         ps: dict[Case, float] = {}
@@ -209,8 +216,14 @@ _Pairs = Mapping[Case, Sequence[tuple[float, float] | None]]
 
 
 def _confirming_pairs(family: Sequence[Case], records: Mapping[MethodArm, ArmRecord], num_seeds: int) -> _Pairs:
+    """Return the pairs of each case by seed, up to the first seed at which an arm has no record. None is a pair with a
+    failed arm."""
+    return {case: [_pair(case, seed, records) for seed in _recorded_seeds(case, records, num_seeds)] for case in family}
+
+
+def _recorded_seeds(case: Case, records: Mapping[MethodArm, ArmRecord], num_seeds: int) -> Iterator[int]:
     seeds = range(CONFIRM_SEED, CONFIRM_SEED + num_seeds)
-    return {case: [_pair(case, seed, records) for seed in seeds] for case in family}
+    return takewhile(lambda seed: all(arm in records for arm in case.arms(seed)), seeds)
 
 
 def _differences(pairs: _Pairs) -> dict[Case, list[float | None]]:

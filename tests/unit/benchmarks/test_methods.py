@@ -232,6 +232,25 @@ def test_a_verdict_needs_five_seeds_that_did_not_screen() -> None:
     assert confirmed([case], equal, 5)[0].verdict == "not shown"
 
 
+def test_seeds_between_two_looks_are_not_tested() -> None:
+    """A test after every new seed would be one look more for each of them."""
+    (case,) = cases("mine", Expected(expected=(CALC,)), [("calc", 0)], [5e-4])
+    clear = (0.6, 0.71, 0.52, 0.6, 0.7)
+    unclear: dict[str, Any] = {"grpo": (0.4, 0.5, 0.3, 0.4, 0.5), "mine": (0.5, 0.8, 0.25, 0.7, 0.55)}
+    found = records_of(first=CONFIRM_SEED, grpo=unclear["grpo"][:4], mine=clear[:4])
+    (row,) = confirmed([case], found, 5)
+    assert (row.seeds, row.verdict, row.p) == (4, "no verdict", None)
+    found = records_of(first=CONFIRM_SEED, **unclear)
+    at_5 = confirmed([case], found, 5)
+    later = records_of(first=CONFIRM_SEED + 5, grpo=(0.0,) * 5, mine=(0.2, 0.21, 0.22, 0.21, 0.2))
+    for seed in range(CONFIRM_SEED + 5, CONFIRM_SEED + 9):
+        found |= {one: later[one] for one in case.arms(seed)}
+        assert confirmed([case], found, 10) == at_5, "the figures are those of the last complete look"
+    found |= later
+    (row,) = confirmed([case], found, 10)
+    assert (row.seeds, row.verdict) == (10, "agrees")
+
+
 def family(num: int) -> list[Case]:
     return [replace(cases("mine", Expected(expected=(CALC,)), [("calc", 0)], [5e-4])[0], lag=n) for n in range(num)]
 
@@ -347,7 +366,9 @@ def test_baselines_of_vcpo_mssr_and_seeupo_differ_only_in_the_method() -> None:
         assert method.learner.loss == baseline.learner.loss
         assert method.learner.normalization == baseline.learner.normalization
         assert method.learner.optimizer == baseline.learner.optimizer
-        assert method.learner.estimator.name == "grpo" or baseline.learner.estimator.name == "grpo"
+        assert baseline.learner.estimator.name == "grpo"
+        parts = [(one.learner.estimator, one.learner.update_rule) for one in (method, baseline)]
+        assert parts[0] != parts[1]
     assert pairs["mssr"][1].run.group_size == 1
     assert pairs["vcpo"][1].learner.optimizer.warmup_updates == 0
     assert pairs["seeupo"][1].learner.update_rule.options["num_minibatches"] == 4
@@ -424,6 +445,17 @@ def test_the_settings_digest_covers_recipe_and_task_but_not_the_seed(tmp_path: P
     before = settings_digest(arm(mine), TINY)
     Path(mine).write_text("learner: {normalization: constant}\n")
     assert settings_digest(arm(mine), TINY) != before
+
+
+def test_the_settings_digest_covers_the_files_of_a_user_that_the_recipe_names(tmp_path: Path) -> None:
+    code, mine = tmp_path / "mine.py", tmp_path / "mine.yaml"
+    for recipe in ("learner: {estimator: 'mine.py:Mine'}", "reward: {scorers: [{name: 'mine.py:Mine', reward: r}]}"):
+        mine.write_text(recipe)
+        code.write_text("class Mine: ...\n")
+        before = settings_digest(arm(str(mine)), TINY)
+        assert settings_digest(arm(str(mine), seed=1), TINY) == before
+        code.write_text("class Mine: pass\n")
+        assert settings_digest(arm(str(mine)), TINY) != before
 
 
 def test_a_recipe_keeps_its_group_size_and_the_number_of_samples() -> None:
