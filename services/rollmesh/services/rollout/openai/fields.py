@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.errors import InvalidInput, MeshError, field_error
+from rollmesh.shared.errors import InvalidInput, MeshError, described_field_error, field_error
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -70,7 +70,7 @@ def _located(error: msgspec.ValidationError, prefix: str) -> MeshError:
     _, missing, name = what.partition("missing required field `")
     if missing:
         return field_error(f"{field}.{name.removesuffix('`')}".replace("..", ".").lstrip("."), "be set", None)
-    return field_error(field, "be valid", ValueError(f"{what[0].lower()}{what[1:]}"))
+    return described_field_error(field, f"is invalid: {what[0].lower()}{what[1:]}")
 
 
 def _kind(value: object) -> str:
