@@ -25,6 +25,7 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.batch import UpdateBatch
 from rollmesh.trainer.config import LossTermChoice, Normalization, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.estimators import Estimate, Estimator, make_estimator
+from rollmesh.trainer.estimators.base import UNDECIDED
 from rollmesh.trainer.losses import LossInputs, LossSum
 from rollmesh.trainer.losses.base import LossTerm
 from rollmesh.trainer.update import BatchTrainer
@@ -203,6 +204,25 @@ def test_the_baseline_of_reinforce_plus_plus_is_that_of_verl() -> None:
     assert made.of_group(of.groups[0]) == pytest.approx({"g0": 0.5, "g1": -0.5})
     assert made.group_size.least == 2
     assert not made.needs
+
+
+def test_rewards_of_turns_are_in_the_baseline_of_the_group_and_keep_the_group() -> None:
+    """Samples of one token with rewards of turns alone. Rewards 1 and 0 have the mean 0.5, and 3 and 2 the mean 2.5, so
+    that the two groups have the same advantages."""
+    samples, groups = [], []
+    for name, values in (("g", (1.0, 0.0)), ("h", (3.0, 2.0))):
+        mine, some = grouped(name, *((value, 1) for value in values))
+        of_turns = [
+            msgspec.structs.replace(m, rewards=tuple(msgspec.structs.replace(r, segment=1) for r in m.rewards))
+            for m in some.members
+        ]
+        samples, groups = [*samples, *mine], [*groups, group(name, *of_turns)]
+    of = batch_of(samples, groups)
+    made = estimator("reinforce_plus_plus", kl=0.0, baseline="group")
+    assert per_sample(made(of), of) == pytest.approx([1, -1, 1, -1], abs=1e-6)
+    assert made.of_group(groups[1]) == pytest.approx({"h0": 0.5, "h1": -0.5})
+    for name, options in (("reinforce_plus_plus", {"kl": 0.0}), ("gae", {})):
+        assert estimator(name, **options).of_group(groups[0]) == {"g0": UNDECIDED, "g1": UNDECIDED}
 
 
 # OPO and GPG ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ import numpy as np
 
 from rollmesh.shared.config.settings import NonNegativeFloat, NonNegativeInt, Settings, Share
 from rollmesh.shared.domain.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, undecided
+from rollmesh.trainer.estimators.base import Estimate, GroupEstimator
 from rollmesh.trainer.estimators.returns import (
     PerToken,
     discounted_sums,
@@ -37,6 +37,7 @@ from rollmesh.trainer.estimators.returns import (
     token_rewards,
     whitened,
 )
+from rollmesh.trainer.estimators.turns import undecided_turns
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch
@@ -107,7 +108,7 @@ class Gae(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because the critic decides."""
-        return undecided(group)
+        return undecided_turns(group)
 
     def _lambdas(self, batch: UpdateBatch) -> PerToken:
         """Return lambda_policy of each sample [S]."""

@@ -20,11 +20,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import NonNegativeFloat, Settings, Share
-from rollmesh.shared.domain.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, GroupSize, centered, episode_weights, undecided
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
+from rollmesh.trainer.estimators.base import Estimate, GroupEstimator, GroupSize, centered, episode_weights
 from rollmesh.trainer.estimators.returns import PerToken, discounted_sums, divergence_of, token_rewards, whitened
+from rollmesh.trainer.estimators.turns import scored_members, undecided_turns
 
 if TYPE_CHECKING:
     from rollmesh.trainer.batch import UpdateBatch
@@ -74,10 +76,15 @@ class ReinforcePlusPlus(GroupEstimator):
         """Return `UNDECIDED` for each member with usable rewards, because the batch decides; with the baseline `group`
         the reward minus the mean of the group."""
         if self.options.baseline == "none":
-            return undecided(group)
+            return undecided_turns(group)
         members, sums = self.reward_sums(group)
         values = centered(sums, episode_weights(members), None)
         return {m.sample_id: a for m, a in zip(members, values.tolist(), strict=True)}
+
+    def reward_sums(self, group: GroupContext) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
+        """Return the members with usable rewards, and the sum of all rewards of each, with those of its turns."""
+        scored = scored_members(group, self.weights, 1.0)
+        return [member for member, _ in scored], np.array([returns[0] for _, returns in scored], dtype=np.float64)
 
     def _baselines(self, batch: UpdateBatch) -> PerToken:
         """Return [S] the mean reward of the group of each sample."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, GroupContext, MemberOutcome, Outcome
-from rollmesh.trainer.estimators.base import UNSCORED, Estimate, GroupEstimator, turn_rewards, weight_of
+from rollmesh.trainer.estimators.base import UNDECIDED, UNSCORED, Estimate, GroupEstimator, turn_rewards, weight_of
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch
@@ -74,6 +74,12 @@ def scored_members(
     """Return the members with usable rewards and their returns per turn."""
     found = [(member, turn_returns(member, weights, discount)) for member in group.members]
     return [(member, returns) for member, returns in found if returns is not None]
+
+
+def undecided_turns(group: GroupContext) -> dict[str, float]:
+    """Return `UNDECIDED` for each member that `scored_members` returns: the result of `of_group` of an estimator that
+    reads rewards of turns and needs the whole batch."""
+    return {member.sample_id: UNDECIDED for member, _ in scored_members(group, {}, 0.0)}
 
 
 def spread_turns(batch: UpdateBatch, values: Mapping[str, PerTurn]) -> Estimate:
