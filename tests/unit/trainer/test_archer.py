@@ -227,6 +227,18 @@ def test_no_advantage_in_the_warm_up_and_none_for_what_is_not_scored() -> None:
     assert (nothing.dropped, nothing.metrics["advantage_abs"]) == ({0: "UNSCORED"}, 0.0)
 
 
+def test_states_that_are_not_finite_do_not_reach_the_critic() -> None:
+    """They follow the last turn of s0, which has no next state, and the first turn of s2, which is not stored."""
+    states = np.array([[1.0, 0, 0, 1], [np.nan] * 4, [1, 0, 0, 1], [np.nan] * 4])
+    members = outcome("s0", [1.0]), outcome("s1", [1.0]), outcome("s2", [0.0, 1.0])
+    made = archer(critic_steps=2)
+    found = made(batch_with(states, *members, lengths=((1,), (1,), (1, 1))))
+    assert np.isfinite(found.metrics["td_loss"])
+    assert made.state()["turns"]["reward"].tolist() == [1.0]
+    again = made(batch_with(states, *members, lengths=((1,), (1,), (1, 1)), update=2))
+    assert np.isfinite(again.advantages[0])
+
+
 def test_the_critic_passes_through_a_checkpoint(tmp_path: Any) -> None:
     rng = np.random.default_rng(0)
     made, again = (archer(critic_steps=5, capacity=6, replay=4) for _ in range(2))

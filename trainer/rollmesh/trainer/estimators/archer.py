@@ -50,8 +50,8 @@ from rollmesh.shared.config.settings import (
     Share,
 )
 from rollmesh.shared.domain.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import UNDECIDED, UNSCORED, Estimate, GroupEstimator
-from rollmesh.trainer.estimators.turns import scored_members, turn_returns
+from rollmesh.trainer.estimators.base import UNSCORED, Estimate, GroupEstimator
+from rollmesh.trainer.estimators.turns import turn_returns, undecided_turns
 
 if TYPE_CHECKING:  # they import torch
     from rollmesh.trainer.batch import UpdateBatch
@@ -113,8 +113,9 @@ class BatchTurns:
     @property
     def critics(self) -> NDArray[np.bool_]:
         """[n] whether some loss of the critic reads the turn."""
-        finite = np.isfinite(self.columns["state"]).all(-1) & np.isfinite(self.columns["action"]).all(-1)
-        used: NDArray[np.bool_] = self.kept & finite & (self.columns["q"] + self.columns["v"] > 0)
+        finite = [np.isfinite(self.columns[name]).all(-1) for name in ("state", "action", "next")]
+        read = self.columns["q"] + self.columns["v"] > 0
+        used: NDArray[np.bool_] = np.logical_and.reduce([self.kept, read, *finite])
         return used
 
 
@@ -155,7 +156,7 @@ class Archer(GroupEstimator):
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return `UNDECIDED` for each member with usable rewards, because the critic decides."""
-        return dict.fromkeys((m.sample_id for m, _ in scored_members(group, self.weights, 0.0)), UNDECIDED)
+        return undecided_turns(group)
 
     def state(self) -> dict[str, Any]:
         return {} if self._critic is None else self._critic.state()
@@ -238,7 +239,7 @@ def turns_of(batch: UpdateBatch, weights: Mapping[str, float], new_action_role: 
     columns = {
         "state": state,
         "action": action,
-        "next": np.roll(state, -1, axis=0) * ~last[:, None],
+        "next": np.where(last[:, None], 0.0, np.roll(state, -1, axis=0)),
         "reward": np.where(is_new, 0.0, rewards),
         "done": last,
         "q": ~is_new,
