@@ -295,7 +295,8 @@ def test_rl_plus_treats_own_tokens_as_an_unclipped_or_a_clipped_surrogate() -> N
     assert gradient == pytest.approx([-4.0, 0.125])
 
 
-def test_given_solutions_have_an_advantage_and_are_in_no_baseline() -> None:
+@pytest.mark.parametrize("name", ["grpo", "dsdr"])
+def test_given_solutions_have_an_advantage_and_are_in_no_baseline(name: str) -> None:
     """Own rewards 0, 0, 1 have the mean 1/3; the given solution of reward 1 has the advantage 2/3."""
     samples = [training_sample(f"s{n}", [prompt([20]), action([30], [-1.0])]) for n in range(3)]
     samples.append(training_sample("given", [prompt([20]), given([31, 32])]))
@@ -303,7 +304,7 @@ def test_given_solutions_have_an_advantage_and_are_in_no_baseline() -> None:
     batch = batch_of(samples, [group("g0", *members, member("given", {"r": 1.0}))])
     assert batch.external.tolist() == [False, False, False, True]
     for baseline, mean in (("policy", 1 / 3), ("all", 0.5)):
-        made = make_estimator(Extension("grpo", {"std": "none", "baseline": baseline}))
+        made = make_estimator(Extension(name, {"std": "none", "baseline": baseline}))
         expected = [-mean, -mean, 1 - mean, 1 - mean, 1 - mean]
         assert made(batch).advantages.tolist() == pytest.approx(expected)
 

@@ -90,7 +90,7 @@ class Dsdr(Grpo):
             found += diversities.tolist()
             of_group = softmax_shares([members[i] for i in correct], diversities, options.temperature)
             shares |= {members[i].sample_id: s for i, s in zip(correct, of_group.tolist(), strict=True)}
-        estimate = self.spread(batch, self.of_sums(scored))
+        estimate = self.spread(batch, self.of_sums(scored, self.given(batch)))
         per_sample = np.array([shares.get(s.sample.sample_id, 0.0) for s in batch.samples], np.float32)
         return Estimate(
             advantages=estimate.advantages,
