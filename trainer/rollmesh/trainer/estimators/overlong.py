@@ -3,7 +3,7 @@ manager `dapo`, TRL `get_soft_overlong_punishment`).
 
     R_i <- R_i - weight * min(max(n_i - (limit - buffer), 0) / buffer, 1),   then the advantages of `grpo`
 
-n is the number of tokens that the policy sampled in the episode. Below limit - buffer there is no punishment; in the
+n is the number of tokens of the sample that the policy sampled. Below limit - buffer there is no punishment; in the
 buffer it grows linearly, so that responses do not end abruptly at the limit; at the limit it is whole. The source has
 rewards of 1 and -1 and a weight of 1, which is a weight of 0.5 for rewards of 1 and 0.
 

@@ -10,8 +10,8 @@ published. Its last layer begins with 0, so that V is 0 at the first update. `mo
 learning rate over that of the policy.
 
 Deviations: the critic of TRL and verl is a separate model of the size of the policy; here it has one hidden layer above
-the states of the policy, which by default it does not change (`through`). Its gradient counts in the norm that
-`clip_norm` limits.
+the states of the policy, which by default it does not change (`through`). `clip_norm` limits the gradient of the head
+apart from that of the policy.
 """
 
 from __future__ import annotations
