@@ -9,9 +9,8 @@ rewards of 1 and -1 and a weight of 1, which is a weight of 0.5 for rewards of 1
 
 All members have their length in their summary, leased or not; one without a summary is not punished. As in the source,
 groups are filtered by their rewards without the punishment, so that a group of right answers is not kept because of its
-lengths alone. The scorer `length` with `form: overlong` is the same punishment as a reward of any estimator, which then
-also decides which groups are filtered; this estimator needs no scorer, so that a recipe has it beside the scorers of
-the task. Deviation: verl's punishment has no upper bound, because its responses end at the limit.
+lengths alone; a scorer would keep it. Deviation: verl's punishment has no upper bound, because its responses end at the
+limit.
 """
 
 from __future__ import annotations
