@@ -209,7 +209,8 @@ def test_the_baseline_of_reinforce_plus_plus_is_that_of_verl() -> None:
 def test_rewards_of_turns_are_in_the_baseline_of_the_group_and_keep_the_group() -> None:
     """Samples of one token with rewards of turns alone. Rewards 1 and 0 have the mean 0.5, and 3 and 2 the mean 2.5, so
     that the two groups have the same advantages."""
-    samples, groups = [], []
+    samples: list[TrainingSample] = []
+    groups: list[GroupContext] = []
     for name, values in (("g", (1.0, 0.0)), ("h", (3.0, 2.0))):
         mine, some = grouped(name, *((value, 1) for value in values))
         of_turns = [
