@@ -14,6 +14,9 @@ no paper has, stop a token whose pi / mu has moved far enough in the direction o
 
     no gradient if pi / mu > 1 + behavior_clip_high and A > 0, or pi / mu < 1 - behavior_clip_low and A < 0
 
+Without them, large steps on stale data lost the policy of a toy task, and with the bounds of `ppo_clip` they did not
+(benchmarks/README.md).
+
 Differences: all three libraries average over the tokens of a micro-batch or of the step, as `learner.normalization`
 says; AReaL and TRL keep masked tokens in the denominator, as here, and verl removes rejected ones. Only AReaL has
 geometric weights; for a geometric weight with bounds on another quantity, combine `level` with `reject_level`. verl can
