@@ -10,13 +10,14 @@ import pytest
 from msgspec import structs
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine, build_scorer
-from rollmesh.services.reward.engine import EVIDENCE_CHARS_MAX, ConfiguredScorer, RewardEngine, Uses, run_scorer
+from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
 from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.services.reward.scorer import Scorer
+from rollmesh.services.reward.scorer_run import EVIDENCE_CHARS_MAX, ConfiguredScorer, Uses, run_scorer
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward

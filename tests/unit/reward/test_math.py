@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
-from rollmesh.services.reward.engine import run_scorer
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.reward.scorer_run import run_scorer
 from rollmesh.services.reward.scorers.math import MathScorer
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Outcome

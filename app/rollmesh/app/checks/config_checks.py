@@ -31,10 +31,10 @@ from rollmesh.services.inference.interpreter import check_interpreter, interpret
 from rollmesh.services.learner.engine import TRAINERS, find_engine
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
-from rollmesh.services.reward.engine import ConfiguredScorer
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.oracles import ORACLES, JsonlOracle
 from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig

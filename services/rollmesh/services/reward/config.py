@@ -10,10 +10,11 @@ from typing import Annotated, cast
 
 from msgspec import Meta
 
-from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
+from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
 from rollmesh.services.reward.scorer import SCORERS, Policy, Sandbox, Scorer
+from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.config.plugin import overrides

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rollmesh.services.reward.engine import RewardEngine, Uses
+from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import Group, Verdict
 from rollmesh.services.reward.item import ScoreItem, TaskView, judged_path, num_action_tokens
 from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.services.reward.oracles import Oracles
+from rollmesh.services.reward.scorer_run import Uses
 from rollmesh.shared.codec.trajectory import (
     decode_group_context,
     decode_key,

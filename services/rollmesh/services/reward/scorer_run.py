@@ -1,0 +1,165 @@
+"""Run one scorer on a sample, and check what it returns.
+
+A failure of a scorer is recorded only here. An exception, a timeout, or a return value that is not a reward becomes an
+INFRA_FAILURE with the cause as evidence. It is never a reward of 0, because the model did not cause it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from dataclasses import dataclass
+
+from msgspec import structs
+
+from rollmesh.services.reward.item import AnswerKey, ScoreItem
+from rollmesh.services.reward.metrics import SCORES
+from rollmesh.services.reward.scorer import Scorer, ScorerResult
+from rollmesh.shared.codec.checks import check_reward_names
+from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
+from rollmesh.shared.domain.trajectory import EndpointUse, Outcome, Reward
+from rollmesh.shared.endpoints.metering import EndpointMeter, metered
+from rollmesh.shared.telemetry.metrics import count
+
+CAUSE_CHARS_MAX = 500
+ANSWER_CHARS_MIN = 3
+ANSWER_CHARS_MAX = 256
+"""Maximum length of `Reward.answer`."""
+EVIDENCE_CHARS_MAX = 16_384
+"""Maximum length of `Reward.evidence`."""
+
+Uses = dict[str, list[EndpointUse]]
+"""What scorers asked of endpoints, by the id of the sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredScorer:
+    """A scorer with the name of its reward."""
+
+    name: str
+    """Name of its first reward within the run."""
+    label: str
+    """Scorer and version, as in `Reward.scorer`."""
+    scorer: Scorer
+    timeout_s: float | None
+    """Timeout of a call, in seconds; None for a scorer that limits itself."""
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Return the names of its rewards."""
+        return (self.name, *(name for name in self.scorer.rewards if name != self.name))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the per-token arrays that it reads."""
+        return tuple(self.scorer.columns)
+
+    @property
+    def description(self) -> str:
+        """Return the first paragraph of the docstring of the class, or of its module if the class refers to it."""
+        cls = type(self.scorer)
+        text = (cls.__doc__ or "").strip()
+        if not text or text.startswith("See the module."):
+            text = (inspect.getdoc(inspect.getmodule(cls)) or "").strip()
+        return " ".join(text.split("\n\n")[0].split())
+
+
+async def run_scorer(configured: ConfiguredScorer, item: ScoreItem, uses: Uses | None = None) -> tuple[Reward, ...]:
+    """Return the rewards of the scorer with their names, or one INFRA_FAILURE with the cause."""
+    limit = asyncio.timeout(configured.timeout_s)
+    meter = EndpointMeter(f"{item.sample_id}/{configured.name}", caller=configured.label)
+    try:
+        with metered(meter):
+            async with limit:
+                _check_columns(configured, item)
+                result = await configured.scorer.score(item)
+        rewards = _checked(configured, result)
+        count(SCORES, configured.label, "ok")
+        return rewards
+    except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; it is recorded here
+        late = isinstance(error, TimeoutError) and limit.expired()
+        waited = f"; it awaited endpoint `{meter.cut}`" if meter.cut else ""
+        cause = f"no result within {configured.timeout_s} s{waited}" if late else explain(error)
+        count(SCORES, configured.label, "failed")
+        return (_failure(configured, cause, user_traceback(error), item.answer_key),)
+    finally:
+        if uses is not None and meter.uses:
+            uses.setdefault(item.sample_id, []).extend(meter.uses)
+
+
+def _check_columns(configured: ConfiguredScorer, item: ScoreItem) -> None:
+    """Raise ValueError if the sample lacks an array that the scorer reads, so that the failure names the key and not
+    only the array."""
+    sampled = [segment for segment in item.path if segment.sampled and segment.token_ids.size]
+    missing = [name for name in configured.columns if not sampled or any(name not in s.arrays for s in sampled)]
+    if missing:
+        what = (
+            "has no sampled tokens"
+            if not sampled
+            else f"has no array {', '.join(missing)}; list its output in `rollout.outputs`"
+        )
+        raise ValueError(f"the scorer reads the columns [{', '.join(configured.columns)}], but the sample {what}")
+
+
+def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward, ...]:
+    if isinstance(result, (int, float)):
+        result = Reward(name="", value=float(result))
+    rewards = [result] if isinstance(result, Reward) else list(result)
+    if not rewards:
+        raise TypeError("the scorer returned no reward")
+    named = tuple(_named(configured, reward) for reward in rewards)
+    keys = [(reward.name, reward.segment) for reward in named]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"the scorer returned two rewards of one name for one segment: {keys}")
+    check_reward_names(named)
+    return named
+
+
+def _named(configured: ConfiguredScorer, reward: object) -> Reward:
+    if not isinstance(reward, Reward):
+        raise TypeError(
+            f"the scorer returned a {type(reward).__name__}, expected a number, a Reward or a list of Rewards"
+        )
+    if reward.outcome is Outcome.OK and not in_reward_range(reward.value):
+        raise ValueError(f"the scorer returned the value {reward.value}, {REWARD_RANGE}")
+    answer = reward.answer[:ANSWER_CHARS_MAX]
+    return structs.replace(
+        reward,
+        name=reward.name or configured.name,
+        scorer=configured.label,
+        answer=answer,
+        evidence=reward.evidence[:EVIDENCE_CHARS_MAX],
+    )
+
+
+def _without(answer: str, message: str) -> str:
+    """Return the message with "[answer key]" where the answer stands between word boundaries.
+
+    An answer of less than `ANSWER_CHARS_MIN` characters is replaced only between quotes. It may also be a word of the
+    message itself, whose removal would reveal it.
+    """
+    if len(answer) < ANSWER_CHARS_MIN:
+        pattern = rf"(?<=(['\"`])){re.escape(answer)}(?=\1)"
+    else:
+        pattern = rf"(?<!\w){re.escape(answer)}(?!\w)"
+    return re.sub(pattern, "[answer key]", message) if answer else message
+
+
+def _failure(configured: ConfiguredScorer, cause: str, traceback: str, key: AnswerKey | None) -> Reward:
+    """Return the failure. The evidence is a line with the cause, then the traceback, which has lines of code but no
+    values."""
+    # Messages of exceptions quote values, which may contain the answer. The kind of the error never does: failures are
+    # counted by it.
+    kind, colon, message = cause.partition(": ")
+    for answer in sorted(key.answers, key=len, reverse=True) if key else ():
+        message = _without(answer, message)
+    cause = f"{kind}{colon}{message}"
+    return Reward(
+        name=configured.name,
+        value=0.0,
+        scorer=configured.label,
+        evidence="\n".join([" ".join(cause.splitlines())[:CAUSE_CHARS_MAX], *([traceback] if traceback else [])]),
+        outcome=Outcome.INFRA_FAILURE,
+    )
