@@ -10,8 +10,8 @@ no weight. Deviations: the judge does not get the answer key, because the answer
 is an infra failure, where the code counts it as clean.
 """
 
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor
 from rollmesh.shared.domain.trajectory import Outcome, Reward
 
 QUESTION = """\

@@ -12,8 +12,8 @@ not trained, and neither is the model of critiques (RLTF-FM).
 
 import numpy as np
 
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern, not_applicable
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern
 from rollmesh.services.rollout.agent import Agent
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import Purpose, Reward

@@ -59,6 +59,7 @@ class ScoreItem(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    SCORERS_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C traceparent of the calling span; empty if not traced. It is not in the call metadata, because many episodes share a request."""
     @_builtins.property
@@ -80,6 +81,12 @@ class ScoreItem(_message.Message):
         unset.
         """
 
+    @_builtins.property
+    def scorers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the rewards that are asked for, as in ScorerInfo.rewards. The scorers that give them run, and those whose rewards they read.
+        Empty: all scorers.
+        """
+
     def __init__(
         self,
         *,
@@ -88,10 +95,11 @@ class ScoreItem(_message.Message):
         samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
         traceparent: _builtins.str = ...,
         segments: _abc.Iterable[_types_pb2.Segment] | None = ...,
+        scorers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "samples", b"samples", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "samples", b"samples", "scorers", b"scorers", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +329,7 @@ class ScorerInfo(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the config."""
     scorer: _builtins.str
@@ -337,6 +346,10 @@ class ScorerInfo(_message.Message):
         for sampled tokens.
         """
 
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the rewards of other scorers that it reads. It runs after them."""
+
     def __init__(
         self,
         *,
@@ -345,10 +358,11 @@ class ScorerInfo(_message.Message):
         rewards: _abc.Iterable[_builtins.str] | None = ...,
         description: _builtins.str = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
+        reads: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "reads", b"reads", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,7 +380,7 @@ class ListScorersResponse(_message.Message):
     """Name of the finalizer."""
     @_builtins.property
     def scorers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorerInfo]:
-        """In the order in which they run."""
+        """In the order of the configuration."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ def test_defaults_fit(tmp_path: Path) -> None:
     [
         ({"timeout_s": 20}, {}, "timeout_s is 20 s, but 3 hidden tests (`time_limits_max`) may take 10 s each"),
         ({}, {"sandbox": {"profiles": {"python": {"limits": {"call_s": 11}}}}}, "may take 11 s each"),
-        ({"timeout_s": 120}, {}, "may take 120 s (sum of `reward.scorers[].timeout_s`), but rollout.stages.score_s_max is 120 s"),
+        ({"timeout_s": 120}, {}, "may take 120 s (`reward.scorers[].timeout_s` of scorers that read each other), but rollout.stages.score_s_max is 120 s"),
         ({"timeout_s": 60}, {"reward": {"sandbox": {"judgment_s_max": 50}}}, "reward.sandbox.judgment_s_max ends a judgment after 50 s"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
+from rollmesh.services.reward.scorer_run import ConfiguredScorer, run_scorer
 from rollmesh.shared.domain.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward
 
 
@@ -25,3 +26,9 @@ def member(sample_id: str, *values: float, outcome: Outcome = Outcome.OK) -> Mem
     """Return a scored member with rewards a, b, ... of these values."""
     rewards = tuple(Reward(name=chr(ord("a") + i), value=value, outcome=outcome) for i, value in enumerate(values))
     return MemberOutcome(sample_id=sample_id, rewards=rewards, end="ready")
+
+
+async def rewards_by(scorer: ConfiguredScorer, scored: ScoreItem) -> tuple[Reward, ...]:
+    """Return the rewards of one sample by one scorer."""
+    ((rewards, _),) = await run_scorer(scorer, [scored])
+    return rewards

@@ -17,7 +17,7 @@ from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorer_run import EVIDENCE_CHARS_MAX, ConfiguredScorer, Uses, run_scorer
+from rollmesh.services.reward.scorer_run import EVIDENCE_CHARS_MAX, ConfiguredScorer, Uses
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward
@@ -31,7 +31,7 @@ from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.base import GroupEstimator
 
 from ..shared.chat_server import ChatServer, chat_server, failure
-from .builders import item
+from .builders import item, rewards_by
 
 
 class Returns(Scorer):
@@ -87,7 +87,7 @@ def engine(*scorers: ConfiguredScorer, queue_samples_max: int = 8) -> RewardEngi
 async def test_rewards_get_their_name_and_the_scorers_version(
     result: Any, names_and_values: list[tuple[str, float]]
 ) -> None:
-    rewards = await run_scorer(configured(Returns(result)), item())
+    rewards = await rewards_by(configured(Returns(result)), item())
     assert [(r.name, r.value) for r in rewards] == names_and_values
     assert {r.scorer for r in rewards} == {"Mine@3"}
 
@@ -106,20 +106,20 @@ async def test_rewards_get_their_name_and_the_scorers_version(
     ],
 )
 async def test_a_scorer_that_fails_is_an_infra_failure_with_its_cause(result: Any, cause: str) -> None:
-    (reward,) = await run_scorer(configured(Returns(result)), item())
+    (reward,) = await rewards_by(configured(Returns(result)), item())
     assert reward.outcome is Outcome.INFRA_FAILURE
     assert reward.name == "mine"
     assert cause in reward.evidence
 
 
 async def test_a_scorer_beyond_its_time_limit_is_an_infra_failure() -> None:
-    (reward,) = await run_scorer(configured(Hangs(), timeout_s=0.01), item())
+    (reward,) = await rewards_by(configured(Hangs(), timeout_s=0.01), item())
     assert reward.outcome is Outcome.INFRA_FAILURE
     assert reward.evidence.startswith("no result within 0.01 s\n")
 
 
 async def test_the_cause_of_a_failure_does_not_quote_the_answer_key() -> None:
-    (reward,) = await run_scorer(configured(Returns(ValueError("cannot read Zanzibar"))), item(answer="Zanzibar"))
+    (reward,) = await rewards_by(configured(Returns(ValueError("cannot read Zanzibar"))), item(answer="Zanzibar"))
     cause, _, frames = reward.evidence.partition("\n")
     assert cause == "ValueError: cannot read [answer key]"
     assert "test_engine.py" in frames
@@ -139,7 +139,7 @@ async def test_the_cause_of_a_failure_does_not_quote_the_answer_key() -> None:
 async def test_the_answer_key_is_redacted_only_where_it_is_a_whole_value(
     answer: str, message: str, expected: str
 ) -> None:
-    (reward,) = await run_scorer(configured(Returns(ValueError(message))), item(answer=answer))
+    (reward,) = await rewards_by(configured(Returns(ValueError(message))), item(answer=answer))
     assert reward.evidence.partition("\n")[0] == f"ValueError: {expected}"
 
 
@@ -148,7 +148,7 @@ async def test_a_method_used_as_a_value_is_reported_with_the_line_of_the_users_c
         async def score(self, item: ScoreItem) -> float:
             return float(item.response.strip() == "4")  # type: ignore[attr-defined]
 
-    (reward,) = await run_scorer(configured(Mistaken()), item())
+    (reward,) = await rewards_by(configured(Mistaken()), item())
     cause, _, frames = reward.evidence.partition("\n")
     assert cause.endswith("(`response` is a method; call it: `response()`)")
     assert 'return float(item.response.strip() == "4")' in frames
@@ -157,7 +157,7 @@ async def test_a_method_used_as_a_value_is_reported_with_the_line_of_the_users_c
 
 async def test_cancelling_is_not_recorded_but_passes() -> None:
     scorer = Hangs()
-    running = asyncio.create_task(run_scorer(configured(scorer), item()))
+    running = asyncio.create_task(rewards_by(configured(scorer), item()))
     await scorer.entered.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -253,7 +253,6 @@ def test_a_weight_for_a_reward_of_no_scorer_is_refused() -> None:
     ("settings", "message"),
     [
         ({"scorers": []}, "scorers"),
-        ({"scorers": [{"name": "exact"}, {"name": "math", "reward": "exact"}]}, "scorers.*exact, exact"),
         ({"scorers": [{"name": "exact", "timeout_s": 0}]}, "timeout_s"),
         ({"concurrency_max": 0}, "concurrency_max.*0"),
         ({"weights": {"correct": float("nan")}}, "`weights.correct` must be finite, got nan"),
@@ -333,13 +332,13 @@ def test_a_verdict_out_of_range_names_the_finalizer(verdict: Any, cause: str) ->
     ],
 )  # fmt: skip
 async def test_a_scorer_with_too_many_rewards_or_too_long_names_fails_with_the_cause(result: Any, cause: str) -> None:
-    (reward,) = await run_scorer(configured(Returns(result)), item("42"))
+    (reward,) = await rewards_by(configured(Returns(result)), item("42"))
     assert reward.outcome is Outcome.INFRA_FAILURE
     assert reward.evidence.startswith(cause)
 
 
 async def test_the_evidence_of_a_reward_is_cut() -> None:
-    (reward,) = await run_scorer(configured(Returns(Reward(name="", value=1.0, evidence="e" * 9_000_000))), item("42"))
+    (reward,) = await rewards_by(configured(Returns(Reward(name="", value=1.0, evidence="e" * 9_000_000))), item("42"))
     assert reward.outcome is Outcome.OK
     assert len(reward.evidence) == EVIDENCE_CHARS_MAX
 
@@ -358,7 +357,7 @@ def test_columns_that_are_no_names_are_rejected(tmp_path: Path) -> None:
 async def test_a_written_answer_has_no_columns() -> None:
     scorer = Returns(1.0)
     scorer.columns = ("entropy",)
-    (reward,) = await run_scorer(configured(scorer), item("42"))
+    (reward,) = await rewards_by(configured(scorer), item("42"))
     assert reward.outcome is Outcome.INFRA_FAILURE
     assert reward.evidence.startswith(
         "ValueError: the scorer reads the columns [entropy], but the sample has no sampled tokens"

@@ -19,13 +19,12 @@ import pytest_asyncio
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import SCORERS
-from rollmesh.services.reward.scorer_run import run_scorer
 from rollmesh.services.reward.scorers.math import MathScorer
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Outcome
 from rollmesh.shared.errors import ScorerFailed
 
-from .builders import item
+from .builders import item, rewards_by
 
 SLOW = "$9^{9^{9^9}}$"
 """Short to write; sympy does not come back from it within any limit we would set."""
@@ -197,7 +196,7 @@ async def test_many_answers_beyond_the_limit_at_once_are_zeros_although_they_wai
     made = build_scorer(ScorerConfig(name="math", timeout_s=0.5), None)
     assert made.timeout_s is None, "the engine would count the wait for a worker"
     try:
-        scored = await asyncio.gather(*(run_scorer(made, item(SLOW, answer="7")) for _ in range(3)))
+        scored = await asyncio.gather(*(rewards_by(made, item(SLOW, answer="7")) for _ in range(3)))
     finally:
         await cast(MathScorer, made.scorer).close()
     assert [(reward.value, reward.outcome) for (reward,) in scored] == [(0.0, Outcome.OK)] * 3

@@ -97,14 +97,20 @@ def test_one_failed_reward_makes_the_whole_member_unusable() -> None:
     assert scalars(estimator(), [context], ["s1"]) == [None]
 
 
-def test_not_applicable_leaves_out_one_reward_of_one_member() -> None:
+def test_a_reward_that_is_not_applicable_enters_no_mean_and_no_deviation() -> None:
+    """b has the mean 3 over s0 and s1: their sums are 0 + 1 - 3 = -2 and 1 + 5 - 3 = 3, that of s2 is 1 (a alone), so
+    that the mean is 2/3 and the deviation sqrt((64 + 49 + 1) / 27)."""
     rewards = (Reward(name="a", value=1.0), Reward(name="b", value=9.0, outcome=Outcome.NOT_APPLICABLE))
     context = group(
-        "g", member("s0", {"a": 0.0, "b": 1.0}), MemberOutcome(sample_id="s1", rewards=rewards, end="ready")
+        "g",
+        member("s0", {"a": 0.0, "b": 1.0}),
+        member("s1", {"a": 1.0, "b": 5.0}),
+        MemberOutcome(sample_id="s2", rewards=rewards, end="ready"),
     )
-    assert scalars(estimator(std="none"), [context], ["s0", "s1"]) == pytest.approx([0.0, 0.0])
-    gdpo = estimator("gdpo").of_group(context)
-    assert gdpo == pytest.approx({"s0": -1.0, "s1": 1.0}, abs=1e-4)
+    ids = ["s0", "s1", "s2"]
+    assert scalars(estimator(std="none"), [context], ids) == pytest.approx([-8 / 3, 7 / 3, 1 / 3])
+    by_hand = [value / 3 / (114 / 27) ** 0.5 for value in (-8, 7, 1)]
+    assert scalars(estimator(std="group"), [context], ids) == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_segment_rewards_do_not_enter_the_sample_sum() -> None:

@@ -32,6 +32,7 @@ from rollmesh.services.learner.engine import TRAINERS, find_engine
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.reward.finalizer import FINALIZERS
+from rollmesh.services.reward.graph import ScorerGraph
 from rollmesh.services.reward.oracles import ORACLES, JsonlOracle
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
@@ -129,12 +130,13 @@ def notes(config: TrainConfig, base_dir: Path) -> list[str]:
 
 def _scoring_times(config: TrainConfig, base_dir: Path) -> Iterator[str]:
     """Yield the time limits of scoring that cannot fit into each other."""
-    total_s, score_s = sum(scorer.timeout_s for scorer in config.reward.scorers), config.rollout.stages.score_s_max
-    if total_s >= score_s:
+    graph = ScorerGraph([_scorer(scorer, index, base_dir) for index, scorer in enumerate(config.reward.scorers)])
+    longest_s = graph.longest_s([scorer.timeout_s for scorer in config.reward.scorers])
+    if longest_s >= (score_s := config.rollout.stages.score_s_max):
         yield (
-            f"the scorers may take {total_s:g} s (sum of `reward.scorers[].timeout_s`), but rollout.stages.score_s_max "
-            f"is {score_s:g} s: a slow answer can end its episode as an infra failure instead of with a reward; raise "
-            "score_s_max, or lower timeout_s"
+            f"the scorers may take {longest_s:g} s (`reward.scorers[].timeout_s` of scorers that read each other), but "
+            f"rollout.stages.score_s_max is {score_s:g} s: a slow answer can end its episode as an infra failure "
+            "instead of with a reward; raise score_s_max, or lower timeout_s"
         )
     for index, scorer in enumerate(config.reward.scorers):
         options = SCORERS.options(scorer, base_dir)
@@ -375,15 +377,20 @@ class _Check:
     def _rewards(self, *, has_tasks: bool) -> None:
         config, before = self._config, len(self.mistakes)
         names: list[str] = []
+        scorers: list[ConfiguredScorer] = []
         num_bytes = 0
         known = ("logprobs", *array_names(config.rollout.outputs))
         for index, scorer in enumerate(config.reward.scorers):
             with self._collected():
                 configured = _scorer(scorer, index, self._base_dir)
+                scorers.append(configured)
                 names += configured.reward_names
                 num_bytes += sum(reward_bytes(name, configured.label) for name in configured.reward_names)
                 if missing := [name for name in configured.columns if name not in known]:
                     self.mistakes.append(_missing_column(index, missing, known))
+        if len(scorers) == len(config.reward.scorers):
+            with self._collected("reward.scorers"):
+                ScorerGraph(scorers)
         for logger in config.run.loggers:
             with self._collected("run.loggers"):
                 LOGGERS.options(logger, self._base_dir)

@@ -6,20 +6,20 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, cast, get_args
 
 from msgspec import Meta
 
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
-from rollmesh.services.reward.scorer import SCORERS, Policy, Sandbox, Scorer
+from rollmesh.services.reward.scorer import SCORERS, BatchScorer, Policy, Sandbox, Scorer, Sees
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.config.settings import LIVE, PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import LIVE, NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.config.user_code import takes_arguments
 from rollmesh.shared.endpoints.answer import Asks
 from rollmesh.shared.errors import ConfigError
@@ -36,6 +36,11 @@ class ScorerConfig(Extension):
     that the candidate takes in all hidden tests, without waits: the remaining tests count as TLE, which is a verdict
     and not an infra failure."""
 
+    batch_max: PositiveInt = 32
+    """Maximum number of samples in one call of a scorer with `score_batch`."""
+    batch_wait_s: NonNegativeFloat = 0.01
+    """Maximum wait of a sample for others of its call, in seconds, for a scorer with `score_batch`."""
+
     @property
     def reward_name(self) -> str:
         return self.reward or self.short_name
@@ -45,7 +50,8 @@ class RewardConfig(Settings):
     """Settings of the reward service."""
 
     scorers: Annotated[tuple[ScorerConfig, ...], Meta(min_length=1)] = (ScorerConfig(name="exact", reward="correct"),)
-    """Scorers in the order in which they run. Each has rewards with different names."""
+    """Scorers, whose rewards have different names. Those that do not read each other's rewards run at the same
+    time."""
     weights: dict[str, float] = {}
     """Weight by reward name, for the estimator of the built-in trainer and for the finalizer. A reward without a weight
     is recorded, but not optimized. If empty, every reward has weight 1."""
@@ -64,14 +70,11 @@ class RewardConfig(Settings):
     """Routing of scoring calls to inference nodes, for scorers with `use_policy`. `score_calls_max` bounds the
     concurrent ones."""
     concurrency_max: Annotated[PositiveInt, LIVE] = 64
-    """Maximum number of samples that are scored at the same time."""
+    """Maximum number of calls of scorers at the same time."""
     queue_samples_max: Annotated[PositiveInt, LIVE] = 4096
     """Maximum number of samples that wait or are scored. More are rejected with OVERLOADED."""
 
     def check_fields(self) -> None:
-        names = [scorer.reward_name for scorer in self.scorers]
-        if len(set(names)) != len(names):
-            raise ValueError(f"`scorers` must have different names, got {', '.join(names)}")
         if self.weights and not any(self.weights.values()):
             raise ValueError(f"`weights` must contain a weight other than 0, got {self.weights}")
 
@@ -124,10 +127,16 @@ def shown_name(name: str) -> str:
 def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
     """Construct one scorer. Raise ConfigError."""
     scorer: Scorer = SCORERS.make(config, base_dir)
-    columns = scorer.columns
-    if not isinstance(columns, (tuple, list)) or not all(isinstance(name, str) for name in columns):
+    for attribute, example in (("columns", "entropy"), ("reads", "correct"), ("rewards", "brief")):
+        names = getattr(scorer, attribute)
+        if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f'scorer `{config.name}`: `{attribute}` must be a tuple of names such as ("{example}",), got {names!r}',
+                name=config.name,
+            )
+    if isinstance(scorer, BatchScorer) and scorer.sees not in get_args(Sees):
         raise ConfigError(
-            f'scorer `{config.name}`: `columns` must be a tuple of names such as ("entropy",), got {columns!r}',
+            f"scorer `{config.name}`: `sees` must be one of {', '.join(get_args(Sees))}, got {scorer.sees!r}",
             name=config.name,
         )
     if not inspect.iscoroutinefunction(scorer.score) or not takes_arguments(scorer.score, 1):
@@ -138,6 +147,8 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
         label=f"{config.short_name}@{scorer.version}",
         scorer=scorer,
         timeout_s=None if overrides(scorer, Scorer.use_timeout) else config.timeout_s,
+        batch_max=config.batch_max,
+        batch_wait_s=config.batch_wait_s,
     )
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
+from msgspec import structs
+
+from rollmesh.services.reward.batcher import Batcher
 from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict, checked_verdict
+from rollmesh.services.reward.graph import ScorerGraph
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.oracles import Oracles
-from rollmesh.services.reward.scorer_run import CAUSE_CHARS_MAX, ConfiguredScorer, Uses, run_scorer
+from rollmesh.services.reward.scorer import BatchScorer
+from rollmesh.services.reward.scorer_run import CAUSE_CHARS_MAX, ConfiguredScorer, Scored, Uses, joined, run_scorer
 from rollmesh.shared.config.user_code import explain, user_traceback
-from rollmesh.shared.domain.trajectory import GroupContext, Reward
+from rollmesh.shared.domain.trajectory import GroupContext, Outcome, Reward
 from rollmesh.shared.errors import GroupCodeFailed, Overloaded
 from rollmesh.trainer.estimators import Estimator
 
@@ -37,15 +44,25 @@ class RewardEngine:
         concurrency_max: int,
         queue_samples_max: int,
     ) -> None:
-        self.scorers = tuple(scorers)
+        self.graph = ScorerGraph(scorers)
         self.finalizer = finalizer
         self.oracles = oracles
         self.estimator = estimator
         self.finalizer_name = finalizer_name
         self.estimator_name = estimator_name
         self._slots = asyncio.Semaphore(concurrency_max)
+        self._batchers = {
+            number: Batcher(partial(self._call, scorer), size_max=scorer.batch_max, wait_s=scorer.batch_wait_s)
+            for number, scorer in enumerate(scorers)
+            if isinstance(scorer.scorer, BatchScorer) and scorer.sees == "path"
+        }
         self._queue_samples_max = queue_samples_max
         self._num_queued = 0
+
+    @property
+    def scorers(self) -> tuple[ConfiguredScorer, ...]:
+        """The scorers, in the order of the configuration."""
+        return self.graph.scorers
 
     @property
     def num_queued(self) -> int:
@@ -53,10 +70,13 @@ class RewardEngine:
         return self._num_queued
 
     async def score(self, items: Sequence[ScoreItem], uses: Uses | None = None) -> list[tuple[Reward, ...]]:
-        """Return the rewards of each item, in order. Raise Overloaded if more samples than `queue_samples_max` wait.
+        """Return the rewards of each item, in order. The samples of an episode must be one after the other.
 
-        What the scorers asked of endpoints is added to `uses`, by the id of the sample.
+        What the scorers asked of endpoints is added to `uses`, by the id of the sample. Raise Overloaded if more
+        samples than `queue_samples_max` wait, or InvalidInput for an unknown name in `ScoreItem.scorers`.
         """
+        episodes = [list(found) for _, found in groupby(items, key=lambda item: (item.key, item.scorers))]
+        orders = [self.graph.chosen(episode[0].scorers) for episode in episodes]
         if self._num_queued + len(items) > self._queue_samples_max:
             raise Overloaded(
                 f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add "
@@ -65,10 +85,15 @@ class RewardEngine:
         self._num_queued += len(items)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._score_one(item, uses)) for item in items]
+                scored = map(self._score_episode, orders, episodes)
+                tasks = [group.create_task(one) for one in scored]
         finally:
             self._num_queued -= len(items)
-        return [task.result() for task in tasks]
+        results = [result for task in tasks for result in task.result()]
+        for item, result in zip(items, results, strict=True):
+            if uses is not None and result.uses:
+                uses.setdefault(item.sample_id, []).extend(result.uses)
+        return [result.rewards for result in results]
 
     def finalize(self, group: Group) -> Verdict:
         """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises, or returns an invalid
@@ -81,13 +106,55 @@ class RewardEngine:
         return call_group_code(f"estimator {self.estimator_name}", self.estimator.of_group, group)
 
     async def close(self) -> None:
-        """Release resources of scorers, such as worker processes and connections."""
+        """Cancel the calls in progress, and release resources of scorers, such as worker processes and connections."""
+        for batcher in self._batchers.values():
+            await batcher.close()
         for configured in self.scorers:
             await configured.scorer.close()
 
-    async def _score_one(self, item: ScoreItem, uses: Uses | None) -> tuple[Reward, ...]:
+    async def _score_episode(self, order: Sequence[int], items: Sequence[ScoreItem]) -> list[Scored]:
+        """Return the results of the scorers `order` for the samples of one episode."""
+        if len(order) == 1:  # the common case, without further tasks
+            return await self._score_by(order[0], items, {})
+        found: dict[int, list[Scored]] = {}
+        running: dict[int, asyncio.Task[None]] = {}
+
+        async def run(number: int) -> None:
+            for read in self.graph.reads[number]:
+                await running[read]
+            found[number] = await self._score_by(number, items, found)
+
+        async with asyncio.TaskGroup() as group:
+            for number in order:
+                running[number] = group.create_task(run(number))
+        return [joined(of_sample) for of_sample in zip(*(found[number] for number in sorted(order)), strict=True)]
+
+    async def _score_by(
+        self, number: int, items: Sequence[ScoreItem], found: Mapping[int, Sequence[Scored]]
+    ) -> list[Scored]:
+        """Return the results of one scorer for the samples of an episode, after those that it reads. A sample has none
+        if one of those has failed."""
+        scorer = self.graph.scorers[number]
+        ready: dict[int, ScoreItem] = {}
+        for place, item in enumerate(items):
+            read = [reward for giver in self.graph.reads[number] for reward in found[giver][place].rewards]
+            if not any(reward.outcome is Outcome.INFRA_FAILURE for reward in read):
+                named = {name: tuple(reward for reward in read if reward.name == name) for name in scorer.reads}
+                ready[place] = structs.replace(item, rewards=named) if named else item
+        if scorer.sees == "episode":
+            # A sample that is not ready fails the episode, whose other samples then need no score.
+            results = await self._call(scorer, list(ready.values())) if len(ready) == len(items) else []
+        elif number in self._batchers:
+            results = await asyncio.gather(*map(self._batchers[number].submit, ready.values()))
+        else:
+            calls = [self._call(scorer, [item]) for item in ready.values()]
+            results = [result for (result,) in await asyncio.gather(*calls)]
+        of_place = dict(zip(ready, results, strict=False))
+        return [of_place.get(place, Scored()) for place in range(len(items))]
+
+    async def _call(self, scorer: ConfiguredScorer, items: Sequence[ScoreItem]) -> list[Scored]:
         async with self._slots:
-            return tuple([reward for scorer in self.scorers for reward in await run_scorer(scorer, item, uses)])
+            return await run_scorer(scorer, items)
 
 
 def call_group_code(what: str, function: Callable[[A], R], group: A) -> R:

@@ -12,11 +12,14 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollmesh.shared.domain.trajectory import (
+    WHOLE_SAMPLE,
     Columns,
     EpisodeKey,
     FinishReason,
     IntArray,
     Message,
+    Outcome,
+    Reward,
     Role,
     Segment,
     Source,
@@ -111,6 +114,10 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     """The reason for which the last action of the sample ended."""
     path: tuple[JudgedSegment, ...] = ()
     """The segments of the sample, from the root to its leaf. Empty for a written answer without tokens."""
+    scorers: tuple[str, ...] = ()
+    """Names of the rewards that are asked for. Empty: all."""
+    rewards: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)
+    """The rewards that the scorer reads, by the names in its `reads`: of the whole sample and of segments."""
 
     @property
     def turns(self) -> tuple[JudgedTurn, ...]:
@@ -130,6 +137,15 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
         if turns and observed:
             turns[-1] = replace(turns[-1], observations=tuple(observed))
         return tuple(turns)
+
+    def reward(self, name: str) -> float | None:
+        """Return the value of a reward of the whole sample; None if it is not applicable to this sample. Raise
+        LookupError for a reward that is not in the scorer's `reads`."""
+        if name not in self.rewards:
+            known = ", ".join(self.rewards) or "none"
+            raise LookupError(f"the scorer does not read the reward {name!r} (it reads: {known}); list it in `reads`")
+        whole = (reward for reward in self.rewards[name] if reward.segment == WHOLE_SAMPLE)
+        return next((reward.value for reward in whole if reward.outcome is Outcome.OK), None)
 
     @property
     def answer_ids(self) -> IntArray:

@@ -1,13 +1,15 @@
 """The scorer port: computes named rewards with their evidence.
 
-Scorers are found by name, or loaded from user code as `file.py:Name`. An exception, a timeout or a return value that is
-not a reward becomes an INFRA_FAILURE (see `engine`), so a scorer raises instead of returning a guessed 0.
+Scorers are found by name, or loaded from user code as `file.py:Name`. A scorer may read the rewards of others
+(`reads`), which run before it, and its reward may be `not_applicable` to a sample. An exception, a timeout or a return
+value that is not a reward becomes an INFRA_FAILURE (see `scorer_run`), so a scorer raises instead of returning a
+guessed 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.shared.clients.generated import ScoredTokens
@@ -15,12 +17,19 @@ from rollmesh.shared.clients.given_tokens import Prompt
 from rollmesh.shared.clients.hidden_tests import TestReport
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
-from rollmesh.shared.domain.trajectory import IntArray, Reward
+from rollmesh.shared.domain.trajectory import IntArray, Outcome, Reward
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.answer import Asks
 
+Sees = Literal["path", "episode"]
 ScorerResult = float | Reward | Sequence[Reward]
 """A number is one reward without evidence and segment."""
+
+
+def not_applicable(cause: str) -> Reward:
+    """Return the reward of a scorer that says nothing about a sample. The sample keeps its other rewards, and this one
+    enters no mean and no deviation."""
+    return Reward(name="", value=0.0, evidence=cause, outcome=Outcome.NOT_APPLICABLE)
 
 
 class Sandbox(Protocol):
@@ -78,6 +87,8 @@ class Scorer(Plugin):
     """Changes when the same input may score differently."""
     rewards: tuple[str, ...] = ()
     """Names of its rewards besides the configured one."""
+    reads: tuple[str, ...] = ()
+    """Names of rewards of other scorers, which run before it. They are in `item.rewards`; see `item.reward`."""
     columns: tuple[str, ...] = ()
     """Names of the per-token arrays of `JudgedSegment.arrays` that it reads: "logprobs", or arrays of
     `rollout.outputs`."""
@@ -107,6 +118,23 @@ class Scorer(Plugin):
 
     async def close(self) -> None:
         """Release resources, such as worker processes."""
+
+
+class BatchScorer(Scorer):
+    """Base of scorers that score several samples in one call."""
+
+    sees: Sees = "path"
+    """`path`: each sample is scored by itself, and a call has any samples, at most `batch_max` of its entry. `episode`:
+    a call has all samples of one episode, so that they can share a reward."""
+
+    async def score(self, item: ScoreItem) -> ScorerResult:
+        (result,) = await self.score_batch([item])
+        return result
+
+    @required
+    async def score_batch(self, items: Sequence[ScoreItem]) -> Sequence[ScorerResult]:
+        """Return the rewards of each sample, in order. If the call raises, all its samples are infra failures."""
+        raise NotImplementedError
 
 
 SCORERS = Registry(

@@ -1,4 +1,4 @@
-"""Run one scorer on a sample, and check what it returns.
+"""Run one scorer on samples, and check what it returns.
 
 A failure of a scorer is recorded only here. An exception, a timeout, or a return value that is not a reward becomes an
 INFRA_FAILURE with the cause as evidence. It is never a reward of 0, because the model did not cause it.
@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec import structs
 
 from rollmesh.services.reward.item import AnswerKey, ScoreItem
 from rollmesh.services.reward.metrics import SCORES
-from rollmesh.services.reward.scorer import Scorer, ScorerResult
+from rollmesh.services.reward.scorer import BatchScorer, Scorer, ScorerResult, Sees
 from rollmesh.shared.codec.checks import check_reward_names
 from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
@@ -34,6 +36,22 @@ Uses = dict[str, list[EndpointUse]]
 """What scorers asked of endpoints, by the id of the sample."""
 
 
+class Scored(NamedTuple):
+    """The result for one sample."""
+
+    rewards: tuple[Reward, ...] = ()
+    uses: tuple[EndpointUse, ...] = ()
+    """What the scorers asked of endpoints."""
+
+
+def joined(results: Iterable[Scored]) -> Scored:
+    """Return the results of several scorers for one sample as one."""
+    parts = list(results)
+    return Scored(
+        tuple(reward for part in parts for reward in part.rewards), tuple(use for part in parts for use in part.uses)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredScorer:
     """A scorer with the name of its reward."""
@@ -45,11 +63,25 @@ class ConfiguredScorer:
     scorer: Scorer
     timeout_s: float | None
     """Timeout of a call, in seconds; None for a scorer that limits itself."""
+    batch_max: int = 1
+    """Maximum number of samples in a call of `score_batch`."""
+    batch_wait_s: float = 0.0
+    """Maximum wait of a sample for others, in seconds."""
 
     @property
     def reward_names(self) -> tuple[str, ...]:
         """Return the names of its rewards."""
         return (self.name, *(name for name in self.scorer.rewards if name != self.name))
+
+    @property
+    def sees(self) -> Sees:
+        """Return what a call reads: the paths of samples, or all samples of an episode."""
+        return self.scorer.sees if isinstance(self.scorer, BatchScorer) else "path"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the names of the rewards that it reads."""
+        return tuple(self.scorer.reads)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -66,41 +98,67 @@ class ConfiguredScorer:
         return " ".join(text.split("\n\n")[0].split())
 
 
-async def run_scorer(configured: ConfiguredScorer, item: ScoreItem, uses: Uses | None = None) -> tuple[Reward, ...]:
-    """Return the rewards of the scorer with their names, or one INFRA_FAILURE with the cause."""
+async def run_scorer(configured: ConfiguredScorer, items: Sequence[ScoreItem]) -> list[Scored]:
+    """Return the results of one call for its samples, in order. A sample that fails has one INFRA_FAILURE with the
+    cause.
+
+    A call that fails as a whole fails all its samples. What it asked of endpoints is counted with its first sample.
+    """
+    meter = EndpointMeter(f"{items[0].sample_id}/{configured.name}", caller=configured.label)
     limit = asyncio.timeout(configured.timeout_s)
-    meter = EndpointMeter(f"{item.sample_id}/{configured.name}", caller=configured.label)
+    found = {number: failure for number, item in enumerate(items) if (failure := _without_columns(configured, item))}
+    sound = [number for number in range(len(items)) if number not in found]
     try:
         with metered(meter):
             async with limit:
-                _check_columns(configured, item)
-                result = await configured.scorer.score(item)
-        rewards = _checked(configured, result)
-        count(SCORES, configured.label, "ok")
-        return rewards
+                results = await _results(configured.scorer, [items[number] for number in sound])
+        found |= {n: _rewards(configured, result, items[n]) for n, result in zip(sound, results, strict=True)}
     except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; it is recorded here
         late = isinstance(error, TimeoutError) and limit.expired()
         waited = f"; it awaited endpoint `{meter.cut}`" if meter.cut else ""
         cause = f"no result within {configured.timeout_s} s{waited}" if late else explain(error)
-        count(SCORES, configured.label, "failed")
-        return (_failure(configured, cause, user_traceback(error), item.answer_key),)
-    finally:
-        if uses is not None and meter.uses:
-            uses.setdefault(item.sample_id, []).extend(meter.uses)
+        traceback = user_traceback(error)
+        found |= {n: (_failure(configured, cause, traceback, items[n].answer_key),) for n in sound}
+    for rewards in found.values():
+        failed = any(reward.outcome is Outcome.INFRA_FAILURE for reward in rewards)
+        count(SCORES, configured.label, "failed" if failed else "ok")
+    return [Scored(found[n], meter.uses if n == 0 else ()) for n in range(len(items))]
 
 
-def _check_columns(configured: ConfiguredScorer, item: ScoreItem) -> None:
-    """Raise ValueError if the sample lacks an array that the scorer reads, so that the failure names the key and not
-    only the array."""
+async def _results(scorer: Scorer, items: Sequence[ScoreItem]) -> Sequence[ScorerResult]:
+    """Call the scorer. Raise TypeError if it does not return one result for each sample."""
+    if not items:
+        return []
+    if not isinstance(scorer, BatchScorer):
+        return [await scorer.score(item) for item in items]
+    results = await scorer.score_batch(items)
+    if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != len(items):
+        got = len(results) if isinstance(results, Sequence) else type(results).__name__
+        raise TypeError(f"`score_batch` must return a list with one result for each of {len(items)} samples, got {got}")
+    return results
+
+
+def _rewards(configured: ConfiguredScorer, result: ScorerResult, item: ScoreItem) -> tuple[Reward, ...]:
+    try:
+        return _checked(configured, result)
+    except (TypeError, ValueError) as error:
+        return (_failure(configured, explain(error), user_traceback(error), item.answer_key),)
+
+
+def _without_columns(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Reward, ...]:
+    """Return the failure of a sample that lacks an array that the scorer reads, so that it names the key and not only
+    the array; nothing if it has all."""
     sampled = [segment for segment in item.path if segment.sampled and segment.token_ids.size]
     missing = [name for name in configured.columns if not sampled or any(name not in s.arrays for s in sampled)]
-    if missing:
-        what = (
-            "has no sampled tokens"
-            if not sampled
-            else f"has no array {', '.join(missing)}; list its output in `rollout.outputs`"
-        )
-        raise ValueError(f"the scorer reads the columns [{', '.join(configured.columns)}], but the sample {what}")
+    if not missing:
+        return ()
+    what = (
+        "has no sampled tokens"
+        if not sampled
+        else f"has no array {', '.join(missing)}; list its output in `rollout.outputs`"
+    )
+    error = ValueError(f"the scorer reads the columns [{', '.join(configured.columns)}], but the sample {what}")
+    return (_failure(configured, explain(error), "", item.answer_key),)
 
 
 def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward, ...]:

@@ -84,6 +84,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 rewards=scorer.reward_names,
                 description=scorer.description,
                 columns=scorer.columns,
+                reads=scorer.reads,
             )
         return response
 
@@ -122,6 +123,7 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
             num_action_tokens=num_action_tokens(path),
             finish=FinishReason(sample.finish),
             path=path,
+            scorers=tuple(item.scorers),
         )
 
 

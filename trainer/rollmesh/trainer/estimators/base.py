@@ -3,9 +3,9 @@ reads it too.
 
 Which rewards count: those about the whole sample with outcome OK. An INFRA_FAILURE says nothing about the model, so
 such a member is excluded from every mean, and as a sample it has no advantage at all (never a zero score).
-NOT_APPLICABLE excludes that one reward of that one member. A baseline counts episodes, not samples: a mean is taken
-over the samples of each episode, then over episodes. Members that will not be trained (stale, filtered) stay in the
-statistics, because a baseline without them would be biased.
+NOT_APPLICABLE excludes that one reward of that one member (see `reward_sums`). A baseline counts episodes, not samples:
+a mean is taken over the samples of each episode, then over episodes. Members that will not be trained (stale, filtered)
+stay in the statistics, because a baseline without them would be biased.
 """
 
 from __future__ import annotations
@@ -215,10 +215,20 @@ def weight_of(reward: str, weights: Mapping[str, float]) -> float:
 
 
 def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
-    """Return the members with usable rewards, and the weighted sum of the rewards of each."""
+    """Return the members with usable rewards, and the weighted sum of the rewards of each.
+
+    A reward that a member does not have is replaced by the mean over the episodes of the group that have it. Its
+    distance from the mean is then 0, so that it enters no mean and no deviation.
+    """
     usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
-    sums = [sum(weight_of(name, weights) * value for name, value in r.items()) for _, r in usable]
-    return [m for m, _ in usable], np.array(sums, dtype=np.float64)
+    sums = np.zeros(len(usable))
+    for name in dict.fromkeys(name for _, rewards in usable for name in rewards):
+        having = [(m, r[name]) for m, r in usable if name in r]
+        mean = 0.0
+        if len(having) < len(usable):
+            mean = float(episode_weights([m for m, _ in having]) @ np.array([value for _, value in having]))
+        sums += weight_of(name, weights) * np.array([r.get(name, mean) for _, r in usable])
+    return [m for m, _ in usable], sums
 
 
 def undecided(group: GroupContext) -> dict[str, float]:

@@ -10,8 +10,8 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, verdict
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, verdict
 from rollmesh.shared.domain.trajectory import Reward
 
 

@@ -6,7 +6,7 @@ import re
 
 from rollmesh.services.reward.item import ScoreItem, Where
 from rollmesh.shared.config.settings import Settings
-from rollmesh.shared.domain.trajectory import Outcome, Reward
+from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.store.jsonl import last_match
 
 ANSWER_END = "</answer>"
@@ -57,10 +57,6 @@ def verdict(correct: bool, found: str | None) -> Reward:
     """Return 1 or 0 with the answer of the model, also as evidence. The evidence never contains the key."""
     evidence = "no answer found" if found is None else f"answer {shorten(found)!r}"
     return Reward(name="", value=float(correct), evidence=evidence, answer=shorten(found or ""))
-
-
-def not_applicable(cause: str) -> Reward:
-    return Reward(name="", value=0.0, evidence=cause, outcome=Outcome.NOT_APPLICABLE)
 
 
 def shorten(text: str) -> str:

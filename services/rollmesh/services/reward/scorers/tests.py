@@ -17,8 +17,8 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Sandbox, Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
+from rollmesh.services.reward.scorer import Sandbox, Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten
 from rollmesh.shared.clients.hidden_tests import TestOutcome, TestReport
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat
 from rollmesh.shared.domain.trajectory import Reward
