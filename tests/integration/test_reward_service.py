@@ -189,6 +189,42 @@ async def test_scorers_are_listed_with_what_they_are() -> None:
     assert info.description.startswith("Compare the extracted answer")
 
 
+READERS = """
+from rollmesh.services.reward.scorer import Scorer
+
+class Cheap(Scorer):
+    reads = ("correct",)
+
+    async def score(self, item):
+        return item.reward("correct") - sum(use.price for use in item.endpoints)
+"""
+
+
+async def test_a_scorer_reads_other_rewards_and_what_the_agent_asked_of_endpoints(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(READERS)
+    settings = {
+        "scorers": [
+            {"name": "own.py:Cheap", "reward": "cheap"},
+            {"name": "exact", "reward": "correct"},
+            {"name": "format"},
+        ]
+    }
+    item = episode("<answer>42</answer>")
+    item.endpoints.add(endpoint="strong", caller="agent", calls=1, price=0.25)
+    async with serving(settings, tmp_path) as stub:
+        listed = await stub.ListScorers(reward_pb2.ListScorersRequest())
+        assert [list(scorer.reads) for scorer in listed.scorers] == [["correct"], [], []]
+        item.scorers.append("cheap")
+        response = await stub.Score(request(item))
+        assert [(r.name, r.value) for r in response.samples[0].rewards] == [("cheap", 0.75), ("correct", 1.0)]
+        item.scorers.append("cheep")
+        with (
+            pytest.raises(InvalidInput, match=r"no scorer gives a reward called 'cheep' \(did you mean 'cheap'\?\)"),
+            typed_errors(),
+        ):
+            await stub.Score(request(item))
+
+
 READING = """
 class Reads:
     columns = ("logprobs", "entropy")

@@ -60,6 +60,7 @@ class ScoreItem(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     SCORERS_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C traceparent of the calling span; empty if not traced. It is not in the call metadata, because many episodes share a request."""
     @_builtins.property
@@ -87,6 +88,10 @@ class ScoreItem(_message.Message):
         Empty: all scorers.
         """
 
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.EndpointUse]:
+        """What the agent asked of endpoints until now."""
+
     def __init__(
         self,
         *,
@@ -96,10 +101,11 @@ class ScoreItem(_message.Message):
         traceparent: _builtins.str = ...,
         segments: _abc.Iterable[_types_pb2.Segment] | None = ...,
         scorers: _abc.Iterable[_builtins.str] | None = ...,
+        endpoints: _abc.Iterable[_types_pb2.EndpointUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "samples", b"samples", "scorers", b"scorers", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "key", b"key", "samples", b"samples", "scorers", b"scorers", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollmesh.shared.domain.trajectory import (
     WHOLE_SAMPLE,
     Columns,
+    EndpointUse,
     EpisodeKey,
     FinishReason,
     IntArray,
@@ -114,6 +115,8 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     """The reason for which the last action of the sample ended."""
     path: tuple[JudgedSegment, ...] = ()
     """The segments of the sample, from the root to its leaf. Empty for a written answer without tokens."""
+    endpoints: tuple[EndpointUse, ...] = ()
+    """What the agent asked of endpoints in the episode: calls, tokens, price and latency by endpoint."""
     scorers: tuple[str, ...] = ()
     """Names of the rewards that are asked for. Empty: all."""
     rewards: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)

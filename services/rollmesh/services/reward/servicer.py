@@ -18,6 +18,7 @@ from rollmesh.shared.codec.trajectory import (
     decode_group_context,
     decode_key,
     decode_segment,
+    decode_use,
     encode_rewards,
     encode_use,
 )
@@ -110,6 +111,7 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
             if len(values) != segment.num_tokens:
                 where = f"{field}.segments[{index}].arrays[{name}]"
                 raise field_error(where, f"have {count_of(segment.num_tokens, 'row')}, one per token", len(values))
+    endpoints = tuple(map(decode_use, item.endpoints))
     for sample in item.samples:
         path, messages = judged_path(segments, sample.leaf)
         yield ScoreItem(
@@ -123,6 +125,7 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
             num_action_tokens=num_action_tokens(path),
             finish=FinishReason(sample.finish),
             path=path,
+            endpoints=endpoints,
             scorers=tuple(item.scorers),
         )
 

@@ -95,6 +95,8 @@ class LimitsConfig(Settings):
     """Maximum time in the RUN stage, seconds."""
     observation_chars_max: Annotated[int, Meta(ge=16)] = 4096
     """Maximum length of an observation, characters. The middle of a longer one is replaced by a mark."""
+    score_calls_max: NonNegativeInt = 16
+    """Maximum number of calls of `env.score`. An agent that can ask for its reward can search for it."""
     segments_max: PositiveInt = 1024
     """Maximum number of segments in the tree."""
 

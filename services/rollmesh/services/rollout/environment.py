@@ -11,7 +11,7 @@ The same holds for limits. Prefixes are concatenated from recorded ids and never
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,7 +26,7 @@ from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
-from rollmesh.services.rollout.metrics import TOOL_CALLS
+from rollmesh.services.rollout.metrics import SCORE_CALLS, TOOL_CALLS
 from rollmesh.services.rollout.ports import Generator
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.services.rollout.tokenizer import Tokenizer
@@ -37,12 +37,16 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
+    WHOLE_SAMPLE,
     ClientChains,
+    EndpointUse,
     EpisodeKey,
     FinishReason,
     IntArray,
     Message,
+    Outcome,
     Purpose,
+    Reward,
     Role,
     Sample,
     SamplingParams,
@@ -102,6 +106,10 @@ class ModelServer(Protocol):
         ...
 
 
+Judge = Callable[[int, Sequence[str]], Awaitable[tuple[Reward, ...]]]
+"""(last segment, names of rewards) -> the rewards of the sample that ends there."""
+
+
 @dataclass(slots=True, kw_only=True)
 class EnvironmentState:
     """State that the branches of one episode share."""
@@ -123,7 +131,10 @@ class EnvironmentState:
     """Number of the episode in its group, from 0."""
     purpose: Purpose = Purpose.TRAIN
     at: Hook = noop
+    judge: Judge
+    """Asks the reward service for rewards of the path to a segment."""
     num_turns: int = 0
+    num_score_calls: int = 0
     num_tokens: int = 0
     """Sampled tokens so far."""
     limit: str = ""
@@ -137,6 +148,8 @@ class EnvironmentState:
     stage_s: dict[str, float] = field(default_factory=dict)
     meter: EndpointMeter = field(init=False)
     """What the agent asked of endpoints."""
+    scorer_uses: list[EndpointUse] = field(default_factory=list)
+    """What the scorers asked of endpoints."""
     chains: ClientChains | None = None
     """The conversations of clients to which the model was served; None if it was not."""
 
@@ -319,6 +332,31 @@ class Environment:
             if traced is not None:
                 traced.set_attributes({"endpoint": endpoint, "tokens": answer.completion_tokens})
         return answer
+
+    async def score(self, *names: str) -> dict[str, float | None]:
+        """Return rewards of this branch, up to its last action, as they are now: name -> value of the whole sample, or
+        None for one that is not applicable.
+
+        `names` are those of `reward.scorers`; no names mean all. The rewards of the episode are computed again at its
+        end. A scorer that fails is an infra failure of the episode. Raises `LimitReached` after
+        `limits.score_calls_max` calls, and ValueError for a branch without an action.
+        """
+        state = self._state
+        state.check()
+        leaf = state.recorder.last_action(self._head)
+        if leaf is None:
+            raise ValueError("score() requires a generation on this branch; call generate() first")
+        if state.num_score_calls >= state.limits.score_calls_max:
+            raise state.end_at("score_calls")
+        state.num_score_calls += 1
+        with _Crossing(state, "score", "scorer", "ask_scorers"):
+            rewards = await state.judge(leaf, names)
+        count(SCORE_CALLS)
+        return {
+            reward.name: reward.value if reward.outcome is Outcome.OK else None
+            for reward in rewards
+            if reward.segment == WHOLE_SAMPLE
+        }
 
     def observe(self, text: str, *, source: Source = Source.TOOL) -> None:
         """Append `text` in the format's observation frame, up to the start of the model's next turn."""

@@ -35,7 +35,7 @@ from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_segment
-from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Sample
+from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Reward, Sample
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.metering import summed
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, EndpointFailed, InvalidInput
@@ -100,9 +100,8 @@ class EpisodeRunner:
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
             with boundary("rollout"):
                 segments = [encode_segment(segment) for segment in state.recorder.segments]
-            scorers: list[EndpointUse] = []
-            samples = await self._score(lease, state, segments, scorers)
-        episode = _episode(lease, state, samples, summed((*state.meter.uses, *scorers)))
+            samples = await self._score(lease, state, segments)
+        episode = _episode(lease, state, samples, summed((*state.meter.uses, *state.scorer_uses)))
         report = await self._append_payload(lease, episode, segments)
         report.num_tool_calls, report.num_tool_calls_failed = state.tools.calls.total(), state.tools.calls[False]
         return report
@@ -116,7 +115,7 @@ class EpisodeRunner:
             sampling = config.eval_sampling
         if self._is_baseline(lease):
             sampling = msgspec.structs.replace(sampling, temperature=0.0)
-        return EnvironmentState(
+        state = EnvironmentState(
             key=lease.key,
             task=lease.task,
             target=replace(lease.target, pinned=config.pin == "response" and not lease.target.exact),
@@ -132,7 +131,9 @@ class EpisodeRunner:
             index=lease.index,
             purpose=lease.purpose,
             at=parts.at,
+            judge=lambda leaf, names: self._judge(lease, state, leaf, names),
         )
+        return state
 
     def _is_baseline(self, lease: Lease) -> bool:
         return self._parts.config.greedy_first and lease.purpose is Purpose.TRAIN and lease.index == 0
@@ -202,12 +203,22 @@ class EpisodeRunner:
 
     # SCORE ------------------------------------------------------------------------------------------------------------
 
+    async def _judge(
+        self, lease: Lease, state: EnvironmentState, leaf: int, names: Sequence[str]
+    ) -> tuple[Reward, ...]:
+        """Return the rewards `names` of the path to the segment `leaf`, while the episode runs."""
+        asked = Sample(
+            sample_id=f"{lease.key.episode}-score{state.num_score_calls}",
+            leaf=leaf,
+            policy=lease.target.policy,
+            finish=state.recorder.segments[leaf].finish,
+        )
+        segments = [encode_segment(segment) for segment in state.recorder.segments[: leaf + 1]]
+        (sample,) = await self._scored(lease, state, [asked], segments, names)
+        return sample.rewards
+
     async def _score(
-        self,
-        lease: Lease,
-        state: EnvironmentState,
-        segments: Sequence[types_pb2.Segment],
-        uses: list[EndpointUse],
+        self, lease: Lease, state: EnvironmentState, segments: Sequence[types_pb2.Segment]
     ) -> tuple[Sample, ...]:
         recorder = state.recorder
         leaves = recorder.leaves(state.abandoned)
@@ -222,11 +233,20 @@ class EpisodeRunner:
             )
             for sample in numbered_samples(lease.key.episode, marked)
         ]
-        if not samples:
-            return ()
+        return await self._scored(lease, state, samples, segments) if samples else ()
+
+    async def _scored(
+        self,
+        lease: Lease,
+        state: EnvironmentState,
+        samples: Sequence[Sample],
+        segments: Sequence[types_pb2.Segment],
+        names: Sequence[str] = (),
+    ) -> tuple[Sample, ...]:
         with boundary("scorer"):
-            item = score_item(lease, samples, segments, await self._parts.scorer.columns())
-            rewards = await self._parts.scorer.score(lease.key.run, item, uses)
+            columns = await self._parts.scorer.columns()
+            item = score_item(lease, samples, segments, columns, uses=state.meter.uses, scorers=names)
+            rewards = await self._parts.scorer.score(lease.key.run, item, state.scorer_uses)
         return scored(samples, rewards)
 
     # Append -----------------------------------------------------------------------------------------------------------

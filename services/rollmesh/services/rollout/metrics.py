@@ -35,6 +35,7 @@ TOOL_CALLS = counter(
     "outcome",
     outcome=("ok", "error"),
 )
+SCORE_CALLS = counter("rollmesh_rollout_score_calls_total", "Calls of env.score, by which agents ask for rewards.")
 OPENAI_REQUESTS = counter(
     "rollmesh_openai_requests_total", "Requests of programs to the model, by HTTP status.", "status"
 )
@@ -64,6 +65,7 @@ METRICS = (
     TOKENS,
     FAILURES,
     TOOL_CALLS,
+    SCORE_CALLS,
     OPENAI_REQUESTS,
     OPENAI_CHAINS,
     OPENAI_REENCODED,

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.lease import Lease
-from rollmesh.shared.codec.trajectory import encode_key, encode_sample
-from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Sample, Segment
+from rollmesh.shared.codec.trajectory import encode_key, encode_sample, encode_use
+from rollmesh.shared.domain.trajectory import EndpointUse, FinishReason, Outcome, Reward, Sample, Segment
 from rollmesh.shared.errors import ScorerFailed
 from rollmesh.v1 import reward_pb2, types_pb2
 
@@ -21,15 +21,23 @@ def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
 
 
 def score_item(
-    lease: Lease, samples: Sequence[Sample], segments: Sequence[types_pb2.Segment], columns: Collection[str]
+    lease: Lease,
+    samples: Sequence[Sample],
+    segments: Sequence[types_pb2.Segment],
+    columns: Collection[str],
+    *,
+    uses: Sequence[EndpointUse] = (),
+    scorers: Sequence[str] = (),
 ) -> reward_pb2.ScoreItem:
     """Build the request from the segments of the episode. Every sample is scored on its path, with the arrays that
-    `columns` names."""
+    `columns` names. `uses` are those of the agent. `scorers` names the rewards that are asked for; empty: all."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,
         samples=[encode_sample(sample) for sample in samples],
         segments=[_judged(segment, columns) for segment in segments],
+        endpoints=map(encode_use, uses),
+        scorers=scorers,
     )
 
 
