@@ -455,6 +455,7 @@ class Segment(_message.Message):
     ARRAYS_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOL_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """Index of the parent segment in Episode.segments, always smaller than this one's; -1 is a root."""
     role: Global___SegmentRole.ValueType
@@ -503,6 +504,10 @@ class Segment(_message.Message):
         source) belongs to the same message.
         """
 
+    @_builtins.property
+    def tool(self) -> Global___ToolOutcome:
+        """How the tool call ended whose result the span shows. Absent for other spans, and if the agent gave the result as text."""
+
     def __init__(
         self,
         *,
@@ -520,14 +525,51 @@ class Segment(_message.Message):
         arrays: _abc.Mapping[_builtins.str, Global___TokenArray] | None = ...,
         media: _abc.Iterable[Global___MediaRef] | None = ...,
         messages: _abc.Iterable[Global___Message] | None = ...,
+        tool: Global___ToolOutcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tool", b"tool", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "finish", b"finish", "kv_step_oldest", b"kv_step_oldest", "logprobs", b"logprobs", "logprobs_model", b"logprobs_model", "loss_mask", b"loss_mask", "media", b"media", "messages", b"messages", "parent", b"parent", "role", b"role", "sampling", b"sampling", "source", b"source", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "finish", b"finish", "kv_step_oldest", b"kv_step_oldest", "logprobs", b"logprobs", "logprobs_model", b"logprobs_model", "loss_mask", b"loss_mask", "media", b"media", "messages", b"messages", "parent", b"parent", "role", b"role", "sampling", b"sampling", "source", b"source", "token_ids", b"token_ids", "tool", b"tool", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
+
+@_typing.final
+class ToolOutcome(_message.Message):
+    """How a tool call ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the tool; empty if the model named no tool of the task. At most 128 characters."""
+    ok: _builtins.bool
+    """Whether it succeeded."""
+    error: _builtins.str
+    """Kind of the error: MALFORMED_CALL, UNKNOWN_TOOL, or the name of an ExecOutcome such as TIME_LIMIT. Empty if `ok`. At most 64
+    characters of A-Z a-z 0-9 _ . : / -.
+    """
+    wall_s: _builtins.float
+    """Time that the agent waited, in seconds. It is finite and >= 0."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ok: _builtins.bool = ...,
+        error: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "name", b"name", "ok", b"ok", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolOutcome: _TypeAlias = ToolOutcome  # noqa: Y015
 
 @_typing.final
 class Reward(_message.Message):

@@ -13,7 +13,7 @@ from rollmesh.services.reward.item import TEXT_CHARS_MAX, JudgedSegment, ScoreIt
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers import extract
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Role, Source
+from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Role, Source, ToolOutcome
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.jsonl import last_match
 
@@ -139,6 +139,18 @@ async def test_turn_success_rewards_each_turn_whose_call_succeeded() -> None:
     assert [(r.segment, r.value) for r in rewards] == [(6, 0.5), (9, -1.0)]
     rewards = await SCORERS.make(Extension("turn_success", {"error_pattern": "42"})).score(made)
     assert [(r.segment, r.value) for r in rewards] == [(6, 0.0), (9, 1.0)]
+
+
+async def test_turn_success_reads_the_recorded_outcome_and_not_the_text() -> None:
+    """The text of a successful call may show the word, and that of a failed one may not."""
+    made = conversation(("call 1", "error: in the log that the tool printed"), ("call 2", "nothing"))
+    tools = iter((ToolOutcome(name="log", ok=True), ToolOutcome(name="log", ok=False, error="TIME_LIMIT")))
+    path = [replace(s, tool=next(tools)) if s.source is Source.TOOL else s for s in made.path]
+    rewards = await SCORERS.make(Extension("turn_success", {})).score(replace(made, path=tuple(path)))
+    assert [(r.value, r.evidence) for r in rewards] == [
+        (1.0, "the call succeeded"),
+        (0.0, "the call failed: TIME_LIMIT"),
+    ]
 
 
 async def test_turn_success_of_a_sample_without_a_call_does_not_apply() -> None:

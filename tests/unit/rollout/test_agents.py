@@ -16,6 +16,7 @@ from rollmesh.app.samples.samples import encode_sample_line, sample_lines
 from rollmesh.app.samples.scoring import score_file
 from rollmesh.services.reward.item import judged_path, num_action_tokens
 from rollmesh.services.rollout.agent import Agent, LimitReached, Task, load_agent
+from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.agents.new_actions import NewActionsAgent
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
@@ -186,6 +187,8 @@ async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
     assert observed[0] == "error: there is no tool 'rm'; tools: calculator"
     assert observed[1].startswith("error: a tool call must be a JSON object")
     assert observed[2] == "3"
+    tools = [segment.tool for segment in episode.segments if segment.role is Role.OBSERVATION]
+    assert [tool.error for tool in tools if tool] == ["UNKNOWN_TOOL", "MALFORMED_CALL", ""]
 
 
 @pytest.mark.parametrize(("listed", "known"), [([], "none"), (["calculator"], "calculator")])
@@ -218,6 +221,38 @@ async def test_a_tool_that_the_task_does_not_list_fails_the_attempt_of_an_agent_
 )
 def test_parse_call_takes_the_call_that_ends_the_turn(text: str, call: ToolCall | None) -> None:
     assert parse_call(text, DEMO_FORMAT, ["calculator"]) == call
+
+
+async def test_how_each_call_ended_is_recorded_with_its_result() -> None:
+    late = ExecResult(outcome=ExecOutcome.TIME_LIMIT, error="time limit of 2 s")
+    answers: Iterator[str | ExecResult] = iter([late, "3"])
+    said = iter(
+        [
+            *["<tool_call>1</tool_call><|end|>"] * 2,
+            "<answer>3</answer><|end|>",
+        ]
+    )
+    mesh = LocalMesh(script=lambda text: next(said), functions={"call": lambda text: next(answers)})
+    episode = await finished(mesh, tools=["calculator"])
+    found = [segment.tool for segment in episode.segments if segment.role is Role.OBSERVATION]
+    assert [(tool.name, tool.ok, tool.error) for tool in found if tool] == [
+        ("calculator", False, "TIME_LIMIT"),
+        ("calculator", True, ""),
+    ]
+    (item,) = mesh.scorer.items
+    path, _ = judged_path([decode_segment(segment) for segment in item.segments], item.samples[0].leaf)
+    assert [segment.tool for segment in path if segment.tool] == found
+
+
+async def test_a_result_with_a_malformed_kind_of_error_fails_the_attempt_with_the_field() -> None:
+    class Own(Agent):
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            env.observe(ToolResult(text="no", ok=False, error="it failed after 3 s!"))
+
+    report = await tool_mesh().runner(Own()).run(lease(messages=["1+2"]))
+    assert report.outcome == INFRA_FAILURE
+    assert "`ToolResult.error` must have at most 64 characters of A-Z" in report.failure.message
 
 
 async def test_a_session_used_up_by_the_model_is_opened_again() -> None:

@@ -41,7 +41,7 @@ class TriesAgain(Agent):
 
 def mesh(answers: str, **limits: int) -> LocalMesh:
     turns = iter(answers)
-    config = RolloutConfig(limits=LimitsConfig(**limits))  # type: ignore[arg-type]
+    config = RolloutConfig(limits=LimitsConfig(**limits))
     return LocalMesh(script=lambda text: f"{next(turns)}<|end|>", rewards=rewards, config=config)
 
 

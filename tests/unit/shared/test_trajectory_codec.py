@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -85,6 +86,14 @@ rewards = st.lists(
 ).map(tuple)
 
 
+tools = st.builds(
+    lambda error, name, wall_s: domain.ToolOutcome(name=name, ok=not error, error=error, wall_s=wall_s),
+    st.sampled_from(["", "TIME_LIMIT", "MALFORMED_CALL"]),
+    names,
+    st.floats(0, 1e9),
+)
+
+
 @st.composite
 def arrays(draw: st.DrawFn, num_tokens: int) -> NDArray[Any]:
     dtype = draw(st.sampled_from([np.float32, np.float16, np.int32, np.uint8]))
@@ -122,6 +131,7 @@ def segments(draw: st.DrawFn, index: int) -> domain.Segment:
         finish=draw(st.sampled_from(domain.FinishReason)),
         arrays=draw(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,7}", fullmatch=True), arrays(n), max_size=3)),
         messages=tuple(domain.Message(role="user", content=c) for c in draw(st.lists(texts, max_size=2))),
+        tool=draw(st.none() | tools),
     )
 
 
@@ -222,6 +232,18 @@ def array_of(episode: types_pb2.Episode, **changes: Any) -> None:
         (
             lambda e: setattr(e.segments[2], "logprobs_model", bytes(4)),
             "segments[2].logprobs_model` must have 3 values",
+        ),
+        (
+            lambda e: e.segments[3].tool.MergeFrom(types_pb2.ToolOutcome(ok=True, error="TIME_LIMIT")),
+            "`episode.segments[3].tool.error` must be empty exactly if `ok` is set, got 'TIME_LIMIT'",
+        ),
+        (
+            lambda e: e.segments[3].tool.MergeFrom(types_pb2.ToolOutcome(ok=True, wall_s=math.nan)),
+            "`episode.segments[3].tool.wall_s` must be finite and >= 0, got nan",
+        ),
+        (
+            lambda e: e.segments[3].tool.MergeFrom(types_pb2.ToolOutcome(ok=True, name="x" * 129)),
+            "`episode.segments[3].tool.name` must have at most 128 characters, got 129",
         ),
         (lambda e: setattr(e.segments[2], "logprobs", NAN), "segments[2].logprobs[0]` must be finite, got nan"),
         (

@@ -24,6 +24,7 @@ from rollmesh.shared.domain.trajectory import (
     Role,
     Segment,
     Source,
+    ToolOutcome,
     text_view,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
@@ -76,6 +77,9 @@ class JudgedSegment(msgspec.Struct, frozen=True, kw_only=True):
     """The reason for which the turn ended; UNFINISHED if the next segment continues it, or if nothing was sampled."""
     version: PolicyVersion | None = None
     """The weights that sampled it; None if it was not sampled."""
+    tool: ToolOutcome | None = None
+    """How the tool call ended whose result the segment shows; None for other segments, and for a result that the agent
+    gave as text."""
     arrays: Columns = msgspec.field(default_factory=dict)
     """The arrays by name that some scorer of the run lists in `columns`, [n] or [n, k]. Empty if it was not sampled."""
 
@@ -194,6 +198,7 @@ def judged_path(segments: Sequence[Segment], leaf: int) -> tuple[tuple[JudgedSeg
             text="\n\n".join(message.content for message in segment.messages),
             finish=segment.finish,
             version=segment.version,
+            tool=segment.tool,
             arrays=segment.arrays if segment.logprobs is None else {**segment.arrays, "logprobs": segment.logprobs},
         )
         for index, segment in ((index, segments[index]) for index in indices)

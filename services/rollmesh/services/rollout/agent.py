@@ -8,7 +8,7 @@
                 if call is None:
                     return
                 result = await env.tool("calculator", call)
-                env.observe(result.text)
+                env.observe(result)
 
 The conversation of the task is already in the context when `run` begins. The environment records every token with its
 log-prob, version and loss mask; an agent does not need to handle ids. The episode ends when `run` returns or reaches a

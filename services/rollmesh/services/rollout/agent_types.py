@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rollmesh.shared.domain.trajectory import Columns, FinishReason, FloatArray, IntArray, Message
+from rollmesh.shared.domain.trajectory import Columns, FinishReason, FloatArray, IntArray, Message, ToolOutcome
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,18 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
     """Text for the model: output and value, or one line with the error."""
     ok: bool
     """False if the call was wrong or reached a limit inside the sandbox. Both count as model failures."""
+    name: str = ""
+    """Name of the tool."""
+    error: str = ""
+    """Kind of the error, such as TIME_LIMIT; at most 64 characters of A-Z a-z 0-9 _ . : / -. Empty if `ok`."""
+    wall_s: float = 0.0
+    """Seconds that the call took."""
+
+    @property
+    def outcome(self) -> ToolOutcome:
+        """How the call ended, as it is recorded with its result."""
+        error = "" if self.ok else self.error or "ERROR"
+        return ToolOutcome(name=self.name, ok=self.ok, error=error, wall_s=self.wall_s)
 
 
 class LimitReached(Exception):

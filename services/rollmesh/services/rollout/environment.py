@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from opentelemetry.trace import Span
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
@@ -34,6 +35,7 @@ from rollmesh.services.rollout.tools import ToolBox, shorten
 from rollmesh.shared.clients.generated import ScoredTokens, Target, merged
 from rollmesh.shared.clients.given_tokens import Prompt, exactly, prompt_ids, sequence
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.codec.checks import check_tool
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
@@ -52,6 +54,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
     Source,
+    ToolOutcome,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.answer import EndpointAnswer, Messages
@@ -288,7 +291,9 @@ class Environment:
         state.check()
         boundary = "sandbox" if name in self._tools.names else "agent"
         with _Crossing(state, "tool", boundary, "tool") as traced:
+            begin_s = state.clock.monotonic_s()
             result = await self._tools.call(name, text)
+            result = replace(result, wall_s=state.clock.monotonic_s() - begin_s)
             if traced is not None:
                 traced.set_attributes({"tool": name, "ok": result.ok})
         count(TOOL_CALLS, "ok" if result.ok else "error")
@@ -358,15 +363,19 @@ class Environment:
             if reward.segment == WHOLE_SAMPLE
         }
 
-    def observe(self, text: str, *, source: Source = Source.TOOL) -> None:
-        """Append `text` in the format's observation frame, up to the start of the model's next turn."""
+    def observe(self, result: str | ToolResult, *, source: Source = Source.TOOL) -> None:
+        """Append a text in the format's observation frame, up to the start of the model's next turn. With a
+        `ToolResult` it is recorded how the call ended, for scorers."""
         state = self._state
-        text = shorten(text, state.limits.observation_chars_max)
+        tool = result.outcome if isinstance(result, ToolResult) else None
+        if tool is not None:
+            check_tool(tool, "ToolResult")
+        text = shorten(result.text if isinstance(result, ToolResult) else result, state.limits.observation_chars_max)
         before, after = state.format.frame
         encoder = state.tokenizer
         parts = [encoder.encode_markup(before), encoder.encode_text(text), encoder.encode_markup(after)]
         message = Message(role=state.format.tool_role, content=text)
-        self._give(Role.OBSERVATION, source, np.concatenate(parts), [message])
+        self._give(Role.OBSERVATION, source, np.concatenate(parts), [message], tool=tool)
 
     def context(self, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
         """Start a new context with other messages. The previous context remains a separate sample."""
@@ -639,10 +648,11 @@ class Environment:
         *,
         train: bool = False,
         finish: FinishReason = FinishReason.UNFINISHED,
+        tool: ToolOutcome | None = None,
     ) -> None:
         self._state.check()
         self._head = self._state.recorder.add_given(
-            self._head, role, source, token_ids, messages, train=train, finish=finish
+            self._head, role, source, token_ids, messages, train=train, finish=finish, tool=tool
         )
         self._grow(token_ids)
         self._check_segments()

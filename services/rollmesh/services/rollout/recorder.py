@@ -26,6 +26,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
     Source,
+    ToolOutcome,
     text_view,
 )
 
@@ -64,6 +65,7 @@ class Recorder:
         *,
         train: bool = False,
         finish: FinishReason = FinishReason.UNFINISHED,
+        tool: ToolOutcome | None = None,
     ) -> int:
         """Record tokens that were not sampled here; return their segment. `train` gives them loss, without
         log-probs."""
@@ -76,6 +78,7 @@ class Recorder:
             loss_mask=np.ones(token_ids.shape, dtype=np.uint8) if train else None,
             finish=finish,
             messages=tuple(messages),
+            tool=tool,
         )
         return self._append(segment, key)
 

@@ -92,7 +92,8 @@ class ToolBox:
             raise SandboxFailed(
                 f"{tool.profile}: {result.error or 'the jail was lost'}; another worker retries the episode"
             )
-        return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
+        ok = result.outcome is ExecOutcome.OK
+        return ToolResult(text=result_text(result), ok=ok, name=name, error="" if ok else result.outcome.name)
 
     async def _call_in_session(self, tool: ToolConfig, text: str) -> ExecResult:
         session = await self._session(tool.profile)

@@ -30,6 +30,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
     Source,
+    ToolOutcome,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import field_error
@@ -42,6 +43,8 @@ ARRAY_BYTES_MAX = 1 << 20
 """Largest of them, in bytes: 262144 tokens of float32. A whole episode must fit into one message."""
 NAME_CHARS_MAX = 64
 """Maximum length of the name of a reward."""
+TOOL_NAME_CHARS_MAX = 128
+"""Maximum length of the name of a tool."""
 REWARDS_MAX = 1024
 """Most rewards of one sample."""
 EXTEND_MAX = 49_152
@@ -99,8 +102,21 @@ def check_segment(segment: Segment, field: str, *, index: int, num_params: int) 
     # The highest byte of a negative int32 is not ASCII. The minimum costs five times as much.
     if not segment.token_ids.astype(DTYPES["i32le"], copy=False).tobytes()[3::4].isascii():
         raise field_error(f"{field}.token_ids", "be >= 0", int(segment.token_ids.min()))
+    if segment.tool is not None:
+        check_tool(segment.tool, f"{field}.tool")
     _check_arrays(segment, field)
     _check_origin(segment, field, num_params)
+
+
+def check_tool(tool: ToolOutcome, field: str) -> None:
+    if len(tool.name) > TOOL_NAME_CHARS_MAX:
+        raise field_error(f"{field}.name", f"have at most {TOOL_NAME_CHARS_MAX} characters", len(tool.name))
+    if tool.ok != (not tool.error):
+        raise field_error(f"{field}.error", "be empty exactly if `ok` is set", tool.error[:100])
+    if not is_reason(tool.error):
+        raise field_error(f"{field}.error", REASON_FORM, tool.error[:100])
+    if not 0.0 <= tool.wall_s < math.inf:  # a NaN fails every comparison
+        raise field_error(f"{field}.wall_s", "be finite and >= 0", tool.wall_s)
 
 
 def check_sampling_params(params: SamplingParams, field: str) -> None:

@@ -49,6 +49,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
     Source,
+    ToolOutcome,
     TrainedGroup,
     TurnSummary,
 )
@@ -175,6 +176,8 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
         if version.incarnation:
             stamp.incarnation = version.incarnation
         message.kv_step_oldest = segment.kv_step_oldest or 0
+    if (tool := segment.tool) is not None:
+        message.tool.CopyFrom(types_pb2.ToolOutcome(name=tool.name, ok=tool.ok, error=tool.error, wall_s=tool.wall_s))
     return message
 
 
@@ -206,7 +209,12 @@ def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segmen
             else {}
         ),
         messages=tuple([Message(role=m.role, content=m.content) for m in message.messages]),
+        tool=_tool(message.tool) if message.HasField("tool") else None,
     )
+
+
+def _tool(message: types_pb2.ToolOutcome) -> ToolOutcome:
+    return ToolOutcome(name=message.name, ok=message.ok, error=message.error, wall_s=message.wall_s)
 
 
 def encode_version(version: PolicyVersion) -> types_pb2.PolicyVersion:

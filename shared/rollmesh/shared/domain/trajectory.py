@@ -118,6 +118,19 @@ def oldest_kv_step(steps: Iterable[int], version: PolicyVersion) -> int:
     return min(steps, key=lambda step: (step <= version.step, step))
 
 
+class ToolOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a tool call ended."""
+
+    name: str = ""
+    """Name of the tool; empty if the model named no tool of the task."""
+    ok: bool
+    error: str = ""
+    """Kind of the error: MALFORMED_CALL, UNKNOWN_TOOL, or the name of an `ExecOutcome` such as TIME_LIMIT. Empty if
+    `ok`."""
+    wall_s: float = 0.0
+    """Seconds that the agent waited."""
+
+
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive tokens with one source and, if sampled, one set of weights.
 
@@ -144,6 +157,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     arrays: Columns = msgspec.field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     """Text of the turns that end with this segment; `text_view` joins those of a path."""
+    tool: ToolOutcome | None = None
+    """How the tool call ended whose result the segment shows."""
 
     @property
     def num_tokens(self) -> int:

@@ -37,7 +37,7 @@ class NewActionsAgent(ToolCallingAgent):
                     return
                 if not env.turns_left:
                     raise LimitReached("turns")
-                env.observe(call.error or (await env.tool(call.name, call.text)).text)
+                env.observe(call.rejected or await env.tool(call.name, call.text))
         finally:
             if acted:
                 env.sample()

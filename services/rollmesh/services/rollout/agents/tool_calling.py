@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rollmesh.services.rollout.agent import Agent, LimitReached, Task
+from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser
@@ -21,12 +22,12 @@ from rollmesh.shared.domain.trajectory import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `error` describes to the model a malformed call, or one of a tool that does not
-    exist."""
+    """A call as the model wrote it."""
 
     name: str
     text: str
-    error: str = ""
+    rejected: ToolResult | None = None
+    """What the model is told of a malformed call, or of one of a tool that does not exist."""
 
 
 class ToolCallingAgent(Agent):
@@ -40,10 +41,7 @@ class ToolCallingAgent(Agent):
                 return
             if not env.turns_left:
                 raise LimitReached("turns")  # before the call, because no turn could use its result
-            if call.error:
-                env.observe(call.error)
-            else:
-                env.observe((await env.tool(call.name, call.text)).text)
+            env.observe(call.rejected or await env.tool(call.name, call.text))
 
 
 def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall | None:
@@ -59,12 +57,13 @@ def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall |
     if isinstance(last, ParsedCall):
         if last.name not in tools:
             known = ", ".join(tools) or "none"
-            return ToolCall(last.name, "", f"error: there is no tool {last.name!r}; tools: {known}")
+            text = f"error: there is no tool {last.name!r}; tools: {known}"
+            return ToolCall(last.name, "", ToolResult(text=text, ok=False, error="UNKNOWN_TOOL"))
         values = list(json.loads(last.arguments).values())
         (value,) = values if len(values) == 1 else (last.arguments,)
         return ToolCall(last.name, value if isinstance(value, str) else json.dumps(value))
     if stream.error and body.endswith(words.tool_call_end):
-        return ToolCall("", "", f"error: {stream.error}")
+        return ToolCall("", "", ToolResult(text=f"error: {stream.error}", ok=False, error="MALFORMED_CALL"))
     return None
 
 
