@@ -27,7 +27,7 @@ class ToolCall:
     name: str
     text: str
     rejected: ToolResult | None = None
-    """What the model is told of a malformed call, or of one of a tool that does not exist."""
+    """What the model observes after a malformed call, or after one of a tool that does not exist."""
 
 
 class ToolCallingAgent(Agent):
