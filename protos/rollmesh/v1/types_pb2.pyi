@@ -756,6 +756,7 @@ class EndpointUse(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Name of the endpoint in the configuration."""
     caller: _builtins.str
@@ -772,6 +773,8 @@ class EndpointUse(_message.Message):
     """Price of the responses of the server, including those that failed the request, in the currency of the configuration."""
     latency_s: _builtins.float
     """Time that the caller waited, in seconds."""
+    model: _builtins.str
+    """The model that gave the last answer: as its server names it, or POLICY@STEP of weights on inference nodes. At most 128 characters."""
     def __init__(
         self,
         *,
@@ -783,10 +786,11 @@ class EndpointUse(_message.Message):
         completion_tokens: _builtins.int = ...,
         price: _builtins.float = ...,
         latency_s: _builtins.float = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "calls", b"calls", "completion_tokens", b"completion_tokens", "endpoint", b"endpoint", "latency_s", b"latency_s", "price", b"price", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "calls", b"calls", "completion_tokens", b"completion_tokens", "endpoint", b"endpoint", "latency_s", b"latency_s", "model", b"model", "price", b"price", "prompt_tokens", b"prompt_tokens", "replayed", b"replayed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -412,6 +412,8 @@ async def test_a_scorer_asks_a_judge_and_each_sample_has_its_use(tmp_path: Path)
     async with chat_server(lambda body: "0.25" if body["messages"][0]["content"] == "a" else "0.75") as server:
         rewards, uses = await judged(server, tmp_path)
     assert [reward.value for reward in rewards] == [0.25, 0.75]
+    assert {reward.scorer for reward in rewards} == {"Judge@1+judge:m"}, "the scorer, the endpoint and its model"
+    assert {use.model for found in uses.values() for use in found} == {"m"}
     assert {name: [(use.endpoint, use.caller, use.calls) for use in found] for name, found in uses.items()} == {
         name: [("judge", "Judge@1", 1)] for name in "ab"
     }

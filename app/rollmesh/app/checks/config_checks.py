@@ -385,7 +385,8 @@ class _Check:
                 configured = _scorer(scorer, index, self._base_dir)
                 scorers.append(configured)
                 names += configured.reward_names
-                num_bytes += sum(reward_bytes(name, configured.label) for name in configured.reward_names)
+                label = configured.label.ljust(configured.label_chars_max)
+                num_bytes += sum(reward_bytes(name, label) for name in configured.reward_names)
                 if missing := [name for name in configured.columns if name not in known]:
                     self.mistakes.append(_missing_column(index, missing, known))
         if len(scorers) == len(config.reward.scorers):

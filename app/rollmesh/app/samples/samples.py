@@ -116,6 +116,8 @@ class EndpointLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     configuration."""
     latency_s: float = 0.0
     """Seconds that the caller waited."""
+    model: str = ""
+    """The model that gave the last answer."""
 
 
 class ChainsLine(Line, frozen=True, kw_only=True, omit_defaults=True):

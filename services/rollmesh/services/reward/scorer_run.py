@@ -19,6 +19,7 @@ from rollmesh.services.reward.item import AnswerKey, ScoreItem
 from rollmesh.services.reward.metrics import SCORES
 from rollmesh.services.reward.scorer import BatchScorer, Scorer, ScorerResult, Sees
 from rollmesh.shared.codec.checks import check_reward_names
+from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
 from rollmesh.shared.domain.trajectory import EndpointUse, Outcome, Reward
@@ -29,6 +30,8 @@ CAUSE_CHARS_MAX = 500
 ANSWER_CHARS_MIN = 3
 ANSWER_CHARS_MAX = 256
 """Maximum length of `Reward.answer`."""
+LABEL_CHARS_MAX = 200
+"""Maximum length of `Reward.scorer`."""
 EVIDENCE_CHARS_MAX = 16_384
 """Maximum length of `Reward.evidence`."""
 
@@ -74,6 +77,11 @@ class ConfiguredScorer:
         return (self.name, *(name for name in self.scorer.rewards if name != self.name))
 
     @property
+    def label_chars_max(self) -> int:
+        """Return the maximum length of `Reward.scorer`, which also names the models of endpoints that it asks."""
+        return LABEL_CHARS_MAX if overrides(self.scorer, Scorer.use_endpoints) else len(self.label)
+
+    @property
     def sees(self) -> Sees:
         """Return what a call reads: the paths of samples, or all samples of an episode."""
         return self.scorer.sees if isinstance(self.scorer, BatchScorer) else "path"
@@ -112,7 +120,8 @@ async def run_scorer(configured: ConfiguredScorer, items: Sequence[ScoreItem]) -
         with metered(meter):
             async with limit:
                 results = await _results(configured.scorer, [items[number] for number in sound])
-        found |= {n: _rewards(configured, result, items[n]) for n, result in zip(sound, results, strict=True)}
+        label = _label(configured, meter.uses)
+        found |= {n: _rewards(configured, label, result, items[n]) for n, result in zip(sound, results, strict=True)}
     except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; it is recorded here
         late = isinstance(error, TimeoutError) and limit.expired()
         waited = f"; it awaited endpoint `{meter.cut}`" if meter.cut else ""
@@ -138,9 +147,15 @@ async def _results(scorer: Scorer, items: Sequence[ScoreItem]) -> Sequence[Score
     return results
 
 
-def _rewards(configured: ConfiguredScorer, result: ScorerResult, item: ScoreItem) -> tuple[Reward, ...]:
+def _label(configured: ConfiguredScorer, uses: Sequence[EndpointUse]) -> str:
+    """Return the scorer and its version, with the models of the endpoints that judged."""
+    judges = [f"{use.endpoint}:{use.model}" for use in uses if use.calls]
+    return "+".join([configured.label, *judges])[:LABEL_CHARS_MAX]
+
+
+def _rewards(configured: ConfiguredScorer, label: str, result: ScorerResult, item: ScoreItem) -> tuple[Reward, ...]:
     try:
-        return _checked(configured, result)
+        return _checked(configured, label, result)
     except (TypeError, ValueError) as error:
         return (_failure(configured, explain(error), user_traceback(error), item.answer_key),)
 
@@ -161,13 +176,13 @@ def _without_columns(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Rew
     return (_failure(configured, explain(error), "", item.answer_key),)
 
 
-def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward, ...]:
+def _checked(configured: ConfiguredScorer, label: str, result: ScorerResult) -> tuple[Reward, ...]:
     if isinstance(result, (int, float)):
         result = Reward(name="", value=float(result))
     rewards = [result] if isinstance(result, Reward) else list(result)
     if not rewards:
         raise TypeError("the scorer returned no reward")
-    named = tuple(_named(configured, reward) for reward in rewards)
+    named = tuple(_named(configured, label, reward) for reward in rewards)
     keys = [(reward.name, reward.segment) for reward in named]
     if len(set(keys)) != len(keys):
         raise ValueError(f"the scorer returned two rewards of one name for one segment: {keys}")
@@ -175,7 +190,7 @@ def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward
     return named
 
 
-def _named(configured: ConfiguredScorer, reward: object) -> Reward:
+def _named(configured: ConfiguredScorer, label: str, reward: object) -> Reward:
     if not isinstance(reward, Reward):
         raise TypeError(
             f"the scorer returned a {type(reward).__name__}, expected a number, a Reward or a list of Rewards"
@@ -186,7 +201,7 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
     return structs.replace(
         reward,
         name=reward.name or configured.name,
-        scorer=configured.label,
+        scorer=label,
         answer=answer,
         evidence=reward.evidence[:EVIDENCE_CHARS_MAX],
     )

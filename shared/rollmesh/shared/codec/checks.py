@@ -82,7 +82,7 @@ def check_episode(episode: Episode, field: str = "episode") -> None:
     for stage, seconds in episode.stage_s.items():
         _finite_at_least_0(seconds, f"{field}.stage_s[{stage}]")
     for number, use in enumerate(episode.endpoints):
-        for name in use.__struct_fields__[2:]:
+        for name in use.SUMS:
             _finite_at_least_0(getattr(use, name), f"{field}.endpoints[{number}].{name}")
     if (chains := episode.chains) is not None:
         for cause, num in chains.begun.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -225,6 +225,16 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 class EndpointUse(msgspec.Struct, frozen=True, kw_only=True):
     """What one caller in an episode asked of one endpoint. All numbers are sums over the answers."""
 
+    SUMS: ClassVar[tuple[str, ...]] = (
+        "calls",
+        "replayed",
+        "prompt_tokens",
+        "completion_tokens",
+        "price",
+        "latency_s",
+    )
+    """The fields that are sums."""
+
     endpoint: str
     caller: str = ""
     """`agent`, or the scorer as in `Reward.scorer`."""
@@ -239,11 +249,13 @@ class EndpointUse(msgspec.Struct, frozen=True, kw_only=True):
     endpoints."""
     latency_s: float = 0.0
     """Seconds that the caller waited."""
+    model: str = ""
+    """The model that gave the last answer."""
 
     def plus(self, other: EndpointUse) -> EndpointUse:
         """Return the sum of two uses of the same endpoint by the same caller."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__[2:]}
-        return EndpointUse(endpoint=self.endpoint, caller=self.caller, **sums)
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.SUMS}
+        return EndpointUse(endpoint=self.endpoint, caller=self.caller, model=other.model or self.model, **sums)
 
 
 class ClientChains(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ class ModelReply(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int | None
     calls: tuple[EndpointCall, ...] = ()
     """The calls of the tools of the request that it wrote."""
+    model: str = ""
+    """The model that answered: as its server names it, or POLICY@STEP of weights on inference nodes."""
     problem: str = ""
     """Why the response is not an answer; empty if it is one. Its price is counted in both cases."""
 
@@ -89,6 +91,8 @@ class EndpointAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON value of the text, if the request asked for one."""
     calls: tuple[EndpointCall, ...] = ()
     """Calls of the tools of the request. Beside calls, the text may be empty."""
+    model: str = ""
+    """The model that answered: as its server names it, or POLICY@STEP of weights on inference nodes."""
 
 
 class ModelBackend(Protocol):

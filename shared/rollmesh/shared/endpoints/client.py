@@ -217,6 +217,7 @@ class _OpenEndpoint:
             replayed=found is not None,
             value=value,
             calls=reply.calls,
+            model=reply.model,
         )
 
     async def close(self) -> None:

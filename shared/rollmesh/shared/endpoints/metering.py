@@ -15,6 +15,9 @@ from msgspec.structs import replace
 from rollmesh.shared.domain.trajectory import EndpointUse
 from rollmesh.shared.endpoints.answer import EndpointAnswer
 
+MODEL_CHARS_MAX = 128
+"""Maximum length of `EndpointUse.model`."""
+
 
 class EndpointMeter:
     """The use of endpoints by one caller in one episode."""
@@ -58,6 +61,7 @@ class EndpointMeter:
             prompt_tokens=use.prompt_tokens + answer.prompt_tokens,
             completion_tokens=use.completion_tokens + answer.completion_tokens,
             latency_s=use.latency_s + answer.latency_s,
+            model=answer.model[:MODEL_CHARS_MAX] or use.model,
         )
 
     def add_price(self, endpoint: str, price: float) -> None:

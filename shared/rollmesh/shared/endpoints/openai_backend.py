@@ -47,6 +47,7 @@ class _ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: msgspec.Raw
     """[_ChatChoice], decoded after `usage` is known, because choices of another form are billed too."""
     usage: _ChatUsage | None = None
+    model: str | None = None
 
 
 class OpenAiBackend:
@@ -73,6 +74,7 @@ class OpenAiBackend:
             finish=FinishReason.UNFINISHED,
             prompt_tokens=None if usage is None else usage.prompt_tokens,
             completion_tokens=None if usage is None else usage.completion_tokens,
+            model=completion.model or self._config.model,
         )
         try:
             return self._answer(asked, completion.choices, reply)

@@ -72,6 +72,7 @@ class WeightsBackend:
             finish=generated.finish,
             prompt_tokens=int(prompt.size),
             completion_tokens=int(generated.token_ids.size),
+            model=next((f"{v.policy}@{v.step}" for s in reversed(generated.segments) if (v := s.version)), ""),
         )
 
     async def close(self) -> None:
