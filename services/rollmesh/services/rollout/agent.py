@@ -49,6 +49,8 @@ AGENTS = Registry(
     {
         "tool_calling": "rollmesh.services.rollout.agents.tool_calling:ToolCallingAgent",
         "single_turn": "rollmesh.services.rollout.agents.single_turn:SingleTurnAgent",
+        "try_again": "rollmesh.services.rollout.agents.try_again:TryAgainAgent",
+        "summarizing": "rollmesh.services.rollout.agents.summarizing:SummarizingAgent",
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
     },
