@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rollmesh.app.compute import set_up_compute
-from rollmesh.cli.app import Overrides, app, console, report_errors
+from rollmesh.cli.app import FAILED, Overrides, app, console, report_errors
 
 
 @app.command()
@@ -18,6 +18,15 @@ def check(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Also run one episode, and print its transcript and rewards.")
     ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="Also score answers that solve nothing, such as an empty one or every option at once, and list the "
+            "tasks that pay them. A judge is asked about 250 times per task. Exit code 1 if a task pays.",
+        ),
+    ] = False,
+    probe_tasks: Annotated[int, typer.Option(help="With --probe: number of training tasks.", min=1)] = 16,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of a configuration file instead, for an editor.")
     ] = False,
@@ -45,6 +54,22 @@ def check(
         remarks = (*notes(settings, base_dir), *call_note(settings, base_dir), *memory_note(settings, base_dir))
         for line in (headline(settings, base_dir), *remarks):
             typer.echo(line, err=True)
+        if probe:
+            from rollmesh.app.checks.probe import probe as probe_tasks_of
+            from rollmesh.app.checks.probe import report_lines
+
+            terminal = console(as_json=True)
+            with terminal.status("probe") as status:
+                report = probe_tasks_of(
+                    settings,
+                    base_dir,
+                    num_tasks=probe_tasks,
+                    on_task=lambda done, of: status.update(f"probe: task {done + 1} of {of}"),
+                )
+            for line in report_lines(report):
+                typer.echo(line, err=True)
+            if report.paid:
+                raise typer.Exit(FAILED)
         if dry_run:
             from rollmesh.app.samples.dry_run import run_dry
             from rollmesh.app.samples.transcript import transcript
