@@ -118,3 +118,15 @@ async def test_a_low_price_is_rewarded_only_for_a_right_answer_in_the_right_form
     scored = replace(read(item("x"), correct=correct, format=form), endpoints=uses)
     found = await made("routing", format="format", cost_weight=cost_weight, price_max=1.0).score(scored)
     assert found.value == pytest.approx(reward)
+
+
+async def test_control_rewards_say_nothing_true() -> None:
+    """Random rewards do not depend on the answer, and are those of a coin: 1,000 samples are within four deviations."""
+    scorer = made("control", form="random", share=0.25)
+    values = [await scorer.score(replace(item(text), sample_id=f"s{n}")) for n in range(1000) for text in ("right",)]
+    assert values == [await scorer.score(replace(item("wrong"), sample_id=f"s{n}")) for n in range(1000)]
+    assert abs(sum(values) / 1000 - 0.25) < 4 * (0.25 * 0.75 / 1000) ** 0.5
+    inverted = made("control", form="inverted")
+    assert [await inverted.score(read(item("x"), correct=value)) for value in (0.0, 0.25, 1.0)] == [1.0, 0.75, 0.0]
+    assert (await inverted.score(read(item("x"), correct=None))).outcome is Outcome.NOT_APPLICABLE
+    assert await made("control", form="constant", value=0.5).score(item("x")) == 0.5

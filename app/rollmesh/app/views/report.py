@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from rollmesh.app.run_folder import Origin, RunFolder
+from rollmesh.app.views.divergence import divergence_text
 from rollmesh.app.views.series import Eval, Series, heldout_name
 from rollmesh.app.views.summary import Summary, learner_metrics
 
@@ -63,6 +64,7 @@ def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -
     body = [
         f"<h1>{escape(title)}</h1><p class=sub>{escape(_subtitle(summary, origin))}</p>",
         _cards(summary),
+        *(_panel(f"<b>Rewards:</b> {escape(divergence_text(one))}") for one in summary.reward_divergences),
         f"<div class=panel>{svg}</div>" if svg else "",
         f"<h2>{heldout_name(summary.heldout_graded).capitalize()} by evaluation</h2>"
         + _panel(_eval_table(series.evals_by_step)),

@@ -9,6 +9,7 @@ import msgspec
 
 from rollmesh.app.config import TrainConfig
 from rollmesh.app.run_folder import RunFolder, shown
+from rollmesh.app.views.divergence import Divergence, divergence_text, divergences
 from rollmesh.app.views.series import Eval, Point, Series, heldout_name
 from rollmesh.services.learner.metrics_log import MetricsLine, read_metrics
 from rollmesh.services.learner.progress import PHASES
@@ -60,6 +61,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trained_by_staleness: dict[int, int]
     learner_seconds: dict[str, float]
     """Seconds of the learner by phase."""
+    reward_divergences: list[Divergence] = []
+    """Rewards without a weight that do not follow the trained reward."""
     ledger_head: LedgerHead
     """Newest ledger head that was received; `rollmesh audit` checks that the ledger contains it."""
     folder: str
@@ -99,6 +102,7 @@ def summarize(
         reasons=last.reasons,
         trained_by_staleness=dict(sorted(last.trained_by_staleness.items())),
         learner_seconds=learner_seconds(folder.metrics),
+        reward_divergences=divergences(learner_metrics(folder.metrics), config.reward.weights),
         ledger_head=last.ledger_head,
         folder=str(folder.root),
         checkpoint=str(checkpoint) if checkpoint else None,
@@ -160,6 +164,7 @@ def summary_text(summary: Summary) -> str:
     lines = [result]
     if summary.ended:
         lines.append(f"  ended by    {summary.ended}")
+    lines += [f"  rewards     {divergence_text(one)}" for one in summary.reward_divergences]
     if summary.checkpoint is not None:
         lines.append(f"  checkpoint  {shown(Path(summary.checkpoint))}")
     lines.append(f"  report      {shown(Path(summary.report))}")

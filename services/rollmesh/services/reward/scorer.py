@@ -148,6 +148,7 @@ SCORERS = Registry(
         "try_again": "rollmesh.services.reward.scorers.try_again:TryAgainScorer",
         "outcome": "rollmesh.services.reward.scorers.outcome:OutcomeScorer",
         "routing": "rollmesh.services.reward.scorers.routing:RoutingScorer",
+        "control": "rollmesh.services.reward.scorers.control:ControlScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
     },
     Scorer,
