@@ -132,6 +132,38 @@ async def test_scores_come_per_sample_in_order_with_scorer_and_outcome() -> None
     assert found[2] == [("correct", 0.0, "exact@1", -1, OK), length]
 
 
+@pytest.mark.parametrize("names", [["short"], ["correct", "short"], ["correct", "correct"], [""], ["a" * 70_000]])
+async def test_scorers_of_a_task_that_the_service_does_not_have_are_refused(names: list[str]) -> None:
+    right, wrong = episode("<answer>42</answer>"), episode("<answer>42</answer>")
+    right.task.scorers.append("correct")
+    wrong.task.scorers.extend(names)
+    async with serving({}) as stub:
+        assert (await stub.Score(request(right))).samples[0].rewards[0].value == 1.0
+        with (
+            pytest.raises(
+                InvalidInput,
+                match=r"`items\[1\].task.scorers` must have different names of rewards among \[correct\], got",
+            ),
+            typed_errors(),
+        ):
+            await stub.Score(request(right, wrong))
+
+
+async def test_a_scorer_reads_which_scorers_the_task_names(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from rollmesh.shared.domain.trajectory import Reward\n"
+        "class Named:\n"
+        "    async def score(self, item):\n"
+        "        return Reward(name='', value=1.0, evidence=','.join(item.task.scorers))\n"
+    )
+    settings = {"scorers": [{"name": "own.py:Named", "reward": "named"}]}
+    plain, named = episode("6"), episode("6")
+    named.task.scorers.append("named")
+    async with serving(settings, tmp_path) as stub:
+        response = await stub.Score(request(plain, named))
+    assert [sample.rewards[0].evidence for sample in response.samples] == ["", "named"]
+
+
 async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "#### Zanzibar"}) + "\n")

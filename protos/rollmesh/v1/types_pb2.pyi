@@ -656,7 +656,7 @@ class Sample(_message.Message):
     """Why it ended: the finish reason of its last action, or LENGTH if a limit of the episode ended it."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
-        """Rewards of all scorers."""
+        """Rewards of the scorers of its task."""
 
     def __init__(
         self,
@@ -974,12 +974,16 @@ class Task(_message.Message):
     ORACLE_REF_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    SCORERS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Id, unique in the task source."""
     oracle_ref: _builtins.str
     """Reference that the reward service resolves to the answer key."""
     split: _builtins.str
     """Split: "train", "validation", "test"."""
+    agent: _builtins.str
+    """Name of the agent that works on it, in the table `rollout.agents`. Empty: the default agent, `rollout.agent`."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The prompt: system and user messages."""
@@ -992,6 +996,10 @@ class Task(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Custom labels such as {"level": "3"}. Selectors and reports group by them."""
 
+    @_builtins.property
+    def scorers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the rewards whose scorers score it, among `reward.scorers`, each once. Empty: all scorers."""
+
     def __init__(
         self,
         *,
@@ -1001,10 +1009,12 @@ class Task(_message.Message):
         oracle_ref: _builtins.str = ...,
         split: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        agent: _builtins.str = ...,
+        scorers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "messages", b"messages", "oracle_ref", b"oracle_ref", "split", b"split", "task_id", b"task_id", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "labels", b"labels", "messages", b"messages", "oracle_ref", b"oracle_ref", "scorers", b"scorers", "split", b"split", "task_id", b"task_id", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1107,7 +1117,7 @@ class SampleMeta(_message.Message):
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
-        """Rewards of all scorers."""
+        """Rewards of the scorers of its task."""
 
     @_builtins.property
     def summary(self) -> Global___SampleSummary:

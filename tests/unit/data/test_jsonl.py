@@ -70,6 +70,44 @@ def test_a_split_field_decides_where_it_is_named(tmp_path: Path) -> None:
     assert {split.value: len(pool) for split, pool in pools.items()} == {"train": 1, "validation": 1, "test": 2}
 
 
+def test_a_line_names_its_agent_and_its_scorers(tmp_path: Path) -> None:
+    lines = [
+        GSM8K | {"who": "solver", "by": ["correct", "short"]},
+        GSM8K | {"who": None, "by": None},
+        GSM8K | {"who": "coder", "by": "tests"},
+    ]
+    pool = everything(write(tmp_path, *lines), agent="who", scorers="by")
+    named = [(task.agent, task.scorers) for task in map(pool.task, range(3))]
+    assert named == [("solver", ("correct", "short")), ("", ()), ("coder", ("tests",))]
+
+
+def test_columns_called_agent_and_scorers_are_not_read_unless_they_are_named(tmp_path: Path) -> None:
+    task = everything(write(tmp_path, GSM8K | {"agent": "solver", "scorers": ["correct"]})).task(0)
+    assert (task.agent, task.scorers) == ("", ())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"by": None}, r'"who": is missing; the line has'),
+        ({"who": None}, r'"by": is missing; the line has'),
+        ({"who": " ", "by": None}, r'"who": must be the name of an agent, or null for the default agent, got " "'),
+        ({"who": 3, "by": None}, r'"who": must be the name of an agent, or null for the default agent, got 3'),
+        ({"who": ["solver"], "by": None}, r'"who": must be the name of an agent, .*, got \["solver"\]'),
+        ({"who": None, "by": []}, r'"by": must be the name of a reward, a list of different names, or null for all, got \[\]'),
+        ({"who": None, "by": ["a", "a"]}, r'"by": must be .* a list of different names, .*, got \["a", "a"\]'),
+        ({"who": None, "by": ["a", 3]}, r'"by": must be .*, got \["a", 3\]'),
+        ({"who": None, "by": {"a": 1}}, r'"by": must be .*, got \{"a": 1\}'),
+        ({"who": None, "by": True}, r'"by": must be .*, got true'),
+        ({"who": None, "by": [" "]}, r'"by": must be .*, got \[" "\]'),
+    ],
+)  # fmt: skip
+def test_a_wrong_agent_or_scorer_of_a_line_is_named(tmp_path: Path, line: dict[str, object], message: str) -> None:
+    path = write(tmp_path, GSM8K | {"who": "solver", "by": None}, GSM8K | line)
+    with pytest.raises(RecordError, match=f"mine.jsonl:2: field {message}"):
+        everything(path, agent="who", scorers="by")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -146,6 +146,10 @@ class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     oracle_ref: str = ""
     """Reference that the reward service resolves to the answer key. A line never contains the key."""
+    agent: str = ""
+    """Name of the agent of the task. Empty: the default agent."""
+    scorers: list[str] = []
+    """Names of the rewards that score the task. Empty: all."""
     role: str = ""
     policy: str = "main"
     trainable: bool = True
@@ -244,6 +248,8 @@ def _line(episode: Episode, sample: Sample, task: types_pb2.Task) -> SampleLine:
         split=task.split,
         labels=dict(task.labels),
         oracle_ref=task.oracle_ref,
+        agent=task.agent,
+        scorers=list(task.scorers),
         role=sample.role,
         policy=sample.policy,
         trainable=sample.trainable,

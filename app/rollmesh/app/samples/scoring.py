@@ -34,14 +34,19 @@ from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.engine import RewardEngine
-from rollmesh.services.reward.item import JudgedSegment, ScoreItem, TaskView, num_action_tokens
-from rollmesh.services.reward.oracles import Oracles
+from rollmesh.services.reward.item import (
+    JudgedSegment,
+    ScoreItem,
+    TaskView,
+    check_task_scorers,
+    num_action_tokens,
+)
 from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, Message, Outcome, Role, Source
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
-from rollmesh.shared.errors import ConfigError, UnknownOracle
+from rollmesh.shared.errors import ConfigError, InvalidInput, UnknownOracle
 from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 
 NUM_LINES_MAX = 1_000_000
@@ -116,7 +121,7 @@ async def _score(
     records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEngine, endpoints: Endpoints
 ) -> list[ScoredLine]:
     try:
-        items = [_item(record, tasks, engine.oracles) for record in records]  # check all lines before scoring starts
+        items = [_item(record, tasks, engine) for record in records]  # check all lines before scoring starts
         found: list[ScoredLine] = []
         for start in range(0, len(items), CHUNK_LINES):
             chunk = items[start : start + CHUNK_LINES]
@@ -149,7 +154,7 @@ class _Tasks:
         return None
 
 
-def _item(record: JsonlRecord, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
+def _item(record: JsonlRecord, tasks: _Tasks, engine: RewardEngine) -> ScoreItem:
     """Return the input of the scorers for a line. Raises RecordError."""
     sample = _sample(record) if "messages" in record.fields else _answer(record, tasks)
     known = tasks.find(sample.task)
@@ -161,14 +166,19 @@ def _item(record: JsonlRecord, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
             "task",
         )
     try:
-        key = oracles.resolve(reference)
+        key = engine.oracles.resolve(reference)
     except UnknownOracle as err:
         raise record.error(str(err), "oracle_ref" if sample.oracle_ref else "task") from err
+    view = _view(sample, known)
+    try:
+        check_task_scorers(view.scorers, [scorer.name for scorer in engine.scorers])
+    except InvalidInput as err:
+        raise record.error(err.message, "scorers" if known is None else "task") from err
     actions = [segment for segment in sample.segments if segment.role == ACTION]
     path = tuple(_judged(segment, number) for number, segment in enumerate(sample.segments))
     return ScoreItem(
         key=EpisodeKey(run=sample.run, task=sample.task, group=sample.group, episode=sample.episode),
-        task=_view(sample, known),
+        task=view,
         answer_key=key,
         messages=tuple(Message(role=m.role, content=m.content) for m in sample.messages),
         sample_id=sample.sample_id,
@@ -207,9 +217,14 @@ def _finish(sample: SampleLine, actions: Sequence[SegmentLine]) -> FinishReason:
 
 def _view(sample: SampleLine, known: PoolTask | None) -> TaskView:
     if known is None:
-        return TaskView(task_id=sample.task, split=sample.split, labels=sample.labels)
+        return TaskView(task_id=sample.task, split=sample.split, labels=sample.labels, scorers=tuple(sample.scorers))
     return TaskView(
-        task_id=known.task_id, messages=known.messages, tools=known.tools, split=known.split, labels=known.labels
+        task_id=known.task_id,
+        messages=known.messages,
+        tools=known.tools,
+        split=known.split,
+        labels=known.labels,
+        scorers=tuple(known.scorers),
     )
 
 

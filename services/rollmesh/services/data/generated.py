@@ -62,6 +62,10 @@ class GeneratedOptions(Settings):
     """Share of the hash range that is the test split."""
     tools: tuple[str, ...] = ()
     """Names of the tools of each task."""
+    agent: str = ""
+    """Name of the agent of each task, an entry of `rollout.agents`. Empty means the default agent."""
+    scorers: tuple[str, ...] = ()
+    """Names of the rewards that score each task. Empty means all."""
 
     def check_fields(self) -> None:
         if self.level_min > self.level_max:
@@ -73,6 +77,8 @@ class GeneratedOptions(Settings):
             )
         if self.level_weights and not sum(self.level_weights):
             raise ValueError(f"`level_weights` must have a positive sum, got {self.level_weights}")
+        if len(set(self.scorers)) != len(self.scorers):
+            raise ValueError(f"`scorers` must have different names, got {', '.join(self.scorers)}")
         check_shares(self.validation_share, self.test_share)
 
 
@@ -100,6 +106,15 @@ class GeneratedSource(TaskSource, ABC):
     def demonstration(self, key: str) -> Demonstration:
         """Return an ideal episode of the task."""
 
+    def agent(self, key: str) -> str:
+        """Return the name of the agent of the task. A family MAY choose it by the key, by default it is the option."""
+        return self.options.agent
+
+    def scorers(self, key: str) -> tuple[str, ...]:
+        """Return the names of the rewards that score the task. A family MAY choose them by the key, by default they are
+        the option."""
+        return self.options.scorers
+
     def __init__(self, *, options: GeneratedOptions, base_dir: str | Path | None = None) -> None:
         """`base_dir` is not used. Raise ConfigError if the family does not have all levels."""
         if options.level_max > self.hardest_level:
@@ -120,6 +135,8 @@ class GeneratedSource(TaskSource, ABC):
                     oracle_ref=f"{self.name}:{key}",
                     labels={"level": str(level)},
                     split=split,
+                    agent=self.agent(key),
+                    scorers=self.scorers(key),
                 )
 
     def keys(self, split: Split) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,7 @@ itself.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from rollmesh.shared.domain.trajectory import Message
 from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 
 NUM_LINES_MAX = 2_000_000
+_SHOWN_CHARS_MAX = 100
+"""Maximum length of a wrong value in an error."""
 
 
 class JsonlOptions(Settings):
@@ -44,6 +47,12 @@ class JsonlOptions(Settings):
     """Field by label name, for example `{level: difficulty}`."""
     split: str = ""
     """Field with train, validation or test. Empty means hash ranges of the prompt."""
+    agent: str = ""
+    """Field with the name of the task's agent, an entry of `rollout.agents`, or null for the default agent. Empty means
+    the default agent for every task."""
+    scorers: str = ""
+    """Field with the name of the reward that scores the task, a list of names, or null for all. Empty means all rewards
+    for every task."""
     system: str = ""
     """System message before every prompt. Empty means no system message."""
     tools: tuple[str, ...] = ()
@@ -96,6 +105,8 @@ class JsonlSource(TaskSource):
                 oracle_ref=f"jsonl:{options.name}@{file.digest[:16]}#{record.line}" if has_key else "",
                 labels={label: record.text(field) for label, field in options.labels.items()},
                 split=_split(record, options, prompt),
+                agent=_agent(record, options.agent),
+                scorers=_scorers(record, options.scorers),
             )
 
 
@@ -125,3 +136,31 @@ def _split(record: JsonlRecord, options: JsonlOptions, prompt: tuple[Message, ..
     if named not in set(Split):
         raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", options.split)
     return Split(named)
+
+
+def _agent(record: JsonlRecord, field: str) -> str:
+    value = record.value(field) if field else None
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise record.error(f"must be the name of an agent, or null for the default agent, got {_shown(value)}", field)
+    return value or ""
+
+
+def _scorers(record: JsonlRecord, field: str) -> tuple[str, ...]:
+    value = record.value(field) if field else None
+    if value is None:
+        return ()
+    names = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(isinstance(name, str) and name.strip() for name in names)
+        or len(set(names)) != len(names)
+    ):
+        raise record.error(
+            f"must be the name of a reward, a list of different names, or null for all, got {_shown(value)}", field
+        )
+    return tuple(names)
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value)[:_SHOWN_CHARS_MAX]

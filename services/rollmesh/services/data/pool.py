@@ -40,9 +40,12 @@ class MemoryPool:
 
 
 def _digest(tasks: Iterable[PoolTask]) -> str:
-    """Return the SHA-256 of ids, messages, labels and oracle references, each part packed with its length."""
+    """Return the SHA-256 of ids, messages, labels, oracle references, agents and scorers, each part packed with its
+    length. Tasks without agent and scorers have the digest of releases that had neither, whose snapshots are read."""
     digest = hashlib.sha256()
     for task in tasks:
         messages = [(message.role, message.content) for message in task.messages]
-        digest.update(msgpack.packb([task.task_id, messages, sorted(task.labels.items()), task.oracle_ref]))
+        parts = [task.task_id, messages, sorted(task.labels.items()), task.oracle_ref]
+        named = [task.agent, task.scorers] if task.agent or task.scorers else []
+        digest.update(msgpack.packb([*parts, *named]))
     return digest.hexdigest()

@@ -64,6 +64,8 @@ def encode_task(task: PoolTask) -> types_pb2.Task:
         oracle_ref=task.oracle_ref,
         split=task.split,
         labels=dict(task.labels),
+        agent=task.agent,
+        scorers=task.scorers,
     )
 
 

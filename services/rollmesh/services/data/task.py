@@ -38,6 +38,24 @@ class PoolTask:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels such as `level`, by which selectors and evaluations group tasks."""
     split: Split = Split.TRAIN
+    agent: str = ""
+    """Name of the agent that works on it, an entry of `rollout.agents`. Empty: the default agent."""
+    scorers: tuple[str, ...] = ()
+    """Names of the rewards of `reward.scorers` that score it, each once. Empty: all."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.agent, str):
+            raise TypeError(f"`agent` must be the name of an agent or empty, got {self.agent!r}")
+        if not _are_different_names(self.scorers):
+            raise ValueError(f"`scorers` must be a tuple of different names of rewards, got {self.scorers!r}")
+
+
+def _are_different_names(names: object) -> bool:
+    return (
+        isinstance(names, (tuple, list))
+        and all(isinstance(name, str) and name for name in names)
+        and len(set(names)) == len(names)
+    )
 
 
 class TaskPool(Protocol):

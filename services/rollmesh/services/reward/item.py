@@ -28,6 +28,7 @@ from rollmesh.shared.domain.trajectory import (
     text_view,
 )
 from rollmesh.shared.domain.versions import PolicyVersion
+from rollmesh.shared.errors import field_error
 
 TEXT_CHARS_MAX = 16_384
 """Maximum length of a text that a pattern searches, in characters; only the end of a longer one is searched. A lazy
@@ -46,6 +47,8 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[str, ...] = ()
     split: str = ""
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+    scorers: tuple[str, ...] = ()
+    """Names of the rewards that score it. Empty: all."""
 
 
 class AnswerKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +183,17 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
         said = [message.content for message in self.messages if message.role == "assistant"]
         text = "\n\n".join(said if where == "episode" else said[-1:])
         return text[-TEXT_CHARS_MAX:]
+
+
+def check_task_scorers(names: Sequence[str], known: Sequence[str], field: str = "scorers") -> None:
+    """Raise InvalidInput unless the scorers that a task names are different ones of the `known` rewards."""
+    if len(set(names)) < len(names) or not set(names).issubset(known):
+        raise field_error(
+            field,
+            f"have different names of rewards among [{', '.join(known)}]",
+            ", ".join(names),
+            "correct the task source, or add an entry to reward.scorers",
+        )
 
 
 def judged_path(segments: Sequence[Segment], leaf: int) -> tuple[tuple[JudgedSegment, ...], tuple[Message, ...]]:

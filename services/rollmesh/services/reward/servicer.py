@@ -10,7 +10,7 @@ from typing import Any
 
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import Group, Verdict
-from rollmesh.services.reward.item import ScoreItem, TaskView, judged_path, num_action_tokens
+from rollmesh.services.reward.item import ScoreItem, TaskView, check_task_scorers, judged_path, num_action_tokens
 from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer_run import Uses
@@ -92,7 +92,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     def _items(self, request: reward_pb2.RewardServiceScoreRequest) -> Iterator[ScoreItem]:
         if len(request.items) > ITEMS_MAX:
             raise field_error("items", f"have at most {ITEMS_MAX} entries", len(request.items), "send them in parts")
+        known = [scorer.name for scorer in self._engine.scorers]
         for index, item in enumerate(request.items):
+            check_task_scorers(item.task.scorers, known, f"items[{index}].task.scorers")
             yield from decode_items(item, self._engine.oracles, f"items[{index}]")
 
 
@@ -155,6 +157,7 @@ def _task_view(task: types_pb2.Task) -> TaskView:
         tools=tuple(task.tools),
         split=task.split,
         labels=dict(task.labels),
+        scorers=tuple(task.scorers),
     )
 
 

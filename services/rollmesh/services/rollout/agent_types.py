@@ -16,6 +16,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
     tools: tuple[str, ...] = ()
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
+    agent: str = ""
+    """Name of its agent in `rollout.agents`. Empty: the default agent."""
+    scorers: tuple[str, ...] = ()
+    """Names of the rewards that score it. Empty: all."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

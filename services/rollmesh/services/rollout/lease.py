@@ -62,4 +62,6 @@ def _task(message: types_pb2.Task) -> Task:
         messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
         tools=tuple(message.tools),
         labels=dict(message.labels),
+        agent=message.agent,
+        scorers=tuple(message.scorers),
     )

@@ -40,6 +40,8 @@ class Task(Record, frozen=True, kw_only=True, omit_defaults=True):
     oracle_ref: str = ""
     split: str = ""
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    agent: str = ""
+    scorers: tuple[str, ...] = ()
 
 
 class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
