@@ -34,7 +34,7 @@ from rollmesh.services.inference.engine import KvPolicy, with_model
 from rollmesh.services.inference.node import make_engine
 from rollmesh.services.learner.engine import ExportedWeights, StepResult
 from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
-from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.rollout.agent import load_agents
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import mix64
@@ -154,7 +154,7 @@ class BareLoop:
         return EpisodeRunner(
             EpisodeParts(
                 config=config,
-                agent=load_agent(config.agent, self._base_dir),
+                agents=load_agents(config, self._base_dir),
                 tokenizer=load_tokenizer(model, config.format),
                 generator=EngineGenerator(self.engine, config.outputs, config.num_top),
                 sandbox=LocalSandbox({config.tools["calculator"].function: calc.call}),

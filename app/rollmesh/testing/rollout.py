@@ -458,12 +458,12 @@ class LocalMesh:
         self.stages = Stages(self.config.stages, self.clock)
         self.server = OpenAiServer(self.config, self.tokenizer, self.clock)
 
-    def runner(self, agent: Agent | None = None) -> EpisodeRunner:
-        """Return a runner of single episodes."""
+    def runner(self, agent: Agent | None = None, agents: Mapping[str, Agent] | None = None) -> EpisodeRunner:
+        """Return a runner of single episodes. `agent` is the default agent, and `agents` are those that tasks name."""
         return EpisodeRunner(
             EpisodeParts(
                 config=self.config,
-                agent=agent or ToolCallingAgent(),
+                agents={"": agent or ToolCallingAgent(), **(agents or {})},
                 tokenizer=self.tokenizer,
                 generator=self.generator,
                 sandbox=self.sandbox,
@@ -500,14 +500,17 @@ def lease(
     lease_s: float = 30.0,
     labels: Mapping[str, str] | None = None,
     index: int = 0,
+    agent: str = "",
 ) -> coordinator_pb2.EpisodeLease:
-    """Return a lease of an episode whose task is a conversation of user messages. `labels` are those of the task."""
+    """Return a lease of an episode whose task is a conversation of user messages. `labels` and `agent` are those of the
+    task."""
     key = types_pb2.EpisodeKey(run="r", task="t", group="g", episode=f"e-{lease_id}", attempt=attempt)
     task = types_pb2.Task(
         task_id="t",
         messages=[types_pb2.Message(role="user", content=content) for content in messages],
         tools=tools,
         labels=labels,
+        agent=agent,
     )
     return coordinator_pb2.EpisodeLease(
         lease_id=lease_id,

@@ -23,17 +23,31 @@ one, `Agent()`. A constructor with a parameter `base_dir` also gets the folder o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
+from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.config.user_code import takes_arguments
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import ConfigError, NotFound, located_at
 
-__all__ = ["AGENTS", "Agent", "Environment", "LimitReached", "ScoredTokens", "Task", "ToolResult", "Turn", "load_agent"]
+__all__ = [
+    "AGENTS",
+    "Agent",
+    "Environment",
+    "LimitReached",
+    "ScoredTokens",
+    "Task",
+    "ToolResult",
+    "Turn",
+    "agent_of",
+    "load_agent",
+    "load_agents",
+]
 
 
 class Agent(Plugin):
@@ -67,3 +81,27 @@ def load_agent(chosen: Extension, base_dir: str | Path | None = None) -> Agent:
             f"agent `{chosen.name}` must have a method `async def run(self, task, env)`", name=chosen.name
         )
     return agent
+
+
+def load_agents(config: RolloutConfig, base_dir: str | Path | None = None) -> dict[str, Agent]:
+    """Construct every agent of a worker, by the name that a task gives. The empty name is that of the default agent,
+    which is the same object as its entry of `rollout.agents` if it has one. Raise ConfigError with the key."""
+    made: dict[str, Agent] = {}
+    for name, chosen in config.agents.items():
+        with located_at(f"rollout.agents.{name}"):
+            made[name] = load_agent(chosen, base_dir)
+    default = made.get(config.agent.name) or load_agent(config.agent, base_dir)
+    return {"": default, **made}
+
+
+def agent_of(task: Task, agents: Mapping[str, Agent]) -> Agent:
+    """Return the agent that a task names. Raise NotFound if the worker does not have it."""
+    if task.agent not in agents:
+        raise NotFound(f"agent `{task.agent}` of the task is not configured; {known_agents(agents)}")
+    return agents[task.agent]
+
+
+def known_agents(names: Iterable[str]) -> str:
+    """Return the end of an error about an unknown agent: the names that exist, and what to do."""
+    known = ", ".join(name for name in names if name) or "none"
+    return f"known: {known}; add it to rollout.agents, or correct the name in the task source"

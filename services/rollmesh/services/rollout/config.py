@@ -26,6 +26,7 @@ from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
 from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 
 ToolCallBody = Literal["bare", "json", "pythonic", "xml", "named_json", "arg_tags"]
+AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 _JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 
@@ -254,7 +255,11 @@ class RolloutConfig(Settings):
     """Settings of a rollout node."""
 
     agent: Extension = Extension("tool_calling")
-    """The agent: `tool_calling`, `single_turn`, `program`, `url` or a custom one."""
+    """The agent of tasks that name none: an entry of `agents`, `tool_calling`, `single_turn`, `program`, `url` or a
+    custom one. A name of an entry means the entry."""
+    agents: dict[AgentName, Extension] = {}
+    """Agents by the name that tasks give in `agent`: 1 to 64 letters, digits, `_`, `.` and `-`. A task names one of
+    these entries, or none."""
     model_dir: str = ""
     """Folder with the tokenizer.json and tokenizer_config.json of the model that the engines serve."""
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_TOOLS))
@@ -302,3 +307,15 @@ class RolloutConfig(Settings):
     """The server for agents that are programs or services."""
     tool_latency: Annotated[ToolLatencyConfig, LIVE] = msgspec.field(default_factory=ToolLatencyConfig)
     """Extra latency of tools, for experiments."""
+
+    @property
+    def agents_by_name(self) -> dict[str, Extension]:
+        """The agents by the name that a task gives. The empty name means the default agent."""
+        return {"": self.agents.get(self.agent.name, self.agent), **self.agents}
+
+    def check_fields(self) -> None:
+        if self.agent.name in self.agents and self.agent.options:
+            raise ValueError(
+                f"`agent` must not have options, because it names the entry {self.agent.name!r} of `agents`, got "
+                f"{', '.join(self.agent.options)}; move them to the entry"
+            )

@@ -11,14 +11,14 @@ failures: the episode is scored with the tokens sampled so far.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
 
-from rollmesh.services.rollout.agent import Agent, LimitReached
+from rollmesh.services.rollout.agent import Agent, LimitReached, agent_of
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EnvironmentState, ModelServer
 from rollmesh.services.rollout.episode_trace import SERVICE
@@ -54,7 +54,8 @@ class EpisodeParts:
     """Objects that all episodes of a worker share."""
 
     config: RolloutConfig
-    agent: Agent
+    agents: Mapping[str, Agent]
+    """The agents by the name that a task gives. The empty name is that of the default agent."""
     tokenizer: Tokenizer
     generator: Generator
     sandbox: SandboxPort
@@ -89,13 +90,15 @@ class EpisodeRunner:
 
     async def _run(self, lease: Lease) -> Report:
         stages, limits = self._parts.stages, self._parts.config.stages
+        with boundary("task"):
+            agent = agent_of(lease.task, self._parts.agents)
         with boundary("sandbox"):
             state = self._state(lease)
         async with state.tools:
             async with stages.enter(Stage.INIT, state.stage_s), self._infra_limit("init", limits.init_s_max):
                 env = await self._init(state)
             async with stages.enter(Stage.RUN, state.stage_s):
-                await self._act(state, env)
+                await self._act(agent, state, env)
         # The sessions end before scoring, because scoring must not hold jails.
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
             with boundary("rollout"):
@@ -164,11 +167,11 @@ class EpisodeRunner:
 
     # RUN --------------------------------------------------------------------------------------------------------------
 
-    async def _act(self, state: EnvironmentState, env: Environment) -> None:
+    async def _act(self, agent: Agent, state: EnvironmentState, env: Environment) -> None:
         limit_s = state.limits.run_s_max
         try:
             async with time_limit(self._parts.clock, limit_s) as limit:
-                await self._agent(state, env)
+                await self._run_agent(agent, state, env)
         except TimeoutError as err:
             if not limit.expired():
                 raise EpisodeFailed("agent", err) from err
@@ -191,9 +194,9 @@ class EpisodeRunner:
             )
             raise EpisodeFailed("inference", cause)
 
-    async def _agent(self, state: EnvironmentState, env: Environment) -> None:
+    async def _run_agent(self, agent: Agent, state: EnvironmentState, env: Environment) -> None:
         try:
-            await self._parts.agent.run(state.task, env)
+            await agent.run(state.task, env)
         except LimitReached as err:
             state.end_at(err.limit)
         except (EpisodeFailed, TimeoutError):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.rollout.agent import load_agents
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
@@ -61,7 +61,7 @@ class RolloutNode(JoinedNode):
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
         at: Hook = noop,
     ) -> None:
-        """Load the agent and the tokenizer. Raise `ConfigError` if one of them cannot be loaded.
+        """Load the agents and the tokenizer. Raise `ConfigError` if one of them cannot be loaded.
 
         Relative paths of the config are relative to `base_dir`. `tokenizer` replaces the one in `model_dir`.
         `endpoints` are those that agents may ask. `open_node` opens channels to other nodes, by default with `access`.
@@ -82,7 +82,7 @@ class RolloutNode(JoinedNode):
         self._endpoints = (endpoints or EndpointsOfRun()).open(
             self.fleet, self._open_node, access=access, clock=self.clock, router=config.router
         )
-        self._agent = load_agent(config.agent, base_dir)
+        self._agents = load_agents(config, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir, config.format)
         _ = self._tokenizer.format  # a template without an end of turn fails now, not in every episode
         self.progress = WorkerProgress()
@@ -162,7 +162,7 @@ class RolloutNode(JoinedNode):
         return EpisodeRunner(
             EpisodeParts(
                 config=config,
-                agent=self._agent,
+                agents=self._agents,
                 tokenizer=self._tokenizer,
                 generator=self._router,
                 sandbox=sandbox,
