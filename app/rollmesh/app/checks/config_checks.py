@@ -33,11 +33,12 @@ from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.graph import ScorerGraph
+from rollmesh.services.reward.item import check_task_scorers
 from rollmesh.services.reward.oracles import ORACLES, JsonlOracle
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
-from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.rollout.agent import known_agents, load_agent
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
@@ -113,10 +114,12 @@ def notes(config: TrainConfig, base_dir: Path) -> list[str]:
     """Return remarks about a valid configuration, a line each."""
     run = config.run
     pools = build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))
+    survey = survey_tasks(pools)
     lines = (
         *_missing_nodes(config, pools[Split.TRAIN]),
         *_unusual_values(config, len(pools[Split.TRAIN])),
-        *_contradictions(config, base_dir, survey_tasks(pools)),
+        *_contradictions(config, base_dir, survey),
+        *_unused_names(config, survey),
     )
     found = [f"note: {line}" for line in lines]
     size = len(pools[Split(run.eval_split)])
@@ -209,6 +212,28 @@ def _contradictions(config: TrainConfig, base_dir: Path, tasks: TaskSurvey) -> I
         )
 
 
+def _unused_names(config: TrainConfig, tasks: TaskSurvey) -> Iterator[str]:
+    """Yield the agents that no task has, and the tasks that an evaluation counts as failures because they do not have
+    the reward that it reads."""
+    rollout, success = config.rollout, config.run.success_reward
+    for name in rollout.agents:
+        if name not in tasks.by_agent and name != rollout.agent.name:
+            yield f"rollout.agents.{name}: no task names this agent, and rollout.agent is another"
+    task = next(
+        (
+            task
+            for (split, scorers), task in tasks.scored_by.items()
+            if split == config.run.eval_split and scorers and success not in scorers
+        ),
+        None,
+    )
+    if task is not None and config.run.eval_every and success in [one.reward_name for one in config.reward.scorers]:
+        yield (
+            f"run.success_reward is {success}, but `scorers` of tasks such as {task.task_id} of the "
+            f"{config.run.eval_split} split lack it: evaluations count them as failures; add it to `scorers`"
+        )
+
+
 def _rest(task: PoolTask) -> str:
     return task.oracle_ref.partition(":")[2]
 
@@ -248,6 +273,7 @@ class _Check:
         tasks = survey_tasks(pools)
         if pools:
             self._tools(tasks.tools)
+            self._named(tasks)
         with self._collected():
             self._evaluation(pools)
         self._rewards(has_tasks=bool(pools))
@@ -260,8 +286,12 @@ class _Check:
         with self._collected("bus.url"):
             if not config.bus.url:
                 find_binary()
-        with self._collected("rollout.agent"):
-            load_agent(config.rollout.agent, base_dir)
+        for name, agent in config.rollout.agents.items():
+            with self._collected(f"rollout.agents.{name}"):
+                load_agent(agent, base_dir)
+        if config.rollout.agent.name not in config.rollout.agents:
+            with self._collected("rollout.agent"):
+                load_agent(config.rollout.agent, base_dir)
         with self._collected("sandbox.engine"):
             ENGINES.options(config.sandbox.engine, base_dir)
         with self._collected("sandbox.languages"):
@@ -292,6 +322,26 @@ class _Check:
             own = {name: tool for name, tool in config.rollout.tools.items() if not _is_default(name, tool)}
             with self._collected("sandbox.engine"):
                 self.mistakes += check_profiles(config.sandbox.located(self._base_dir), own)
+
+    def _named(self, tasks: TaskSurvey) -> None:
+        """Check that the agents and scorers which tasks name exist."""
+        agents = self._config.rollout.agents_by_name
+        for name, task in tasks.by_agent.items():
+            if name not in agents:
+                self.mistakes.append(
+                    ConfigError(
+                        f"`data.source`: task {task.task_id} names the agent `{name}`, which does not exist; "
+                        f"{known_agents(agents)}",
+                        key="data.source",
+                    )
+                )
+        rewards = [scorer.reward_name for scorer in self._config.reward.scorers]
+        for scorers, task in {scorers: task for (_, scorers), task in tasks.scored_by.items()}.items():
+            try:
+                check_task_scorers(scorers, rewards)
+            except InvalidInput as err:
+                what = f"`data.source`: task {task.task_id}: {err.message}"
+                self.mistakes.append(ConfigError(what, key="data.source"))
 
     def _learning(self, tasks: TaskSurvey) -> None:
         """Check what needs torch: engine, learner and model."""

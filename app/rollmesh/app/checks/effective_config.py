@@ -54,7 +54,10 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
         ),
         rollout=replace(
             rollout,
-            agent=AGENTS.with_defaults(rollout.agent, base_dir),
+            agent=(
+                rollout.agent if rollout.agent.name in rollout.agents else AGENTS.with_defaults(rollout.agent, base_dir)
+            ),
+            agents={name: AGENTS.with_defaults(agent, base_dir) for name, agent in rollout.agents.items()},
             format=_as_config(words) if words is not None else rollout.format,
         ),
         inference=replace(config.inference, engine=replace(config.inference.engine, options=_engine(config, base_dir))),

@@ -80,7 +80,7 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, tasks: TaskSur
         tokenizer = load_tokenizer(folder, config.rollout.format)
         _ = tokenizer.format
         check_vocabulary(folder, tokenizer, vocabulary)
-        if config.rollout.agent.name == "tool_calling" and tasks.tools and not config.rollout.format.names_calls:
+        if calls_tools(config, tasks) and not config.rollout.format.names_calls:
             _refuse_unread(tokenizer)
         _check_prompts(config, tokenizer, tasks)
     except InvalidInput as err:
@@ -247,6 +247,14 @@ def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPla
     )
 
 
+def calls_tools(config: TrainConfig, tasks: TaskSurvey) -> bool:
+    """Return whether the agent `tool_calling` gets a task with tools."""
+    agents = config.rollout.agents_by_name
+    return any(
+        tools and name in agents and agents[name].name == "tool_calling" for name, tools in tasks.tools_by_agent.items()
+    )
+
+
 def _refuse_unread(tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError if the agent `tool_calling` does not read the calls that the chat template writes.
 
@@ -264,7 +272,7 @@ def _refuse_unread(tokenizer: ChatTokenizer) -> None:
 
 def call_note(config: TrainConfig, base_dir: Path) -> list[str]:
     """Return a remark on calls of an agent that is a program, whose tools are not known here, if they are not read."""
-    if not config.model or config.rollout.agent.name not in ("program", "url"):
+    if not config.model or {"program", "url"}.isdisjoint(a.name for a in config.rollout.agents_by_name.values()):
         return []
     tokenizer = load_tokenizer(model_folder(config, base_dir), config.rollout.format)
     why = why_unread(tokenizer, tool_call_parser(tokenizer.format, config.rollout.openai.tool_calls, base_dir))

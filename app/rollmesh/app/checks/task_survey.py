@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.domain.trajectory import Message
@@ -17,28 +17,47 @@ PROMPTS_CHECKED = 64
 class TaskSurvey:
     """What the checks need of all tasks."""
 
-    tools: frozenset[str] = frozenset()
-    """Names of the tools that any task lists."""
+    tools_by_agent: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Names of the tools that any task lists, by the name of its agent. The empty name is the default agent."""
+    scored_by: Mapping[tuple[Split, tuple[str, ...]], PoolTask] = field(default_factory=dict)
+    """The first task of each split with these names of scorers. No names mean all scorers."""
+    by_agent: Mapping[str, PoolTask] = field(default_factory=dict)
+    """The first task by the name of its agent."""
     longest: tuple[PoolTask, ...] = ()
     """The tasks with the longest prompts, by their characters."""
     repeated: tuple[tuple[PoolTask, ...], ...] = ()
     """Tasks of a JSONL file that have the same prompt."""
 
+    @property
+    def tools(self) -> frozenset[str]:
+        """Names of the tools that any task lists."""
+        return frozenset().union(*self.tools_by_agent.values())
+
 
 def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     """Return what the checks need of the tasks. Each position is read once."""
-    tools: set[str] = set()
+    tools: dict[str, set[str]] = {}
+    by_agent: dict[str, PoolTask] = {}
+    scored_by: dict[tuple[Split, tuple[str, ...]], PoolTask] = {}
     same: dict[tuple[Message, ...], list[PoolTask]] = {}
 
     def read() -> Iterator[PoolTask]:
-        for pool in pools.values():
+        for split, pool in pools.items():
             for position in range(len(pool)):
                 task = pool.task(position)
-                tools.update(task.tools)
+                tools.setdefault(task.agent, set()).update(task.tools)
+                by_agent.setdefault(task.agent, task)
+                scored_by.setdefault((split, tuple(task.scorers)), task)
                 if task.oracle_ref.startswith("jsonl:"):
                     same.setdefault(task.messages, []).append(task)
                 yield task
 
     longest = heapq.nlargest(PROMPTS_CHECKED, read(), key=lambda task: sum(len(one.content) for one in task.messages))
     repeated = tuple(tuple(tasks) for tasks in same.values() if len(tasks) > 1)
-    return TaskSurvey(frozenset(tools), tuple(longest), repeated)
+    return TaskSurvey(
+        tools_by_agent={agent: frozenset(names) for agent, names in tools.items()},
+        by_agent=by_agent,
+        scored_by=scored_by,
+        longest=tuple(longest),
+        repeated=repeated,
+    )

@@ -1,0 +1,155 @@
+"""What `rollmesh check` finds out about the agents and scorers that tasks name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.app.checks.config_checks import find_mistakes, notes
+from rollmesh.app.checks.effective_config import effective_config
+from rollmesh.app.checks.model_checks import calls_tools
+from rollmesh.app.checks.task_survey import survey_tasks
+from rollmesh.app.config import TrainConfig
+from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import Split
+from rollmesh.shared.config.loader import config_from_dict
+
+OPTIONS = {"path": "tasks.jsonl", "split": "split", "agent": "agent", "scorers": "scorers"}
+SCORERS = [{"name": "exact", "reward": "correct"}, {"name": "length", "reward": "short"}]
+AGENTS = {"solver": "single_turn", "caller": {"name": "tool_calling"}}
+KNOWN = "known: solver, caller; add it to rollout.agents, or correct the name in the task source"
+Named = tuple[str | None, list[str] | None]
+
+
+def config(tools: tuple[str, ...] = (), **rollout: Any) -> TrainConfig:
+    return config_from_dict(
+        TrainConfig,
+        {
+            "data": {"source": {"name": "jsonl", "options": {**OPTIONS, "tools": tools}}},
+            "reward": {"scorers": SCORERS},
+            "rollout": {"agents": AGENTS, "agent": "single_turn", **rollout},
+            "counts": {"inference": 0, "sandbox": 0},
+            "learner": {"engine": "fake"},
+        },
+    )
+
+
+def write(folder: Path, *named: Named, test: Named = (None, None)) -> None:
+    """Write a task of the train split for each name, and one of the test split."""
+    lines = [
+        {"question": f"{number}+1", "answer": "1", "split": split, "agent": agent, "scorers": scorers}
+        for number, (split, (agent, scorers)) in enumerate([*(("train", one) for one in named), ("test", test)])
+    ]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def mistakes(folder: Path, settings: TrainConfig) -> list[tuple[str, str]]:
+    found = find_mistakes(settings, folder, learner=False)
+    return [(one.metadata["key"], one.message) for one in found]
+
+
+def test_names_that_exist_are_no_mistake(tmp_path: Path) -> None:
+    write(tmp_path, ("solver", ["correct"]), ("caller", None), (None, ["short", "correct"]))
+    assert mistakes(tmp_path, config()) == []
+
+
+def test_unknown_agents_are_named_with_a_task_and_the_known_ones(tmp_path: Path) -> None:
+    write(tmp_path, (None, None), ("solvr", None), ("solvr", None), test=("judge", None))
+    assert mistakes(tmp_path, config()) == [
+        (
+            "data.source",
+            f"`data.source`: task {task} names the agent `{name}`, which does not exist; {KNOWN}",
+        )
+        for task, name in (("tasks-2", "solvr"), ("tasks-4", "judge"))
+    ]
+
+
+def test_a_built_in_agent_is_no_name_of_a_task_unless_the_table_has_it(tmp_path: Path) -> None:
+    write(tmp_path, ("single_turn", None))
+    ((key, message),) = mistakes(tmp_path, config())
+    assert key == "data.source"
+    assert "task tasks-1 names the agent `single_turn`, which does not exist; known: solver, caller" in message
+
+
+def test_unknown_scorers_are_named_with_a_task_once(tmp_path: Path) -> None:
+    write(tmp_path, (None, ["correct"]), (None, ["corect"]), (None, ["corect"]), test=(None, ["corect"]))
+    ((key, message),) = mistakes(tmp_path, config())
+    assert key == "data.source"
+    assert message.startswith("`data.source`: task tasks-")
+    assert "`scorers` must have different names of rewards among [correct, short], got 'corect'" in message
+
+
+def test_every_agent_of_the_table_is_loaded_and_named_by_its_key(tmp_path: Path) -> None:
+    write(tmp_path, (None, None))
+    settings = config(
+        agents={"a": "mine.py:Missing", "b": {"name": "single_turn", "options": {"x": 1}}, "c": "program"}
+    )
+    assert [key for key, _ in mistakes(tmp_path, settings)] == [
+        "rollout.agents.a",
+        "rollout.agents.b",
+        "rollout.agents.c.options.command",
+    ]
+    assert [key for key, _ in mistakes(tmp_path, config(agent="missing"))] == ["rollout.agent"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("single_turn", ["rollout.agents.caller: no task names this agent, and rollout.agent is another"]),
+        ("caller", []),
+    ],
+)
+def test_an_agent_that_no_task_has_is_noted(tmp_path: Path, agent: str, said: list[str]) -> None:
+    write(tmp_path, ("solver", None))
+    assert [line for line in notes(config(agent=agent), tmp_path) if "no task names" in line] == [
+        f"note: {line}" for line in said
+    ]
+
+
+@pytest.mark.parametrize(("scorers", "noted"), [(["short"], True), (["short", "correct"], False), (None, False)])
+def test_tasks_of_evaluations_without_the_success_reward_are_noted(
+    tmp_path: Path, scorers: list[str] | None, noted: bool
+) -> None:
+    write(tmp_path, ("solver", ["short"]), ("caller", None), test=(None, scorers))
+    found = [line for line in notes(config(), tmp_path) if "run.success_reward is correct" in line]
+    assert bool(found) == noted, found
+
+
+@pytest.mark.parametrize(
+    ("agents", "named", "calls"),
+    [
+        ({"solver": "single_turn"}, "solver", False),
+        ({"solver": "tool_calling"}, "solver", True),
+        ({"solver": "tool_calling"}, None, False),
+    ],
+)
+def test_calls_must_be_readable_if_the_tasks_of_tool_calling_have_tools(
+    tmp_path: Path, agents: dict[str, str], named: str | None, calls: bool
+) -> None:
+    """The tools of a task count for its own agent, not for others of the table."""
+    write(tmp_path, (named, None), test=(named, None))
+    settings = config(("calculator",), agents=agents)
+    assert calls_tools(settings, survey_tasks(build_pools(settings.data, tmp_path))) == calls
+
+
+def test_the_survey_keeps_the_first_task_of_each_agent_and_of_each_list_of_scorers(tmp_path: Path) -> None:
+    write(tmp_path, ("solver", ["short"]), (None, None), ("solver", ["short"]))
+    survey = survey_tasks(build_pools(config().data, tmp_path))
+    assert {name: task.task_id for name, task in survey.by_agent.items()} == {"solver": "tasks-1", "": "tasks-2"}
+    assert {split: task.task_id for split, task in survey.scored_by.items()} == {
+        (Split.TRAIN, ("short",)): "tasks-1",
+        (Split.TRAIN, ()): "tasks-2",
+        (Split.TEST, ()): "tasks-4",
+    }
+
+
+def test_the_effective_configuration_has_the_options_of_every_agent(tmp_path: Path) -> None:
+    write(tmp_path, ("solver", None))
+    agents = {"solver": {"name": "program", "options": {"command": ["true"]}}}
+    for agent in ("solver", "single_turn"):
+        shown = effective_config(config(agent=agent, agents=agents), tmp_path).rollout
+        assert shown.agents["solver"].options["stop_s"] == 5.0
+        assert (shown.agent.name, shown.agent.options) == (agent, {})
