@@ -59,6 +59,11 @@ def test_turns_stand_at_the_messages_that_were_generated_not_at_those_of_the_pro
     assert "2 tokens, main@0.0" in notes[1]
 
 
+def test_the_title_has_the_labels_and_the_agent_of_the_task() -> None:
+    assert "g0.0-0  t level=3, agent solver" in shown(labels={"level": "3"}, agent="solver")
+    assert "agent" not in shown(labels={"level": "3"})
+
+
 def test_what_a_model_wrote_is_no_markup() -> None:
     text = shown(messages=[MessageLine(role="assistant", content="[bold]x[/bold] [/] [red")], segments=[sampled(3)])
     assert "[bold]x[/bold] [/] [red" in text

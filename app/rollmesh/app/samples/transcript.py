@@ -66,7 +66,8 @@ def transcript(line: SampleLine) -> RenderableType:
     if line.chains is not None:
         parts.append(chains_text(line.chains))
     labels = "".join(f" {name}={value}" for name, value in line.labels.items())
-    title = Text(f"{line.sample_id}  {line.task}{labels}")
+    agent = f", agent {line.agent}" if line.agent else ""
+    title = Text(f"{line.sample_id}  {line.task}{labels}{agent}")
     sampled = sum(turn.num_tokens for turn in turns)
     foot = Text(
         f"{line.num_tokens} tokens, {sampled} sampled in {len(turns)} turns, attempt {line.attempt}", style="dim"
