@@ -128,7 +128,7 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
             finish=FinishReason(sample.finish),
             path=path,
             endpoints=endpoints,
-            scorers=tuple(item.scorers),
+            scorers=tuple(item.scorers) or task.scorers,
         )
 
 
