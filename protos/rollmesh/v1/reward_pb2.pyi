@@ -59,8 +59,7 @@ class ScoreItem(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
-    SCORERS_FIELD_NUMBER: _builtins.int
-    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_REWARDS_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C traceparent of the calling span; empty if not traced. It is not in the call metadata, because many episodes share a request."""
     @_builtins.property
@@ -83,14 +82,10 @@ class ScoreItem(_message.Message):
         """
 
     @_builtins.property
-    def scorers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the rewards that are asked for, as in ScorerInfo.rewards. The scorers that give them run, and those whose rewards they read.
-        Empty: all scorers.
+    def environment_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentReward]:
+        """Rewards that the environment or agent of the episode gave, at most 1024. The worker writes them. A text of the model cannot contain
+        one. Empty if the agent gave none.
         """
-
-    @_builtins.property
-    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.EndpointUse]:
-        """What the agent asked of endpoints until now."""
 
     def __init__(
         self,
@@ -100,16 +95,55 @@ class ScoreItem(_message.Message):
         samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
         traceparent: _builtins.str = ...,
         segments: _abc.Iterable[_types_pb2.Segment] | None = ...,
-        scorers: _abc.Iterable[_builtins.str] | None = ...,
-        endpoints: _abc.Iterable[_types_pb2.EndpointUse] | None = ...,
+        environment_rewards: _abc.Iterable[Global___EnvironmentReward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "key", b"key", "samples", b"samples", "scorers", b"scorers", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment_rewards", b"environment_rewards", "key", b"key", "samples", b"samples", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
+
+@_typing.final
+class EnvironmentReward(_message.Message):
+    """A reward that only the environment of an episode knows, such as the score of a game."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    BRANCH_FIELD_NUMBER: _builtins.int
+    EVIDENCE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name as in Reward. A scorer of the run MUST declare it, otherwise the item is rejected."""
+    value: _builtins.float
+    """The value, in [-1e30, 1e30]. Its scorer checks it against the declared range."""
+    segment: _builtins.int
+    """Index of the last segment of the rewarded turn; -1 is the whole sample."""
+    branch: _builtins.int
+    """Index of the last action of the branch on which it was given: the reward belongs to all samples whose path contains this segment. -1 is
+    the whole episode.
+    """
+    evidence: _builtins.str
+    """Explanation of the value, at most 1024 characters. It becomes Reward.evidence."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+        segment: _builtins.int = ...,
+        branch: _builtins.int = ...,
+        evidence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branch", b"branch", "evidence", b"evidence", "name", b"name", "segment", b"segment", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnvironmentReward: _TypeAlias = EnvironmentReward  # noqa: Y015
 
 @_typing.final
 class RewardServiceScoreRequest(_message.Message):
@@ -335,7 +369,6 @@ class ScorerInfo(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
-    READS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the config."""
     scorer: _builtins.str
@@ -352,10 +385,6 @@ class ScorerInfo(_message.Message):
         for sampled tokens.
         """
 
-    @_builtins.property
-    def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the rewards of other scorers that it reads. It runs after them."""
-
     def __init__(
         self,
         *,
@@ -364,11 +393,10 @@ class ScorerInfo(_message.Message):
         rewards: _abc.Iterable[_builtins.str] | None = ...,
         description: _builtins.str = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
-        reads: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "reads", b"reads", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,7 +414,7 @@ class ListScorersResponse(_message.Message):
     """Name of the finalizer."""
     @_builtins.property
     def scorers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorerInfo]:
-        """In the order of the configuration."""
+        """In the order in which they run."""
 
     def __init__(
         self,

@@ -103,6 +103,13 @@ async def test_length_budget_and_linear_values() -> None:
         ("length", {"form": "cubic"}, "form"),
         ("math", {"num_workers": 0}, "num_workers"),
         ("math", {"compare_s_max": -1}, "compare_s_max"),
+        ("environment", {}, "max|min"),
+        ("environment", {"min": 0}, "max"),
+        ("environment", {"min": 1, "max": 0}, "`min` must be <= max = 0, got 1"),
+        ("environment", {"min": 0, "max": float("inf")}, r"`max` must be in \[-1e\+30, 1e\+30\], got inf"),
+        ("environment", {"min": float("nan"), "max": 1}, "`min` must be in"),
+        ("environment", {"min": 0, "max": 1, "at_limit": 2}, r"`at_limit` must be in \[0, 1\], got 2"),
+        ("environment", {"min": 0, "max": 1, "per": "token"}, "per"),
         ("exakt", {}, "no scorer `exakt`; known: exact, math, format, length"),
     ],
 )

@@ -765,6 +765,11 @@ async def test_stored_samples_are_scored_with_their_columns(tmp_path: Path) -> N
     config.write_text("reward: {scorers: [{name: 'judge.py:Asks', reward: correct}]}\n")
     with pytest.raises(ConfigError, match=r"the scorer of the reward `correct` \(Asks@1\) asks the policy"):
         score_file(tmp_path / "samples.jsonl", config, [])
+    config.write_text("reward: {scorers: [{name: environment, reward: won, options: {min: 0, max: 1}}]}\n")
+    with pytest.raises(
+        ConfigError, match=r"of the reward `won` \(environment@1\) reads rewards of the environment, whi"
+    ):
+        score_file(tmp_path / "samples.jsonl", config, [])
 
 
 @pytest.mark.row("S026")

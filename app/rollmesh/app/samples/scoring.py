@@ -103,6 +103,11 @@ def _check_scorers(engine: RewardEngine) -> None:
                 f"the scorer of the reward `{configured.name}` ({configured.label}) asks the policy, which only a mesh "
                 "serves; score it with `rollmesh rollout`, or remove it from reward.scorers"
             )
+        if configured.scorer.environment_rewards:
+            raise ConfigError(
+                f"the scorer of the reward `{configured.name}` ({configured.label}) reads rewards of the environment, "
+                "which only an episode has; score it with `rollmesh rollout`, or remove it from reward.scorers"
+            )
 
 
 def _configuration(named: Path | None) -> tuple[Path, Path]:

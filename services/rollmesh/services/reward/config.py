@@ -27,7 +27,8 @@ from rollmesh.trainer.estimators import make_estimator
 
 
 class ScorerConfig(Extension):
-    """One scorer: `exact`, `math`, `format`, `length`, `tests`, or your own, with the name of its reward."""
+    """One scorer: `exact`, `math`, `format`, `length`, `turn_success`, `tests`, `environment`, or your own, with the
+    name of its reward."""
 
     reward: str = ""
     """Name of its reward within the run. Default: the short name of the scorer."""
@@ -142,6 +143,7 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
     if not inspect.iscoroutinefunction(scorer.score) or not takes_arguments(scorer.score, 1):
         raise ConfigError(f"scorer `{config.name}` must have a method `async def score(self, item)`", name=config.name)
     scorer.use_timeout(config.timeout_s)
+    scorer.use_reward_name(config.reward_name)
     return ConfiguredScorer(
         name=config.reward_name,
         label=f"{config.short_name}@{scorer.version}",

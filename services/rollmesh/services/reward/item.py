@@ -11,6 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from rollmesh.shared.domain.environment_reward import EnvironmentReward
 from rollmesh.shared.domain.trajectory import (
     WHOLE_SAMPLE,
     Columns,
@@ -128,6 +129,8 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the rewards that are asked for. Empty: all."""
     rewards: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)
     """The rewards that the scorer reads, by the names in its `reads`: of the whole sample and of segments."""
+    environment: tuple[EnvironmentReward, ...] = ()
+    """The rewards that the environment gave this sample and its turns, in its order."""
 
     @property
     def turns(self) -> tuple[JudgedTurn, ...]:

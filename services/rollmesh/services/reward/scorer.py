@@ -92,11 +92,16 @@ class Scorer(Plugin):
     columns: tuple[str, ...] = ()
     """Names of the per-token arrays of `JudgedSegment.arrays` that it reads: "logprobs", or arrays of
     `rollout.outputs`."""
+    environment_rewards: tuple[str, ...] = ()
+    """Names of the rewards of `ScoreItem.environment` that it reads. An episode with another one is rejected."""
 
     @required
     async def score(self, item: ScoreItem) -> ScorerResult:
         """Return the rewards of one sample. An empty `Reward.name` means the name in the configuration."""
         raise NotImplementedError
+
+    def use_reward_name(self, name: str) -> None:
+        """Store the name of its reward in the configuration, before the first sample."""
 
     def use_timeout(self, timeout_s: float) -> None:
         """Store `timeout_s` of its entry, before the first sample. A scorer with this method limits its own calls
@@ -150,6 +155,7 @@ SCORERS = Registry(
         "routing": "rollmesh.services.reward.scorers.routing:RoutingScorer",
         "control": "rollmesh.services.reward.scorers.control:ControlScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
+        "environment": "rollmesh.services.reward.scorers.environment:EnvironmentScorer",
     },
     Scorer,
 )

@@ -14,6 +14,7 @@ from rollmesh.services.reward.item import ScoreItem, TaskView, check_task_scorer
 from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer_run import Uses
+from rollmesh.shared.codec.environment_rewards import decode_environment_rewards
 from rollmesh.shared.codec.trajectory import (
     decode_group_context,
     decode_key,
@@ -24,7 +25,7 @@ from rollmesh.shared.codec.trajectory import (
 )
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import ROOT, FinishReason, Message
-from rollmesh.shared.errors import field_error
+from rollmesh.shared.errors import InvalidInput, field_error
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
@@ -95,7 +96,20 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         known = [scorer.name for scorer in self._engine.scorers]
         for index, item in enumerate(request.items):
             check_task_scorers(item.task.scorers, known, f"items[{index}].task.scorers")
+            self._check_declared(item)
             yield from decode_items(item, self._engine.oracles, f"items[{index}]")
+
+    def _check_declared(self, item: reward_pb2.ScoreItem) -> None:
+        """Reject a reward of the environment that no scorer reads, because the run would train without it."""
+        declared = {name for configured in self._engine.scorers for name in configured.scorer.environment_rewards}
+        for reward in item.environment_rewards:
+            if reward.name not in declared:
+                raise InvalidInput(
+                    f"the environment gave the reward {reward.name[:100]!r}, and the rewards that scorers declare are "
+                    f"{', '.join(sorted(declared)) or 'none'}; add {{name: environment, reward: NAME, options: {{min: "
+                    "MIN, max: MAX}} to reward.scorers, or remove the call of env.reward",
+                    reward=reward.name[:100],
+                )
 
 
 def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "item") -> Iterator[ScoreItem]:
@@ -114,8 +128,12 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
                 where = f"{field}.segments[{index}].arrays[{name}]"
                 raise field_error(where, f"have {count_of(segment.num_tokens, 'row')}, one per token", len(values))
     endpoints = tuple(map(decode_use, item.endpoints))
+    given = decode_environment_rewards(
+        item.environment_rewards, f"{field}.environment_rewards", num_segments=len(segments)
+    )
     for sample in item.samples:
         path, messages = judged_path(segments, sample.leaf)
+        indices = {segment.index for segment in path}
         yield ScoreItem(
             key=key,
             task=task,
@@ -129,6 +147,7 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
             path=path,
             endpoints=endpoints,
             scorers=tuple(item.scorers) or task.scorers,
+            environment=tuple(reward for reward in given if reward.of(indices)),
         )
 
 

@@ -24,6 +24,7 @@ from opentelemetry.trace import Span
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
+from rollmesh.services.rollout.environment_rewards import EnvironmentRewards
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
@@ -92,6 +93,11 @@ class ServedEpisode(Protocol):
         """The conversations of the clients so far."""
         ...
 
+    def branch(self, reply: str = "", choice: int = 0) -> Environment:
+        """Return the branch after a choice of the reply with this id, or without an id that of the only conversation.
+        Raise ValueError if there is none."""
+        ...
+
     async def wait_ended(self) -> None:
         """Wait until a limit or an infra failure has ended the episode."""
         ...
@@ -146,6 +152,8 @@ class EnvironmentState:
     """The first infra failure."""
     marked: list[Sample] = field(default_factory=list)
     """The samples that the agent has chosen."""
+    rewards: EnvironmentRewards = field(init=False)
+    """The rewards that the agent has given."""
     abandoned: set[int] = field(default_factory=set)
     """Segments of turns that no client got. They do not become samples by default."""
     stage_s: dict[str, float] = field(default_factory=dict)
@@ -158,6 +166,7 @@ class EnvironmentState:
 
     def __post_init__(self) -> None:
         self.meter = EndpointMeter(self.key.episode, caller="agent")
+        self.rewards = EnvironmentRewards(self.recorder)
 
     @property
     def format(self) -> ChatFormat:
@@ -459,6 +468,10 @@ class Environment:
         """Raise the infra failure or the limit that has ended the episode."""
         self._state.check()
 
+    def fail(self, cause: Exception) -> None:
+        """Make the episode an infra failure of its agent, for an agent that cannot raise, because it is cancelled."""
+        self._state.failure = self._state.failure or EpisodeFailed("agent", cause)
+
     def sample(self, *, role: str = "", weight: float = 1.0, trainable: bool = True) -> None:
         """Make this branch, up to its last action, a sample. If no branch calls this, every branch with an action
         becomes one.
@@ -474,6 +487,22 @@ class Environment:
         state.marked.append(
             Sample(sample_id="", leaf=leaf, role=role, policy=policy, weight=weight, trainable=trainable)
         )
+
+    def reward(
+        self, name: str, value: float, *, turn: int | None = None, evidence: str = "", episode: bool = False
+    ) -> None:
+        """Give a reward that only the environment knows, such as the score of a game. A scorer `environment` of the run
+        declares its name and range.
+
+        It belongs to this branch up to its last action, so to all samples whose path contains that action: after
+        `fork` to one branch, before `fork` to both. `turn` addresses one turn of the branch as in a list: 0 is the
+        first, -1 the last. `episode` addresses all samples of the episode, also those of other contexts. It works after
+        a limit too, such as in `finally`. Raises ValueError for a value that is not a number in [-1e30, 1e30], a second
+        value of a name, a turn that does not exist, and more than `ENVIRONMENT_REWARDS_MAX` rewards.
+        """
+        if episode and turn is not None:
+            raise ValueError(f"`turn` of the reward {name!r} must be None with `episode`, got {turn}")
+        self._state.rewards.give(name, value, head=ROOT if episode else self._head, turn=turn, evidence=evidence)
 
     def abandon_cancelled(self, before: Environment) -> None:
         """Keep the turn between `before` and here from becoming a sample by default, if it was cancelled."""

@@ -248,7 +248,9 @@ class EpisodeRunner:
     ) -> tuple[Sample, ...]:
         with boundary("scorer"):
             columns = await self._parts.scorer.columns()
-            item = score_item(lease, samples, segments, columns, uses=state.meter.uses, scorers=names)
+            item = score_item(
+                lease, samples, segments, columns, rewards=state.rewards, uses=state.meter.uses, scorers=names
+            )
             rewards = await self._parts.scorer.score(lease.key.run, item, state.scorer_uses)
         return scored(samples, rewards)
 

@@ -126,6 +126,11 @@ class Recorder:
                 parent = self.segments[parent].parent
         return [index for index in actions if index not in covered]
 
+    def turns(self, leaf: int) -> list[int]:
+        """Return the last segment of each turn on the path to `leaf`, as `JudgedTurn.segment`."""
+        actions = [index for index in self.path(leaf) if self.segments[index].role is Role.ACTION]
+        return [i for i in actions if i == actions[-1] or self.segments[i].finish is not FinishReason.UNFINISHED]
+
     def last_action(self, leaf: int) -> int | None:
         """Return the last action on the path to `leaf`, or None if the path has no action."""
         while leaf != ROOT and self.segments[leaf].role is not Role.ACTION:

@@ -3,7 +3,7 @@ of 0."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -11,6 +11,8 @@ from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.lease import Lease
 from rollmesh.shared.codec.trajectory import encode_key, encode_sample, encode_use
 from rollmesh.shared.domain.trajectory import EndpointUse, FinishReason, Outcome, Reward, Sample, Segment
+from rollmesh.shared.codec.environment_rewards import encode_environment_rewards
+from rollmesh.shared.domain.environment_reward import EnvironmentReward
 from rollmesh.shared.errors import ScorerFailed
 from rollmesh.v1 import reward_pb2, types_pb2
 
@@ -26,11 +28,13 @@ def score_item(
     segments: Sequence[types_pb2.Segment],
     columns: Collection[str],
     *,
+    rewards: Iterable[EnvironmentReward] = (),
     uses: Sequence[EndpointUse] = (),
     scorers: Sequence[str] = (),
 ) -> reward_pb2.ScoreItem:
     """Build the request from the segments of the episode. Every sample is scored on its path, with the arrays that
-    `columns` names. `uses` are those of the agent. `scorers` names the rewards that are asked for; empty: all."""
+    `columns` names. `rewards` are those of the environment, and `uses` those of the agent. `scorers` names the rewards
+    that are asked for; empty: all."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,
@@ -38,6 +42,7 @@ def score_item(
         segments=[_judged(segment, columns) for segment in segments],
         endpoints=map(encode_use, uses),
         scorers=scorers,
+        environment_rewards=encode_environment_rewards(rewards),
     )
 
 

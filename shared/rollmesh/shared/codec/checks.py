@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.codec.arrays import DTYPES
+from rollmesh.shared.domain.environment_reward import ENVIRONMENT_EVIDENCE_CHARS_MAX, EnvironmentReward
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import (
@@ -165,6 +166,24 @@ def check_reward_names(rewards: Sequence[Reward]) -> None:
             raise ValueError(
                 f"the name of a reward must have 1 to {NAME_CHARS_MAX} characters, got {reward.name[:100]!r}"
             )
+
+
+def check_environment_reward(reward: EnvironmentReward, field: str) -> None:
+    """Check all fields but the segments, which `check_environment_segments` compares with the episode."""
+    if not 1 <= len(reward.name) <= NAME_CHARS_MAX:
+        raise field_error(f"{field}.name", f"have 1 to {NAME_CHARS_MAX} characters", reward.name)
+    if not in_reward_range(reward.value):
+        raise field_error(f"{field}.value", RANGE_FORM, reward.value)
+    if len(reward.evidence) > ENVIRONMENT_EVIDENCE_CHARS_MAX:
+        must = f"have at most {ENVIRONMENT_EVIDENCE_CHARS_MAX} characters"
+        raise field_error(f"{field}.evidence", must, len(reward.evidence))
+
+
+def check_environment_segments(reward: EnvironmentReward, field: str, *, num_segments: int) -> None:
+    """`num_segments` is the number of segments of the episode."""
+    for name, index in (("segment", reward.segment), ("branch", reward.branch)):
+        if not -1 <= index < num_segments:
+            raise field_error(f"{field}.{name}", f"be -1 or the index of one of {num_segments} segments", index)
 
 
 def check_group_context(group: GroupContext, field: str = "group") -> None:

@@ -5,7 +5,8 @@
 
 The program reads the task as JSON from its standard input (or the file `ROLLMESH_TASK`) and finds the model at
 `OPENAI_BASE_URL` with `OPENAI_API_KEY`. Its last conversation is what scorers judge. It ends with exit code 0. All of
-its processes end with the episode.
+its processes end with the episode. Rewards that only the program knows are lines that it writes to the pipe
+`ROLLMESH_REWARDS_FD`, see `reply_rewards`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from rollmesh.services.rollout.agent import Agent, Task
+from rollmesh.services.rollout.agents.reply_rewards import REWARD_BYTES_MAX, give_lines
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveFloat, Settings
@@ -114,6 +116,44 @@ class RunningProgram(asyncio.SubprocessProtocol):
         self._transport.close()
 
 
+class RewardPipe(asyncio.Protocol):
+    """The pipe to which a program writes its rewards. It is not a standard stream, so that what the children of the
+    program print does not get there. It is always read, so that the program does not wait."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.closed = asyncio.Event()
+        self.fd = -1
+        """The end of the program. The worker closes it when the program has it."""
+        self._transport: asyncio.ReadTransport | None = None
+
+    @classmethod
+    async def opened(cls) -> RewardPipe:
+        reader, writer = os.pipe()
+        pipe = cls()
+        pipe.fd = writer
+        file = os.fdopen(reader, "rb", 0)
+        pipe._transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: pipe, file)
+        return pipe
+
+    def data_received(self, data: bytes) -> None:
+        self.written += data[: REWARD_BYTES_MAX + 1 - len(self.written)]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+    def given(self) -> None:
+        """Close the end of the program in this process."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        self.given()
+        if self._transport is not None:
+            self._transport.close()
+
+
 class ProgramAgent(Agent):
     """Run the program on the task."""
 
@@ -144,7 +184,18 @@ class ProgramAgent(Agent):
 
     async def run(self, task: Task, env: Environment) -> None:
         async with env.serve() as api:
-            code, tails = await self._run(task, env, api)
+            pipe = await RewardPipe.opened()
+            try:
+                code, tails = await self._run(task, env, api, pipe)
+                self._give(pipe, env, api, complete=not code)
+            except asyncio.CancelledError:  # at the time limit, which scores the episode as it is
+                try:
+                    self._give(pipe, env, api, complete=False)
+                except ProgramFailed as err:
+                    env.fail(err)
+                raise
+            finally:
+                pipe.close()
             api.check()
             if code or not api.num_turns:
                 what = (
@@ -154,9 +205,18 @@ class ProgramAgent(Agent):
                 )
                 raise ProgramFailed(f"{self._command[0]} {what}; {tails}", command=self._command[0])
 
-    async def _run(self, task: Task, env: Environment, api: ServedEpisode) -> tuple[int, str]:
+    def _give(self, pipe: RewardPipe, env: Environment, api: ServedEpisode, *, complete: bool) -> None:
+        """Give the rewards that the program has written."""
+        try:
+            give_lines(pipe.written, env, api, complete=complete)
+        except ValueError as err:
+            raise ProgramFailed(
+                f"{self._command[0]} has written a wrong reward: {err}", command=self._command[0]
+            ) from err
+
+    async def _run(self, task: Task, env: Environment, api: ServedEpisode, pipe: RewardPipe) -> tuple[int, str]:
         """Run the program until it or the episode ends; return its exit code and the ends of its outputs."""
-        async with self._started(task_document(task, env), env, api) as program:
+        async with self._started(task_document(task, env), env, api, pipe) as program:
             ending = asyncio.ensure_future(api.wait_ended())
             exiting = asyncio.ensure_future(program.exited.wait())
             try:
@@ -169,13 +229,16 @@ class ProgramAgent(Agent):
                 with suppress(TimeoutError):  # a process that has escaped may hold the pipes
                     async with asyncio.timeout(_OUTPUT_S):
                         await program.closed.wait()
+                        await pipe.closed.wait()
             finally:
                 exiting.cancel()
                 ending.cancel()
         return program.exit_code, program.outputs
 
     @asynccontextmanager
-    async def _started(self, document: bytes, env: Environment, api: ServedEpisode) -> AsyncIterator[RunningProgram]:
+    async def _started(
+        self, document: bytes, env: Environment, api: ServedEpisode, pipe: RewardPipe
+    ) -> AsyncIterator[RunningProgram]:
         """Start the program, and end all of its processes on every exit."""
         folder = tempfile.mkdtemp(prefix="rollmesh-program-")
         file = Path(folder) / "task.json"
@@ -185,9 +248,11 @@ class ProgramAgent(Agent):
             await asyncio.get_running_loop().subprocess_exec(
                 lambda: program,
                 *kept_tree(self._command, folder=folder, stop_s=self._options.stop_s),
-                env={**self._variables(env, api), "ROLLMESH_TASK": str(file)},
+                env={**self._variables(env, api), "ROLLMESH_TASK": str(file), "ROLLMESH_REWARDS_FD": str(pipe.fd)},
+                pass_fds=(pipe.fd,),
                 start_new_session=True,
             )
+            pipe.given()
         except BaseException as err:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(err, OSError):

@@ -5,7 +5,7 @@ protocol.
       agent: {name: url, options: {url: "http://127.0.0.1:9000/run"}}
 
 The body has the task, and `base_url`, `api_key` and `model` of the episode. The service replies with status 200 when it
-has finished.
+has finished. A reply in JSON may contain rewards that only the service knows, see `reply_rewards`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.agents.program import task_fields
+from rollmesh.services.rollout.agents.reply_rewards import REWARD_BYTES_MAX, give_reply
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.config.settings import PositiveFloat, Settings
@@ -62,6 +63,8 @@ class UrlAgent(Agent):
                 await asyncio.wait({posting, ending}, return_when=asyncio.FIRST_COMPLETED)
                 if not posting.done():  # the episode has ended, so its requests fail from now on
                     await asyncio.wait({posting}, timeout=self._options.stop_s)
+                if posting.done() and posting.exception() is None:
+                    self._give(posting.result(), env, api)
                 api.check()
                 await posting
                 if not api.num_turns:
@@ -74,8 +77,16 @@ class UrlAgent(Agent):
                 posting.cancel()
                 await asyncio.gather(posting, return_exceptions=True)
 
-    async def _post(self, task: Task, env: Environment, api: ServedEpisode) -> None:
-        """Post the task. The time limit is that of the episode."""
+    def _give(self, reply: bytes, env: Environment, api: ServedEpisode) -> None:
+        """Give the rewards of a reply in JSON."""
+        url = self._options.url
+        try:
+            give_reply(reply, env, api)
+        except ValueError as err:
+            raise AgentServiceFailed(f"{url} replied with a wrong reward: {err}", url=url) from err
+
+    async def _post(self, task: Task, env: Environment, api: ServedEpisode) -> bytes:
+        """Post the task, and return the reply, of a longer one the beginning. The time limit is that of the episode."""
         import aiohttp
 
         body = {"task": task_fields(task, env), "base_url": api.base_url, "api_key": api.key, "model": "policy"}
@@ -85,11 +96,17 @@ class UrlAgent(Agent):
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)) as session,
                 session.post(url, json=body, headers=self._options.headers, allow_redirects=False) as reply,
             ):
-                said = (await reply.content.read(_BODY_BYTES_MAX)).decode(errors="replace").strip()
                 if reply.status != 200:
+                    said = (await reply.content.read(_BODY_BYTES_MAX)).decode(errors="replace").strip()
                     raise AgentServiceFailed(
                         f"{url} replied with status {reply.status}, expected 200: {said or 'an empty body'}", url=url
                     )
+                found = b""
+                async for chunk in reply.content.iter_any():
+                    found += chunk
+                    if len(found) > REWARD_BYTES_MAX:
+                        break
+                return found
         except (aiohttp.ClientError, OSError) as err:
             raise AgentServiceFailed(
                 f"{url} is not reachable, or closed the connection: {err or type(err).__name__}; check that the "

@@ -208,7 +208,7 @@ class OpenAiApp:
     # Chat completions -------------------------------------------------------------------------------------------------
 
     async def _chat_reply(self, served: Served, asked: ChatRequest, reply: ReplyHead) -> bytes:
-        prompt, turns = await self._chat_turns(served, asked, lambda index, piece, parts: None)
+        prompt, turns = await self._chat_turns(served, asked, reply, lambda index, piece, parts: None)
         choices = [
             Choice(
                 message=text.message,
@@ -241,7 +241,7 @@ class OpenAiApp:
                     emit(chunks.content(part, index, logprobs))
                     logprobs = None if logprobs is None else ()
 
-        prompt, turns = await self._chat_turns(served, asked, on_part)
+        prompt, turns = await self._chat_turns(served, asked, reply, on_part)
         for index, (turn, text) in enumerate(turns):
             emit(chunks.end(finish_of(turn.finish, bool(text.calls)), index))
         if asked.sampling.include_usage:
@@ -289,6 +289,7 @@ class OpenAiApp:
         self,
         served: Served,
         asked: ChatRequest,
+        reply: ReplyHead,
         on_part: Callable[[int, Segment | None, Sequence[Part]], None],
     ) -> tuple[ChainPrompt, list[tuple[Turn, ChoiceText]]]:
         """Sample the choices of a request; return its prompt, and per choice the turn and its text."""
@@ -311,6 +312,7 @@ class OpenAiApp:
             env, turn = await chains.generate(prompt, asked.sampling, self._stops(asked.sampling), text.feed, begin)
             text.finish()
             chains.answered(prompt, env, turn, text.message, asked.messages)
+            served.answered(reply.id, index, env)
             return turn, text
 
         return prompt, await _all(served, [choice(index) for index in range(asked.sampling.n)])
@@ -318,7 +320,7 @@ class OpenAiApp:
     # Completions ------------------------------------------------------------------------------------------------------
 
     async def _completion_reply(self, served: Served, asked: CompletionRequest, reply: ReplyHead) -> bytes:
-        prompt, turns = await self._completion_turns(served, asked, lambda index, piece, parts: None)
+        prompt, turns = await self._completion_turns(served, asked, reply, lambda index, piece, parts: None)
         written = [
             (
                 text.content,
@@ -335,7 +337,7 @@ class OpenAiApp:
             if said:
                 emit(completion_chunk(reply, said, None, index))
 
-        prompt, turns = await self._completion_turns(served, asked, on_part)
+        prompt, turns = await self._completion_turns(served, asked, reply, on_part)
         for index, (turn, _) in enumerate(turns):
             logprobs = completion_logprobs(self._tokenizer, turn) if asked.sampling.logprobs else None
             emit(completion_chunk(reply, "", finish_of(turn.finish, False), index, logprobs))
@@ -346,6 +348,7 @@ class OpenAiApp:
         self,
         served: Served,
         asked: CompletionRequest,
+        reply: ReplyHead,
         on_part: Callable[[int, Segment | None, Sequence[Part]], None],
     ) -> tuple[ChainPrompt, list[tuple[Turn, ChoiceText]]]:
         chains = served.chains
@@ -360,6 +363,7 @@ class OpenAiApp:
             env, turn = await chains.generate(prompt, asked.sampling, self._stops(asked.sampling), text.feed)
             text.finish()
             chains.completed(prompt, env, turn, text.content)
+            served.answered(reply.id, index, env)
             return turn, text
 
         return prompt, await _all(served, [choice(index) for index in range(asked.sampling.n)])

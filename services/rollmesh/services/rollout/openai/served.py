@@ -15,6 +15,7 @@ from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.metrics import OPENAI_ABANDONED
 from rollmesh.services.rollout.openai.chains import Chains
 from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded
+from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import ClientChains
 from rollmesh.shared.errors import ContextLengthExceeded, Unauthenticated
 from rollmesh.shared.telemetry.metrics import count
@@ -31,6 +32,8 @@ class Served:
         self.base_url = base_url
         self.key = key
         self.num_requests = 0
+        self._replies: dict[tuple[str, int], Environment] = {}
+        """The branches after the replies, by id and choice."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended = asyncio.Event()
         self._closed = False
@@ -52,6 +55,27 @@ class Served:
             forks=counts.forks,
             reencoded_tokens=counts.reencoded_tokens,
         )
+
+    def answered(self, reply: str, choice: int, env: Environment) -> None:
+        """Record the branch after a choice of the reply with this id."""
+        self._replies[reply, choice] = env
+
+    def branch(self, reply: str = "", choice: int = 0) -> Environment:
+        if reply:
+            found = self._replies.get((reply, choice))
+            if found is None:
+                raise ValueError(
+                    f"`reply` must be the `id` of a reply of the model in this episode that has the choice {choice}, "
+                    f"got {reply!r:.100}"
+                )
+            return found
+        ends = [point.env for point in self.chains.points if not point.continued]
+        if len(ends) != 1:
+            raise ValueError(
+                f"`reply` must be the `id` of a reply, because the episode has {count_of(len(ends), 'conversation')}, "
+                "got none"
+            )
+        return ends[0]
 
     async def wait_ended(self) -> None:
         await self._ended.wait()
