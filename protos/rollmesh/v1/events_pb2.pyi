@@ -697,7 +697,7 @@ Global___EpisodeScored: _TypeAlias = EpisodeScored  # noqa: Y015
 
 @_typing.final
 class GroupFinalized(_message.Message):
-    """A group was decided on."""
+    """A group was decided on. SamplesEnded before it in the same record ends the members that the finalizers dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -711,7 +711,7 @@ class GroupFinalized(_message.Message):
     decision: _reward_pb2.GroupDecision.ValueType
     """The decision. EpisodesAdded follows EXTEND."""
     reason: _builtins.str
-    """Why the finalizer decided so, e.g. "ZERO_VARIANCE". Empty for KEEP."""
+    """Why the finalizers decided so, e.g. "ZERO_VARIANCE". Empty for KEEP. If they dropped all members, the most frequent reason of a drop."""
     @_builtins.property
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.SampleRewards]:
         """Rewards that the finalizer changed, without evidence."""
@@ -750,7 +750,9 @@ class SamplesEnded(_message.Message):
     end: _types_pb2.SampleEnd.ValueType
     """The end of all of them."""
     reason: _builtins.str
-    """Why, e.g. "BEYOND_BOUND", "VOID_VERSION", "RUN_ENDED", "EVALUATED", "IN_DOUBT", "NOT_FINALIZED" (the reward service failed)."""
+    """Why, e.g. "BEYOND_BOUND", "VOID_VERSION", "RUN_ENDED", "EVALUATED", "IN_DOUBT", "NOT_FINALIZED" (the reward service failed), or
+    the reason for which a finalizer dropped them.
+    """
     group: _builtins.str
     """Id of their group."""
     @_builtins.property

@@ -302,6 +302,34 @@ class FinalizeGroupRequest(_message.Message):
 Global___FinalizeGroupRequest: _TypeAlias = FinalizeGroupRequest  # noqa: Y015
 
 @_typing.final
+class DroppedMember(_message.Message):
+    """A member of a group that a finalizer dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Id of the sample. MUST be a member of the group."""
+    reason: _builtins.str
+    """Reason of its end, e.g. "LOOP": 1 to 64 characters of A-Z a-z 0-9 _ . : / -. It names a case and MUST NOT contain numbers of it,
+    because samples are counted by reason.
+    """
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DroppedMember: _TypeAlias = DroppedMember  # noqa: Y015
+
+@_typing.final
 class FinalizeGroupResponse(_message.Message):
     """The decision on a group."""
 
@@ -311,6 +339,7 @@ class FinalizeGroupResponse(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     NUM_EXTEND_FIELD_NUMBER: _builtins.int
     ADJUSTED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     decision: Global___GroupDecision.ValueType
     """MUST be set."""
     reason: _builtins.str
@@ -325,6 +354,13 @@ class FinalizeGroupResponse(_message.Message):
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRewards]:
         """Rewards that the finalizer changed, at most 1024 per sample. Samples that are not listed keep theirs."""
 
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___DroppedMember]:
+        """Members that end as filtered before any lease, each at most once; absent for none. They stay in the context of the group, so they
+        count in its baseline. If no other member is left, KEEP becomes FILTER with the most frequent of these reasons. They have no effect
+        if the group gets more episodes, because the decision on the larger group names them again.
+        """
+
     def __init__(
         self,
         *,
@@ -332,10 +368,11 @@ class FinalizeGroupResponse(_message.Message):
         reason: _builtins.str = ...,
         num_extend: _builtins.int = ...,
         adjusted: _abc.Iterable[Global___SampleRewards] | None = ...,
+        dropped: _abc.Iterable[Global___DroppedMember] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjusted", b"adjusted", "decision", b"decision", "num_extend", b"num_extend", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adjusted", b"adjusted", "decision", b"decision", "dropped", b"dropped", "num_extend", b"num_extend", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -411,7 +448,7 @@ class ListScorersResponse(_message.Message):
     SCORERS_FIELD_NUMBER: _builtins.int
     FINALIZER_FIELD_NUMBER: _builtins.int
     finalizer: _builtins.str
-    """Name of the finalizer."""
+    """Names of the finalizers in the order in which they run, separated by ", "."""
     @_builtins.property
     def scorers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorerInfo]:
         """In the order in which they run."""

@@ -79,7 +79,7 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListScorers(self, request, context):
-        """Returns the scorers and the finalizer of this node.
+        """Returns the scorers and the finalizers of this node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,7 @@ class RewardServiceStub:
       INVALID_ARGUMENT: the group has no member.
     """
     ListScorers: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListScorersRequest, _reward_pb2.ListScorersResponse]
-    """Returns the scorers and the finalizer of this node."""
+    """Returns the scorers and the finalizers of this node."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
@@ -70,7 +70,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
       INVALID_ARGUMENT: the group has no member.
     """
     ListScorers: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListScorersRequest, _reward_pb2.ListScorersResponse]  # type: ignore[assignment]
-    """Returns the scorers and the finalizer of this node."""
+    """Returns the scorers and the finalizers of this node."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """Scores and finalizes. It is stateless, so a mesh MAY have any number of nodes."""
@@ -107,6 +107,6 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ListScorersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ListScorersResponse, _abc.Awaitable[_reward_pb2.ListScorersResponse]]:
-        """Returns the scorers and the finalizer of this node."""
+        """Returns the scorers and the finalizers of this node."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -231,6 +231,11 @@ def _adjusted(*rewards: types_pb2.Reward, num: int = 1) -> dict[str, Any]:
     return {"decision": reward_pb2.GROUP_DECISION_KEEP, "adjusted": [one] * num}
 
 
+def _dropped(*members: tuple[str, str]) -> dict[str, Any]:
+    dropped = [reward_pb2.DroppedMember(sample_id=name, reason=reason) for name, reason in members]
+    return {"decision": reward_pb2.GROUP_DECISION_KEEP, "dropped": dropped}
+
+
 @pytest.mark.parametrize(
     ("values", "what"),
     [
@@ -247,6 +252,12 @@ def _adjusted(*rewards: types_pb2.Reward, num: int = 1) -> dict[str, Any]:
         (_adjusted(_ok(segment=-7)), "`adjusted[0].rewards[0].segment` must be >= -1, got -7"),
         (_adjusted(types_pb2.Reward(name="r", outcome=99)), "`adjusted[0].rewards[0].outcome` must be OK"),  # type: ignore[arg-type]
         (_adjusted(_ok(), num=2), "`adjusted` must name each once, got 'a'"),
+        (_dropped(("a", "LOOP"), ("a", "LATE")), "`dropped` must name each once, got 'a'"),
+        (_dropped(("", "LOOP")), "`dropped[0].sample_id` must have 1 to 256 characters, got ''"),
+        (_dropped(("x" * 3_000_000, "LOOP")), "`dropped[0].sample_id` must have 1 to 256 characters"),
+        (_dropped(("a", "LOOP"), ("b", "")), "`dropped[1].reason` must have 1 to 64 characters of A-Z a-z 0-9 _ . : / -, got ''"),
+        (_dropped(("a", "x" * 3_000_000)), "`dropped[0].reason` must have 1 to 64 characters"),
+        (_dropped(("a", "mean 0.1")), "`dropped[0].reason` must have 1 to 64 characters"),
     ],
 )  # fmt: skip
 def test_a_decision_out_of_range_is_refused_with_its_field(values: dict[str, Any], what: str) -> None:
@@ -262,3 +273,10 @@ def test_the_evidence_of_adjusted_rewards_is_not_recorded() -> None:
     answer = reward_pb2.FinalizeGroupResponse(**_adjusted(_ok(evidence="e" * 5000)))
     (sample,) = translate.group_decided("g7", answer).adjusted
     assert sample.rewards[0].evidence == ""
+
+
+def test_a_decision_without_drops_is_that_of_earlier_releases() -> None:
+    answer = reward_pb2.FinalizeGroupResponse(**_dropped(("a", "LOOP"), ("b", "LATE")))
+    assert translate.group_decided("g7", answer).dropped == {"a": "LOOP", "b": "LATE"}
+    answer.ClearField("dropped")
+    assert translate.group_decided("g7", answer).dropped == {}

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 from transformers import PreTrainedModel
 
-from rollmesh.shared.codec.checks import MEASURE_FORM, MEASURES_MAX, is_measure
+from rollmesh.shared.codec.checks import MEASURES_MAX, WORD_FORM, is_word
 from rollmesh.shared.config.user_code import reported
 from rollmesh.shared.domain.trajectory import (
     TRAINED_MEASURES,
@@ -591,8 +591,8 @@ def _checked_measures(measures: Mapping[str, Mapping[str, float]], batch: Update
         if len(numbers) > room:
             raise ValueError(f"`measures[{group}]` must have at most {room} entries, got {len(numbers)}")
         for name in numbers:
-            if not is_measure(name):
-                raise ValueError(f"a name in `measures[{group}]` must {MEASURE_FORM}, got {name!r}")
+            if not is_word(name):
+                raise ValueError(f"a name in `measures[{group}]` must {WORD_FORM}, got {name!r}")
             if name in TRAINED_MEASURES:
                 raise ValueError(
                     f"`measures[{group}]` must not have {name!r}, which the trainer measures; choose another name"

@@ -1,7 +1,7 @@
 """Conservation, counted independently: the end of every sample, without the core's `apply`.
 
-A reservation becomes the first sample of its episode, or ends with it. A sample ends once. Only TRAINED may change,
-when the update that used the sample is undone.
+A reservation becomes the first sample of its episode, or ends with it. A sample ends once, and is not leased
+afterwards. Only TRAINED may change, when the update that used the sample is undone.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ class Conservation:
         for sample in fact.sample_ids:
             self._finish(sample, fact.end)
 
+    def _batch_leased(self, fact: f.BatchLeased) -> None:
+        for sample in fact.sample_ids:
+            if (end := self._end.get(sample, SampleEnd.LIVE)) is not SampleEnd.LIVE:
+                self._complain(f"lease {fact.lease_id} has sample {sample}, which had ended as {end.name}")
+
     def _update_committed(self, fact: f.UpdateCommitted) -> None:
         self._applied[fact.update] = list(fact.used)
         for dropped in fact.dropped:
@@ -133,6 +138,7 @@ _HANDLERS: dict[type, Callable[[Conservation, Any], None]] = {
     f.EpisodeScored: Conservation._episode_scored,
     f.GroupFinalized: Conservation._group_finalized,
     f.SamplesEnded: Conservation._samples_ended,
+    f.BatchLeased: Conservation._batch_leased,
     f.UpdateCommitted: Conservation._update_committed,
     f.CheckpointReported: Conservation._checkpoint_reported,
     f.RolledBack: Conservation._rolled_back,

@@ -309,6 +309,7 @@ def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.Gro
         reason=answer.reason,
         num_extend=answer.num_extend,
         adjusted=tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted),
+        dropped={one.sample_id: one.reason for one in answer.dropped},
     )
 
 

@@ -20,13 +20,13 @@ from rollmesh.services.coordinator.core.records import (
 from rollmesh.shared.codec import summaries
 from rollmesh.shared.codec.checks import (
     EXTEND_MAX,
-    MEASURE_FORM,
     MEASURES_MAX,
     NAME_CHARS_MAX,
     REASON_FORM,
     REWARDS_MAX,
-    is_measure,
+    WORD_FORM,
     is_reason,
+    is_word,
 )
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
 from rollmesh.shared.domain.trajectory import TRAINED_MEASURES
@@ -141,8 +141,8 @@ def _check_measures(field: str, measures: Mapping[str, float]) -> None:
     if len(measures) > MEASURES_MAX:
         raise field_error(field, f"have at most {MEASURES_MAX} entries", len(measures))
     for name, value in sorted(measures.items()):
-        if not is_measure(name):
-            raise field_error(field, f"have names that {MEASURE_FORM}", name)
+        if not is_word(name):
+            raise field_error(field, f"have names that {WORD_FORM}", name)
         _check_measure(f"{field}[{name}]", name, value)
 
 
@@ -382,6 +382,11 @@ def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
         for place, reward in enumerate(sample.rewards):
             if reward.outcome == types_pb2.REWARD_OUTCOME_OK and not in_reward_range(reward.value):
                 raise field_error(f"adjusted[{index}].rewards[{place}].value", RANGE_FORM, reward.value)
+    _check_unique("dropped", [member.sample_id for member in answer.dropped])
+    for index, member in enumerate(answer.dropped):
+        check_id(f"dropped[{index}].sample_id", member.sample_id)
+        if not is_word(member.reason):
+            raise field_error(f"dropped[{index}].reason", WORD_FORM, member.reason)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

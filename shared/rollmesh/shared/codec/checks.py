@@ -56,8 +56,8 @@ REASON_FORM = "have at most 64 characters of A-Z a-z 0-9 _ . : / -"
 numbers of it."""
 MEASURES_MAX = 16
 """Most measures that a trainer reports of one group."""
-MEASURE_FORM = "have 1 to 64 characters of A-Z a-z 0-9 _ . : / -"
-"""Form of the name of a measure."""
+WORD_FORM = "have 1 to 64 characters of A-Z a-z 0-9 _ . : / -"
+"""Form of the reason for which a finalizer drops a member, and of the name of a measure."""
 _REASON = re.compile(r"[A-Za-z0-9_.:/-]{0,64}")
 _ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -67,9 +67,9 @@ def is_reason(text: str) -> bool:
     return _REASON.fullmatch(text) is not None
 
 
-def is_measure(name: str) -> bool:
-    """Return whether a name has `MEASURE_FORM`."""
-    return name != "" and is_reason(name)
+def is_word(text: str) -> bool:
+    """Return whether a text has `WORD_FORM`."""
+    return text != "" and is_reason(text)
 
 
 def check_episode(episode: Episode, field: str = "episode") -> None:

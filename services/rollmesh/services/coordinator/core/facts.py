@@ -240,7 +240,8 @@ class SampleRewards(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class GroupFinalized(Record, frozen=True, kw_only=True, tag=True):
-    """A group was decided on."""
+    """A group was decided on. SamplesEnded before it in the same record ends the members that the finalizers
+    dropped."""
 
     group: str
     decision: GroupDecision

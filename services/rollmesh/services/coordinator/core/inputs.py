@@ -7,8 +7,8 @@ they are checked or taken apart before the core, or come from the coordinator it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -125,6 +125,8 @@ class GroupDecided:
     reason: str = ""
     num_extend: int = 0
     adjusted: tuple[SampleRewards, ...] = ()
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Reasons of the dropped members, by sample id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

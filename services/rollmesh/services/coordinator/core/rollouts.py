@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import ceil
 
 import msgspec
@@ -375,11 +375,18 @@ def request_decisions(ctx: DecisionContext) -> None:
 
 
 def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
-    """Keep, filter or extend a group."""
+    """Keep, filter or extend a group. Dropped members end first, each with its reason."""
     ctx.ephemeral.finalizing.discard(answer.group)
     group = ctx.state.groups.get(answer.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:
         return  # cancelled meanwhile
+    if unknown := next((name for name in answer.dropped if name not in group.samples), ""):
+        cause = (
+            f"scorer: the decision drops sample {unknown!r}, which is not a member of group {group.group}, expected "
+            "ids of its members; correct the finalizer that the reward service runs"
+        )
+        finalize_failed(ctx, i.FinalizeFailed(group=group.group, cause=cause))
+        return
     ctx.ephemeral.failed.num_undecided = 0
     adjusted = {a.sample_id: a.rewards for a in answer.adjusted if a.sample_id in group.samples}
     members = tuple(
@@ -396,11 +403,18 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
         return
     extend = answer.decision is GroupDecision.EXTEND and _may_grow(ctx, group, answer.num_extend)
     decision = GroupDecision.KEEP if answer.decision is GroupDecision.EXTEND and not extend else answer.decision
+    reason = answer.reason
+    if not extend and (drops := _drops(group, answer.dropped)):
+        if sum(map(len, drops.values())) == group.num_live:  # the filter ends those of the most frequent reason
+            decision, reason = GroupDecision.FILTER, max(drops, key=lambda name: len(drops[name]))
+            del drops[reason]
+        for why, ids in drops.items():
+            ctx.emit(f.SamplesEnded(group=group.group, sample_ids=tuple(ids), end=SampleEnd.FILTERED, reason=why))
     ctx.emit(
         f.GroupFinalized(
             group=group.group,
             decision=decision,
-            reason=answer.reason,
+            reason=reason,
             adjusted=tuple(SampleRewards(sample_id=k, rewards=v) for k, v in adjusted.items()),
             members=members,
         )
@@ -411,6 +425,15 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
         _drop_untrainable(ctx, group)
     if group.group not in ctx.state.groups:
         ctx.ephemeral.overdue.discard(group.group)
+
+
+def _drops(group: GroupState, dropped: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the live members that are dropped, by reason."""
+    drops: dict[str, list[str]] = {}
+    for sample in group.live_samples():
+        if sample.sample_id in dropped:
+            drops.setdefault(dropped[sample.sample_id], []).append(sample.sample_id)
+    return drops
 
 
 def _rewards_bytes(members: Iterable[SampleRewards]) -> int:
