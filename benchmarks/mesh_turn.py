@@ -127,7 +127,7 @@ def _config(model: Path, tools: bool) -> MeshConfig:
                 "agent": f"benchmarks.turns:{'Calling' if tools else 'Talking'}", "model_dir": str(model),
                 "sampling": {"max_tokens": NEW_TOKENS},
             },
-            "reward": {"finalizer": {"name": "keep_all"}},
+            "reward": {"finalizers": ["keep_all"]},
             "learner": {
                 "engine": "fake", "tensorboard": False,
             },

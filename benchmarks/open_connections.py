@@ -263,7 +263,7 @@ def _config(model: Path) -> MeshConfig:
             "rollout": {
                 "agent": "benchmarks.turns:Talking", "model_dir": str(model), "sampling": {"max_tokens": 20},
             },
-            "reward": {"finalizer": {"name": "keep_all"}},
+            "reward": {"finalizers": ["keep_all"]},
             "learner": {
                 "engine": "fake", "tensorboard": False,
             },

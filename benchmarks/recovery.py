@@ -93,7 +93,7 @@ def _config(model: Path) -> MeshConfig:
                 "agent": "benchmarks.turns:Calling", "model_dir": str(model), "sampling": {"max_tokens": 20},
             },
             "sandbox": {"engine": "fake"},
-            "reward": {"finalizer": {"name": "keep_all"}},
+            "reward": {"finalizers": ["keep_all"]},
             "learner": {
                 "engine": "fake", "tensorboard": False,
                 "checkpoint_every": 1,

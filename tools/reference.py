@@ -44,7 +44,7 @@ REGISTRIES = {
     "data.source": "rollmesh.services.data.source:SOURCES",
     "data.selector": "rollmesh.services.data.selector:SELECTORS",
     "reward.scorers": "rollmesh.services.reward.scorer:SCORERS",
-    "reward.finalizer": "rollmesh.services.reward.finalizer:FINALIZERS",
+    "reward.finalizers": "rollmesh.services.reward.finalizer:FINALIZERS",
     "rollout.agent": "rollmesh.services.rollout.agent:AGENTS",
     "sandbox.engine": "rollmesh.services.sandbox.engine:ENGINES",
     "sandbox.languages.NAME": "rollmesh.services.sandbox.languages:LANGUAGES",

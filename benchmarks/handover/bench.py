@@ -166,7 +166,7 @@ def _config() -> MeshConfig:
                 "updates_max": 0, "eval_every": 0,
             },
             "counts": {"sandbox": 0},
-            "reward": {"finalizer": {"name": "keep_all"}},
+            "reward": {"finalizers": ["keep_all"]},
             "coordinator": {"streams": {"samples_bytes_max": 2 << 30}},
             "learner": {
                 "engine": "fake", "tensorboard": False,

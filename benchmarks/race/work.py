@@ -134,7 +134,7 @@ def race_config(work: RaceWork) -> MeshConfig:
     values["learner"] |= {"checkpoint_every": work.snapshot_every, "keep_last": 1000, "tensorboard": False}
     values["learner"]["optimizer"]["lr"] = LEARNING_RATE
     if not work.filtered:
-        values["reward"] = {**values.get("reward", {}), "finalizer": {"name": "keep_all"}}
+        values["reward"] = {**values.get("reward", {}), "finalizers": ["keep_all"]}
     return config_from_dict(MeshConfig, values)
 
 

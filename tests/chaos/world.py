@@ -80,7 +80,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
                 "agent": f"{HERE / 'agent.py'}:SeveralTurns", "model_dir": str(model), "sampling": sampling,
                 "worker": {"episodes_max": 128},
             },
-            "reward": {"finalizer": {"name": "keep_all"}},
+            "reward": {"finalizers": ["keep_all"]},
             "sandbox": {"engine": "fake", "orphan_s": 2.0},
             "learner": {
                 "engine": "tests.chaos.trainer:FakeWitness",

@@ -218,7 +218,7 @@ def _config(
             "scorers": [
                 {"name": "recording.py:RecordingScorer", "reward": "correct", "options": {"record": str(folder)}}
             ],
-            "finalizer": "keep_all",
+            "finalizers": ["keep_all"],
         },
         "inference": {
             "python": python,

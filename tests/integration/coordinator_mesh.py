@@ -366,7 +366,7 @@ async def _join_all(parts: MeshParts) -> None:
     common: dict[str, Any] = {"access": ACCESS, "coordinator": parts.address}
     depot = DepotConfig(directory=str(parts.folder / "depot"), membership=JOIN, server=ServerConfig(stop_s=0.0))
     stop = ServerConfig(stop_s=0.0)
-    reward = RewardConfig(finalizer=Extension("keep_all"))
+    reward = RewardConfig(finalizers=(Extension("keep_all"),))
     worker = coordinator_pb2.NodeHello(node_id=WORKER, kind=ROLLOUT, capacity=8)
     for node in (
         DataNode(DataConfig(), node_id="data-0", bus=parts.bus, server=stop, **common),

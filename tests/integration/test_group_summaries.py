@@ -90,7 +90,7 @@ rollout: {agent: "agent.py:Agent", limits: {context_tokens_max: 256}, summary_te
 reward:
   scorers: [{name: "scorer.py:Steps", reward: correct}]
   weights: {correct: 1.0, step: 0.5}
-  finalizer: {name: keep_all}
+  finalizers: [keep_all]
 inference: {engine: {name: torch, options: {context_max: 256}}}
 learner: {estimator: "estimator.py:ByObservation", checkpoint_every: 2, tensorboard: false, publish: {num_probes: 0}}
 """

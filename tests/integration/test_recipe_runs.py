@@ -234,7 +234,7 @@ reward:
     - {name: "scorer.py:Scorer", reward: correct}
     - {name: length, reward: brief, options: {budget_tokens: 9}}
   weights: {correct: 1.0, brief: 0.5}
-  finalizer: keep_all
+  finalizers: [keep_all]
 learner:
   estimator: gdpo
   loss: [high_entropy]

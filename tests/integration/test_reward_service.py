@@ -45,7 +45,7 @@ async def serving(
         async with RpcServer(access=Access(token="t")) as server:
             server.add(
                 reward_pb2_grpc.add_RewardServiceServicer_to_server,
-                RewardServicer(engine, finalizer_name=config.finalizer.name),
+                RewardServicer(engine),
             )
             await server.start()
             async with open_channel(server.address, access=Access(token="t")) as channel:
@@ -192,7 +192,7 @@ async def test_a_group_is_kept_or_filtered_with_its_reason() -> None:
         assert (await stub.FinalizeGroup(group(1.0, 0.0))).decision == reward_pb2.GROUP_DECISION_KEEP
         filtered = await stub.FinalizeGroup(group(1.0, 1.0))
         assert (filtered.decision, filtered.reason) == (reward_pb2.GROUP_DECISION_FILTER, "ZERO_VARIANCE")
-    async with serving({"finalizer": {"options": {"extend_by": 3}}}) as stub:
+    async with serving({"finalizers": [{"name": "zero_variance", "options": {"extend_by": 3}}]}) as stub:
         extended = await stub.FinalizeGroup(group(1.0, 1.0))
         assert (extended.decision, extended.num_extend) == (reward_pb2.GROUP_DECISION_EXTEND, 3)
 
@@ -207,7 +207,7 @@ async def test_a_finalizer_may_adjust_rewards_by_looking_at_the_group(tmp_path: 
         "        adjusted = {m.sample_id: (replace(m.rewards[0], value=float(n)),) for n, m in enumerate(ranked)}\n"
         "        return Verdict(decision=FinalizerDecision.KEEP, adjusted=adjusted)\n"
     )
-    async with serving({"finalizer": {"name": "ranks.py:Ranks"}}, tmp_path) as stub:
+    async with serving({"finalizers": ["ranks.py:Ranks"]}, tmp_path) as stub:
         response = await stub.FinalizeGroup(group(0.9, 0.1, 0.5))
     assert {s.sample_id: s.rewards[0].value for s in response.adjusted} == {"s0": 2.0, "s1": 0.0, "s2": 1.0}
 

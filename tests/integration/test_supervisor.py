@@ -221,7 +221,7 @@ run: {name: killed, max_staleness: 0, batch_groups: 1, group_size: 2, updates_ma
   batch_lease_s: 5.0}
 data: {source: {name: jsonl, options: {path: tasks.jsonl, tools: [python]}}}
 rollout: {agent: "agent.py:Agent"}
-reward: {scorers: [{name: exact, reward: correct}], finalizer: {name: keep_all}}
+reward: {scorers: [{name: exact, reward: correct}], finalizers: [keep_all]}
 coordinator: {fleet: {heartbeat_s: 0.5, suspect_after_s: 3.0, dead_after_s: 6.0}}
 inference:
   engine: {name: fake, options: {vocab_size: 112}}

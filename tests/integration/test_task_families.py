@@ -158,7 +158,7 @@ async def test_family_goes_through_the_whole_mesh(kind: str, path: str, tmp_path
     config = msgspec.structs.replace(
         base,
         data=config_from_dict(DataConfig, {"source": {"name": kind, "options": {"num_train": 20, "num_test": 5}}}),
-        reward=config_from_dict(RewardConfig, {"scorers": scorers, "finalizer": {"name": "keep_all"}}),
+        reward=config_from_dict(RewardConfig, {"scorers": scorers, "finalizers": ["keep_all"]}),
         rollout=msgspec.structs.replace(base.rollout, agent=Extension("single_turn")),
         sandbox=SandboxConfig(),
     )

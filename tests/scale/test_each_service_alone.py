@@ -93,7 +93,7 @@ def config(folder: Path, slow: str) -> MeshConfig:
         },
         "sandbox": {"engine": "sandbox.py:Slow", "shared": {"sessions_max": slots("sandbox"), "calls_at_once": 1}},
         "reward": {
-            "scorers": [{"name": "scorer.py:Scorer", "reward": "correct"}], "finalizer": {"name": "keep_all"},
+            "scorers": [{"name": "scorer.py:Scorer", "reward": "correct"}], "finalizers": ["keep_all"],
             "concurrency_max": slots("reward"),
         },
         "learner": {"engine": "fake", "checkpoint_every": 1000, "tensorboard": False},

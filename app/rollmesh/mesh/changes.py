@@ -25,6 +25,8 @@ from rollmesh.shared.errors import ChangeRefused
 
 RECORDED = "recorded.json"
 
+LISTED = {"reward.finalizer": "reward.finalizers"}
+"""Extensions of the release before that are now lists."""
 SECRETS = frozenset({"token", "password", "secret"})
 
 
@@ -95,9 +97,26 @@ def change_id(changes: tuple[ConfigChange, ...]) -> str:
 def recorded(run_dir: Path) -> dict[str, str] | None:
     """Return the settings that the ledger has recorded; None before the run was created."""
     try:
-        return msgspec.json.decode((run_dir / RECORDED).read_bytes(), type=dict[str, str])
+        return _with_lists(msgspec.json.decode((run_dir / RECORDED).read_bytes(), type=dict[str, str]))
     except FileNotFoundError:
         return None
+
+
+def _with_lists(settings: dict[str, str]) -> dict[str, str]:
+    """Return the settings with each extension of `LISTED` as the list that replaced it."""
+    for old, new in LISTED.items():
+        options: dict[str, Any] = {}
+        for key in [key for key in settings if key.startswith(f"{old}.options.")]:
+            *outer, last = key.removeprefix(f"{old}.options.").split(".")
+            holder = options
+            for name in outer:
+                holder = holder.setdefault(name, {})
+            holder[last] = json.loads(settings[key])
+        if f"{old}.name" in settings:
+            choice = {"name": json.loads(settings[f"{old}.name"]), "options": options}
+            settings = {key: value for key, value in settings.items() if not key.startswith(f"{old}.")}
+            settings[new] = json.dumps([choice])
+    return settings
 
 
 def note_recorded(run_dir: Path, settings: dict[str, str]) -> None:

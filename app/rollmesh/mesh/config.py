@@ -164,7 +164,7 @@ class MeshConfig(Settings):
     sandbox: Annotated[SandboxConfig, LIVE] = msgspec.field(default_factory=SandboxConfig)
     """Execution of model-written code."""
     reward: RewardConfig = msgspec.field(default_factory=RewardConfig)
-    """Scorers and finalizer."""
+    """Scorers and finalizers."""
     data: DataConfig = msgspec.field(default_factory=DataConfig)
     """Tasks."""
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
@@ -221,7 +221,7 @@ class MeshConfig(Settings):
         if self.learner.reward_weights:
             raise ValueError(
                 f"`learner.reward_weights` must be empty, got {self.learner.reward_weights}: set `reward.weights`, "
-                "which the trainer and the finalizer share"
+                "which the trainer and the finalizers share"
             )
 
     @staticmethod

@@ -17,7 +17,7 @@ from rollmesh.mesh.live_audit import AuditOrder
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.services.gateway.page.parts import LedgerAuditor, LifeLine, PageParts, TokenDecoder
 from rollmesh.services.reward.config import shown_name
-from rollmesh.services.reward.engine import call_group_code
+from rollmesh.services.reward.finalizer_list import call_group_code
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.trajectory import GroupContext

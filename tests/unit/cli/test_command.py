@@ -111,7 +111,7 @@ def test_check_writes_out_the_defaults_in_force(tmp_path: Path, model: Path) -> 
     assert found["learner"]["optimizer"]["lr"] == 1e-6, "safe for a model of billions of parameters"
     assert found["learner"]["loss"][0]["name"] == "ppo_clip"
     assert found["inference"]["engine"]["options"]["dtype"] == "float32"
-    assert found["reward"]["finalizer"]["options"], "the finalizer's"
+    assert found["reward"]["finalizers"][0]["options"], "the finalizer's"
     assert found["rollout"]["format"]["turn_end"] == "<|end|>"
     assert re.search(
         r"model\d* with [\d.]+k parameters, grpo with loss \w+, lr 1e-06, stop token <\|end\|>, context 512, bound 2",
@@ -243,7 +243,7 @@ def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) 
         ("learner.loss=[drpo]", r"error: `learner`: the loss term drpo compares .*but the update rule minibatches may cut them; set `learner.update_rule`"),
         ("run.group_size=1", r"error: `run.group_size` must be >= 2 for the estimator grpo, got 1"),
         ("learner.estimator=mc_grpo", r"error: `run.group_size` must be odd and >= 3 for the estimator mc_grpo, got 16"),
-        ("reward.finalizer=keep_al", r"error: `reward.finalizer`: there is no finalizer `keep_al`; .*did you mean `keep_all`\?"),
+        ("reward.finalizers=[keep_al]", r"error: `reward.finalizers\[0\]`: there is no finalizer `keep_al`; .*did you mean `keep_all`\?"),
         ("inference.engine.options.slots=1", r"`inference.engine`: .*unknown key; did you mean `slots_max`\?"),
         ("recipe=grpoo", r"`recipe`: there is no recipe `grpoo`; known: .*dr_grpo, .*did you mean `grpo`\?"),
         ("learner.optimizer.lrr=1", r"`learner.optimizer.lrr`: unknown key; did you mean `lr`\?"),
@@ -317,7 +317,7 @@ def test_a_mistake_in_a_recipe_is_reported_with_its_file(tmp_path: Path, model: 
         "run: {group_size: 1}\n"
         "reward:\n"
         "  scorers: [{name: exakt, reward: correct}]\n"
-        "  finalizer: keep_al\n"
+        "  finalizers: [keep_al]\n"
         "data:\n"
         "  selector: {name: thompson, options: {targets: 0.5}}\n"
         "rollout:\n"
@@ -337,7 +337,7 @@ def test_a_mistake_in_a_recipe_is_reported_with_its_file(tmp_path: Path, model: 
     for expected in (
         r"method.yaml:10: `rollout.samplings`: unknown key; did you mean `sampling`\?",
         r"method.yaml:4: `reward.scorers\[0\]`: there is no scorer `exakt`",
-        r"method.yaml:5: `reward.finalizer`: there is no finalizer `keep_al`",
+        r"method.yaml:5: `reward.finalizers\[0\]`: there is no finalizer `keep_al`",
         r"method.yaml:7: `data.selector`: options of selector `thompson`: .*`targets`: unknown key; did you mean `target`\?",
         r"method.yaml:9: `rollout.agent`: .*there is no file .*agent.py",
         r"method.yaml:15: `learner.estimator`: options of estimator `grpo`: `epsilonn`: unknown key; did you mean `epsilon`\?",

@@ -13,11 +13,12 @@ import pytest
 
 from rollmesh.app.config import TrainConfig
 from rollmesh.demo.config import MadeModelConfig
-from rollmesh.mesh.changes import check_changes, diff, note_recorded, recorded, settings_of
+from rollmesh.mesh.changes import _flatten, check_changes, diff, note_recorded, recorded, settings_of
 from rollmesh.mesh.config import MeshConfig, RunConfig
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import may_change
@@ -75,6 +76,20 @@ def test_a_setting_that_only_the_recording_release_had_may_go_away() -> None:
     changes = diff({**new, "gateway.server.direct": "false", "network.direct": "true"}, new)
     check_changes(changes)
     assert [change.key for change in changes] == ["gateway.server.direct", "network.direct"]
+
+
+@pytest.mark.parametrize("options", [{}, {"low": 0.3, "nested": {"a": 1, "b": 2}}])
+def test_an_extension_that_is_now_a_list_is_not_a_change(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The release before recorded `reward.finalizer` key by key."""
+    new = settings_of(TrainConfig(reward=RewardConfig(finalizers=(Extension("band", options),))), tmp_path)
+    old = {key: value for key, value in new.items() if key != "reward.finalizers"} | {"reward.finalizer.name": '"band"'}
+    _flatten("reward.finalizer.options", options, old)
+    note_recorded(tmp_path, old)
+    read = recorded(tmp_path)
+    assert read is not None
+    assert diff(read, new) == ()
+    other = settings_of(TrainConfig(), tmp_path)
+    assert [change.key for change in diff(read, other)] == ["reward.finalizers"]
 
 
 def _set_optionals(node: Any, seen: set[type]) -> Iterator[str]:

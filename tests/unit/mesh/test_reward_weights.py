@@ -58,7 +58,7 @@ async def test_a_group_is_kept_exactly_if_it_has_advantages(
     config = config_from_dict(MeshConfig, {"reward": {"weights": weights, "scorers": SCORERS}, **method})
     engine = build_engine(reward_config(config), estimator=config.learner.estimator)
     group = GroupContext(group="g", task="t", members=_group(*rewards))
-    servicer = RewardServicer(engine, finalizer_name="zero_variance")
+    servicer = RewardServicer(engine)
     reply = await servicer.FinalizeGroup(reward_pb2.FinalizeGroupRequest(group=encode_group_context(group)), None)
     trained = learner_config(_place(config))
     samples = [training_sample(m.sample_id, [prompt([1]), action([2], [-1.0])], of="g") for m in group.members]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from msgspec import structs
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine, build_scorer
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
-from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
+from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.policy import PolicyClient
@@ -64,10 +65,12 @@ def configured(scorer: Any, timeout_s: float = 30.0) -> ConfiguredScorer:
     return ConfiguredScorer(name="mine", label="Mine@3", scorer=scorer, timeout_s=timeout_s)
 
 
-def engine(*scorers: ConfiguredScorer, queue_samples_max: int = 8) -> RewardEngine:
+def engine(
+    *scorers: ConfiguredScorer, queue_samples_max: int = 8, finalizers: Sequence[ConfiguredFinalizer] = ()
+) -> RewardEngine:
     return RewardEngine(
         scorers=scorers,
-        finalizer=KeepAllFinalizer(),
+        finalizers=finalizers,
         oracles=Oracles({}),
         estimator=make_estimator("grpo"),
         concurrency_max=2,
@@ -312,13 +315,19 @@ def _adjusted(*rewards: Reward) -> Verdict:
         (_adjusted(Reward(name="n" * 100_000, value=1.0)), "the name of a reward must have 1 to 64 characters, got 'nnnn"),
         (_adjusted(*[Reward(name=f"r{n}", value=1.0) for n in range(10_000)]), "at most 1024 rewards, got 10000"),
         (_adjusted(Reward(name="r", value=float("inf"))), "Verdict.adjusted['a'][0].value"),
+        (_filter(dropped=["a"]), "`Verdict.dropped` must be a mapping from sample id to reason, got a list"),
+        (_filter(dropped={"b" * 3_000_000: "LOOP"}), "must name members of `group.members` by `sample_id`, got 'bbbb"),
+        (_filter(dropped={"a": ""}), "`Verdict.dropped['a']` must have 1 to 64 characters of A-Z a-z 0-9 _ . : / -, got ''"),
+        (_filter(dropped={"a": "mean 0.1"}), "`Verdict.dropped['a']` must have 1 to 64 characters of A-Z"),
+        (_filter(dropped={"a": "x" * 3_000_000}), "`Verdict.dropped['a']` must have 1 to 64 characters of A-Z"),
+        (_filter(dropped={"a": None}), "`Verdict.dropped['a']` must have 1 to 64 characters of A-Z"),
     ],
 )  # fmt: skip
 def test_a_verdict_out_of_range_names_the_finalizer(verdict: Any, cause: str) -> None:
-    broken = engine()
-    broken.finalizer, broken.finalizer_name = _Says(verdict), "mine.py:Mine"
+    broken = engine(finalizers=[ConfiguredFinalizer(name="mine.py:Mine", finalizer=_Says(verdict))])
+    member = MemberOutcome(sample_id="a", rewards=(), end="ready")
     with pytest.raises(GroupCodeFailed) as caught:
-        broken.finalize(Group(group="g", task=TaskView(task_id="t"), members=()))
+        broken.finalize(Group(group="g", task=TaskView(task_id="t"), members=(member,)))
     assert str(caught.value).startswith("finalizer mine.py:Mine: ")
     assert cause in str(caught.value)
     assert len(str(caught.value)) < 1500

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -30,6 +30,8 @@ class Remote(Settings, tag_field="kind", tag="remote"):
 
 class Rollout(Settings):
     removed = {"batch": "turns are not batched"}
+    listed = {"stop": "stops"}
+    stops: tuple[str, ...] = ("end",)
     turns_max: PositiveInt = 4
     """Turns of one episode."""
     optimizer: Optimizer = Optimizer()
@@ -40,6 +42,17 @@ class Config(Settings):
     rollout: Rollout = Rollout()
     seed: int = 0
     name: str | None = None
+
+
+class Layered(Settings):
+    listed = {"stop": "stops"}
+    kind: str = ""
+    stops: tuple[str, ...] = ()
+    size: int = 0
+
+    @staticmethod
+    def underlay(tree: dict[str, Any], base_dir: Path | None) -> Path | None:
+        return (base_dir or Path()) / f"{tree['kind']}.yaml"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -93,6 +106,27 @@ def test_a_setting_of_the_release_before_has_no_effect_and_is_named(
     what = "`rollout.batch`: no effect, because turns are not batched; delete the key"
     assert [record.message for record in caplog.records] == [f"{path}:3: {what}"]
     assert "`rollout.batches`: unknown key" in str(error_of(path, "rollout.batches=1"))
+
+
+def test_a_setting_of_the_release_before_that_is_now_a_list_is_read_and_says_what_to_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, "rollout:\n  turns_max: 3\n  stop: now\n")
+    assert load_config(Config, path) == Config(rollout=Rollout(turns_max=3, stops=("now",)))
+    what = "`rollout.stop` is now the list `stops`: write `stops: [...]`"
+    assert load_config(Config, path, ["rollout.stop=later"]).rollout.stops == ("later",)
+    override = "override `rollout.stop=later`"
+    assert [record.message for record in caplog.records] == [f"{path}:3: {what}", f"{override}: {what}"]
+    assert "`rollout.stop`: unknown key; did you mean `stops`?" in str(error_of(path, "rollout.stops=[b]"))
+
+
+def test_a_list_above_another_file_replaces_that_of_the_file(tmp_path: Path) -> None:
+    """The value of the release before is above the list of a recipe, as its list would be."""
+    path = write(tmp_path, "kind: below\nstop: now\n")
+    (tmp_path / "below.yaml").write_text("stops: [from, below]\nsize: 3\n")
+    assert load_config(Layered, path) == Layered(kind="below", stops=("now",), size=3)
+    (tmp_path / "below.yaml").write_text("stop: old\n")
+    assert load_config(Layered, write(tmp_path, "kind: below\n")) == Layered(kind="below", stops=("old",))
 
 
 def test_a_wrong_type_says_what_was_expected_and_found(tmp_path: Path) -> None:

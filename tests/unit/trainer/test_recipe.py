@@ -75,7 +75,7 @@ def test_a_users_recipe_is_a_whole_method(tmp_path: Path) -> None:
     recipe.write_text(
         "about: {summary: Prefer short answers, status: partial, missing: the schedule}\n"
         "learner: {estimator: {name: gdpo}}\n"
-        "reward: {weights: {correct: 1.0, length: 0.1}, finalizer: {name: keep_all}}\n"
+        "reward: {weights: {correct: 1.0, length: 0.1}, finalizers: [keep_all]}\n"
         "data: {selector: {name: thompson, options: {target: 0.4}}}\n"
         "rollout: {sampling: {temperature: 0.7}}\n"
     )
@@ -83,7 +83,7 @@ def test_a_users_recipe_is_a_whole_method(tmp_path: Path) -> None:
     found = load_config(MeshConfig, tmp_path / "run.yaml", ["data.selector.options.target=0.5"])
     assert found.learner.estimator.name == "gdpo"
     assert found.reward.weights == {"correct": 1.0, "length": 0.2}
-    assert (found.reward.finalizer.name, found.rollout.sampling.temperature) == ("keep_all", 0.7)
+    assert (found.reward.finalizers[0].name, found.rollout.sampling.temperature) == ("keep_all", 0.7)
     assert found.data.selector.options == {"target": 0.5}
     recipe.unlink()
     (tmp_path / "resolved.yaml").write_text(to_yaml(found))
@@ -183,7 +183,7 @@ def test_the_command_prints_one_recipe_whole() -> None:
     partial = CliRunner().invoke(app, ["recipes", "w_reinforce"]).output.splitlines()
     assert partial[0] == "w_reinforce (estimator, partial)"
     assert any(line.startswith("missing     Evaluations do not report") for line in partial)
-    assert "  run.group_size: 1\n  reward.finalizer:\n    name: keep_all\n" in shown
+    assert "  run.group_size: 1\n  reward.finalizers:\n  - name: keep_all\n    options: {}\n" in shown
     assert "  learner.optimizer.clip_norm: 0.5\n" in shown
     assert "learner.optimizer.lr" not in shown, "it equals the default"
     assert shown.endswith(find_recipe("mssr").read_text())

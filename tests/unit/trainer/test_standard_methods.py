@@ -334,7 +334,7 @@ def test_the_recipe_dapo_has_all_of_its_parts() -> None:
     """Dynamic sampling, clip-higher, mean over tokens, soft overlong punishment, overlong filtering, no KL term."""
     found = config_from_dict(MeshConfig, {"recipe": "dapo"})
     learner = found.learner
-    assert found.reward.finalizer.name == "zero_variance"
+    assert found.reward.finalizers[0].name == "zero_variance"
     (term,) = learner.loss
     assert (term.name, term.options) == ("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28})
     assert learner.normalization is Normalization.TOKEN

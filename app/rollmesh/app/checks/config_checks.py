@@ -446,8 +446,9 @@ class _Check:
             with self._collected("run.loggers"):
                 LOGGERS.options(logger, self._base_dir)
                 check_installed(logger.name)
-        with self._collected("reward.finalizer"):
-            FINALIZERS.options(config.reward.finalizer, self._base_dir)
+        for index, finalizer in enumerate(config.reward.finalizers):
+            with self._collected(f"reward.finalizers[{index}]"):
+                FINALIZERS.options(finalizer, self._base_dir)
         for scheme, oracle in config.reward.oracles.items():
             with self._collected(f"reward.oracles.{scheme}"):
                 ORACLES.options(oracle, self._base_dir)

@@ -41,12 +41,11 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
 
     oracles = {scheme: ORACLES.with_defaults(oracle, base_dir) for scheme, oracle in reward.oracles.items()}
     scorers = tuple(SCORERS.with_defaults(scorer, base_dir) for scorer in reward.scorers)
+    finalizers = tuple(FINALIZERS.with_defaults(finalizer, base_dir) for finalizer in reward.finalizers)
     words = chat_format(config, base_dir)
     return replace(
         config,
-        reward=replace(
-            reward, scorers=scorers, oracles=oracles, finalizer=FINALIZERS.with_defaults(reward.finalizer, base_dir)
-        ),
+        reward=replace(reward, scorers=scorers, oracles=oracles, finalizers=finalizers),
         data=replace(
             data,
             source=SOURCES.with_defaults(data.source, base_dir),

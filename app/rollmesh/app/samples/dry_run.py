@@ -22,7 +22,7 @@ from rollmesh.app.samples.export_run import RolloutOptions, RolloutSummary, prep
 from rollmesh.app.samples.samples import ACTION, SampleLine, rewards_of, summary_of_line
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.services.reward.config import shown_name
-from rollmesh.services.reward.engine import call_group_code
+from rollmesh.services.reward.finalizer_list import call_group_code
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.shared.errors import ConfigError, GroupCodeFailed
 from rollmesh.trainer.estimators import Estimator, make_estimator

@@ -6,12 +6,13 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, get_args
 
 from msgspec import Meta
 
-from rollmesh.services.reward.engine import RewardEngine
-from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
+from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
+from rollmesh.services.reward.finalizer import FINALIZERS
+from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
 from rollmesh.services.reward.scorer import SCORERS, BatchScorer, Policy, Sandbox, Scorer, Sees
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
@@ -54,11 +55,12 @@ class RewardConfig(Settings):
     """Scorers, whose rewards have different names. Those that do not read each other's rewards run at the same
     time."""
     weights: dict[str, float] = {}
-    """Weight by reward name, for the estimator of the built-in trainer and for the finalizer. A reward without a weight
-    is recorded, but not optimized. If empty, every reward has weight 1."""
-    finalizer: Extension = Extension("zero_variance")
-    """Decides on a group when its members have ended: `zero_variance`, `keep_all`, `band`, or your
-    own."""
+    """Weight by reward name, for the estimator of the built-in trainer and for the finalizers. A reward without a
+    weight is recorded, but not optimized. If empty, every reward has weight 1."""
+    finalizers: Annotated[tuple[Extension, ...], Meta(min_length=1)] = (Extension("zero_variance"),)
+    """Decide on a group when its members have ended: `zero_variance`, `keep_all`, `band`, or your own. They run in this
+    order. The first that filters or extends the group decides; members that it drops are not shown to the next."""
+    listed = {"finalizer": "finalizers"}
     answer_files: dict[str, AnswerFileConfig] = {}
     """Files with the answer keys of `jsonl` sources, by the `name` of the source."""
     oracles: dict[str, Extension] = {}
@@ -105,9 +107,11 @@ def build_engine(
             configured.scorer.use_endpoints(endpoints)
     return RewardEngine(
         scorers=scorers,
-        finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer, base_dir)),
+        finalizers=[
+            ConfiguredFinalizer(name=shown_name(chosen.name), finalizer=FINALIZERS.make(chosen, base_dir))
+            for chosen in config.finalizers
+        ],
         estimator=make_estimator(estimator, config.weights, base_dir),
-        finalizer_name=shown_name(config.finalizer.name),
         estimator_name=shown_name(estimator if isinstance(estimator, str) else estimator.name),
         oracles=Oracles(
             {

@@ -1,54 +1,45 @@
-"""Run the scorers on samples and the finalizer on groups."""
+"""Run the scorers on samples and the finalizers on groups."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
 
 from msgspec import structs
 
 from rollmesh.services.reward.batcher import Batcher
-from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict, checked_verdict
+from rollmesh.services.reward.finalizer import Group, Verdict
+from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer, call_group_code, decide
 from rollmesh.services.reward.graph import ScorerGraph
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import BatchScorer
-from rollmesh.services.reward.scorer_run import CAUSE_CHARS_MAX, ConfiguredScorer, Scored, Uses, joined, run_scorer
-from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.services.reward.scorer_run import ConfiguredScorer, Scored, Uses, joined, run_scorer
 from rollmesh.shared.domain.trajectory import GroupContext, Outcome, Reward
-from rollmesh.shared.errors import GroupCodeFailed, Overloaded
+from rollmesh.shared.errors import Overloaded
 from rollmesh.trainer.estimators import Estimator
-
-FRAMES_CHARS_MAX = 900
-"""Cause and frames of a GroupCodeFailed fit in the message of a gRPC status."""
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 
 class RewardEngine:
-    """Scorers, finalizer and oracles of one service."""
+    """Scorers, finalizers and oracles of one service."""
 
     def __init__(
         self,
         *,
         scorers: Sequence[ConfiguredScorer],
-        finalizer: Finalizer,
+        finalizers: Sequence[ConfiguredFinalizer],
         oracles: Oracles,
         estimator: Estimator,
-        finalizer_name: str = "",
         estimator_name: str = "",
         concurrency_max: int,
         queue_samples_max: int,
     ) -> None:
         self.graph = ScorerGraph(scorers)
-        self.finalizer = finalizer
+        self.finalizers = tuple(finalizers)
         self.oracles = oracles
         self.estimator = estimator
-        self.finalizer_name = finalizer_name
         self.estimator_name = estimator_name
         self._slots = asyncio.Semaphore(concurrency_max)
         self._batchers = {
@@ -96,10 +87,9 @@ class RewardEngine:
         return [result.rewards for result in results]
 
     def finalize(self, group: Group) -> Verdict:
-        """Return the verdict of the finalizer on a group. Raise GroupCodeFailed if it raises, or returns an invalid
-        verdict."""
-        decide = self.finalizer.decide
-        return call_group_code(f"finalizer {self.finalizer_name}", lambda group: checked_verdict(decide(group)), group)
+        """Return the verdict of the finalizers on a group. Raise GroupCodeFailed if one of them or the estimator
+        raises, or if a verdict is invalid."""
+        return decide(self.finalizers, group, self.advantages)
 
     def advantages(self, group: GroupContext) -> dict[str, float]:
         """Return the advantages that the estimator gives the members of a group. Raise GroupCodeFailed if it raises."""
@@ -155,13 +145,3 @@ class RewardEngine:
     async def _call(self, scorer: ConfiguredScorer, items: Sequence[ScoreItem]) -> list[Scored]:
         async with self._slots:
             return await run_scorer(scorer, items)
-
-
-def call_group_code(what: str, function: Callable[[A], R], group: A) -> R:
-    """Return the result of a user's function of a group. Raise GroupCodeFailed with the error and the user's lines if
-    it raises."""
-    try:
-        return function(group)
-    except Exception as error:
-        frames = user_traceback(error)[-FRAMES_CHARS_MAX:]
-        raise GroupCodeFailed(f"{what}: {' '.join(explain(error).split())[:CAUSE_CHARS_MAX]}\n{frames}") from error

@@ -80,7 +80,7 @@ class RewardNode(JoinedNode):
             router=config.router,
         )
         self.engine = build_engine(config, base_dir, self._sandbox, estimator, self._policy, self._endpoints)
-        self._servicer = RewardServicer(self.engine, finalizer_name=config.finalizer.name)
+        self._servicer = RewardServicer(self.engine)
 
     async def build(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._sandbox.close)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rollmesh.services.reward.engine import RewardEngine
-from rollmesh.services.reward.finalizer import Group, Verdict
+from rollmesh.services.reward.engine import RewardEngine, Uses
+from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
 from rollmesh.services.reward.item import ScoreItem, TaskView, check_task_scorers, judged_path, num_action_tokens
 from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.services.reward.oracles import Oracles
@@ -36,9 +36,8 @@ ITEMS_MAX = 256
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     """Serves one engine."""
 
-    def __init__(self, engine: RewardEngine, *, finalizer_name: str) -> None:
+    def __init__(self, engine: RewardEngine) -> None:
         self._engine = engine
-        self._finalizer_name = finalizer_name
 
     async def Score(
         self, request: reward_pb2.RewardServiceScoreRequest, context: object
@@ -72,13 +71,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 deadline_passed=request.deadline_passed,
             )
         )
-        count(GROUPS, verdict.decision.name.lower())
+        filtered = len(verdict.dropped) == len(group.members) and verdict.decision is not FinalizerDecision.EXTEND
+        count(GROUPS, "filter" if filtered else verdict.decision.name.lower())
         return _encode_verdict(verdict)
 
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: object
     ) -> reward_pb2.ListScorersResponse:
-        response = reward_pb2.ListScorersResponse(finalizer=self._finalizer_name)
+        response = reward_pb2.ListScorersResponse(finalizer=", ".join(one.name for one in self._engine.finalizers))
         for scorer in self._engine.scorers:
             response.scorers.add(
                 name=scorer.name,
@@ -186,4 +186,6 @@ def _encode_verdict(verdict: Verdict) -> reward_pb2.FinalizeGroupResponse:
     response = reward_pb2.FinalizeGroupResponse(decision=decision, reason=verdict.reason, num_extend=verdict.num_extend)
     for sample_id, rewards in verdict.adjusted.items():
         response.adjusted.add(sample_id=sample_id, rewards=encode_rewards(rewards))
+    for sample_id, reason in verdict.dropped.items():
+        response.dropped.add(sample_id=sample_id, reason=reason)
     return response

@@ -9,7 +9,8 @@ that contains the path of the key (`rollout.turns_max`), the expected and the fo
 pass finds all errors: after each, the key is removed (or renamed to the probable one) and the rest is read. Several
 errors become one `ConfigError`. A class attribute `removed` of a type maps the settings that only the release before
 had to the reason why they have no effect. They are ignored with a warning, because the configuration in a run folder
-has every setting.
+has every setting. `listed` maps settings that only the release before had to the lists that replaced them. The value is
+read as a list of one, with a warning.
 
 YAML is read as YAML 1.1 with two changes: `1e-4` is a number, and a duplicate key is an error.
 """
@@ -247,6 +248,27 @@ def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None, *
     return value
 
 
+def _listed(node: msgspec.inspect.Type, value: Any, places: _Places, path: str = "") -> Any:
+    """Replace each setting of the release before that is now a list."""
+    if isinstance(node, msgspec.inspect.Metadata):
+        return _listed(node.type, value, places, path)
+    if isinstance(node, msgspec.inspect.UnionType):
+        for option in node.types:
+            value = _listed(option, value, places, path)
+    elif isinstance(node, msgspec.inspect.StructType) and isinstance(value, dict):
+        for old, new in getattr(node.cls, "listed", {}).items():
+            if old in value and new not in value:
+                key = f"{path}.{old}"
+                _log.warning("%s: `%s` is now the list `%s`: write `%s: [...]`", places.of(key), key[1:], new, new)
+                value = {name: below for name, below in value.items() if name != old} | {new: [value[old]]}
+        fields = {field.encode_name: field.type for field in node.fields}
+        return {
+            key: _listed(fields[key], below, places, f"{path}.{key}") if key in fields else below
+            for key, below in value.items()
+        }
+    return value
+
+
 def _default(field: msgspec.inspect.Field) -> object:
     return field.default_factory() if callable(field.default_factory) else field.default
 
@@ -290,7 +312,8 @@ def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
 
 def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple[T | None, list[ConfigError]]:
     mistakes: list[ConfigError] = []
-    kind, rest = msgspec.inspect.type_info(type_), msgspec.to_builtins(tree)
+    kind = msgspec.inspect.type_info(type_)
+    rest = _listed(kind, msgspec.to_builtins(tree), places)
     try:
         rest = _with_underlay(type_, rest, places)
     except ConfigError as err:
@@ -319,6 +342,7 @@ def _with_underlay(type_: type, tree: dict[str, Any], places: _Places) -> dict[s
     below, lines = read_tree(file)
     places.lay_under(file, lines)
     below.pop("about", None)
+    below = _listed(msgspec.inspect.type_info(type_), below, places)
     return merged(_long_form(msgspec.inspect.type_info(type_), below, fill=False), tree)
 
 

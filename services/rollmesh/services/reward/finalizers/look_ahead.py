@@ -60,13 +60,15 @@ class LookAheadFinalizer(Finalizer):
         self._estimator = V05(weights=options.weights, options=settings)
 
     def decide(self, group: Group) -> Verdict:
-        room = self._options.members_max - len({m.episode or m.sample_id for m in group.members}) - group.num_unscored
+        episodes = {m.episode or m.sample_id for m in (*group.members, *group.dropped)}
+        room = self._options.members_max - len(episodes) - group.num_unscored
         if room > 0 and not group.deadline_passed and self._is_worth_it(group):
             return Verdict(decision=FinalizerDecision.EXTEND, num_extend=min(self._options.extend_by, room))
         return Verdict(decision=FinalizerDecision.KEEP)
 
     def _is_worth_it(self, group: Group) -> bool:
-        context = GroupContext(group=group.group, task=group.task.task_id, members=group.members)
+        members = (*group.members, *group.dropped)
+        context = GroupContext(group=group.group, task=group.task.task_id, members=members)
         found = self._estimator.mean_and_prior(context)
         if found is None:
             return False

@@ -48,7 +48,7 @@ class ZeroVarianceFinalizer(Finalizer):
         return Verdict(decision=FinalizerDecision.KEEP)
 
     def _extend_or_filter(self, group: Group, reason: str) -> Verdict:
-        num_members = len(group.members) + group.num_unscored
+        num_members = len(group.members) + len(group.dropped) + group.num_unscored
         num_extend = min(self._options.extend_by, self._options.members_max - num_members)
         if num_extend > 0 and not group.deadline_passed:
             return Verdict(decision=FinalizerDecision.EXTEND, num_extend=num_extend)
