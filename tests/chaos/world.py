@@ -54,7 +54,9 @@ LEARNER_APART: Mapping[str, Sequence[str]] = {
 """The processes of tests that kill only the learner."""
 
 
-def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) -> MeshConfig:
+def mesh_config(
+    model: Path, *, engine: str = f"{FAKE}:FakeEngine", finalizer: str = "keep_all", **run: Any
+) -> MeshConfig:
     """Fake model, trainer and sandbox engine; everything else is real. Short leases, so that an exit is detected
     soon."""
     sampling = {"max_tokens": 20}
@@ -80,7 +82,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
                 "agent": f"{HERE / 'agent.py'}:SeveralTurns", "model_dir": str(model), "sampling": sampling,
                 "worker": {"episodes_max": 128},
             },
-            "reward": {"finalizers": ["keep_all"]},
+            "reward": {"finalizers": [finalizer]},
             "sandbox": {"engine": "fake", "orphan_s": 2.0},
             "learner": {
                 "engine": "tests.chaos.trainer:FakeWitness",

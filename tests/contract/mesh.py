@@ -21,6 +21,7 @@ from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
 
 from ..chaos.world import World, mesh_config, save_model_folder, world
 from ..integration.coordinator_mesh import ACCESS, coordinator_mesh
+from . import dropping
 from .ends import Ends
 
 HOSTS = {name: (name,) for name in ("nats", "coordinator", "gateway", "depot", "reward", "data")}
@@ -35,14 +36,14 @@ BURST = 4
 @asynccontextmanager
 async def quiet_mesh(folder: Path) -> AsyncIterator[Ends]:
     """Real nats-server, coordinator, gateway, data, reward and depot in this process, without kills."""
-    async with coordinator_mesh(folder) as parts:
+    async with coordinator_mesh(folder, finalizer=dropping.NAME) as parts:
         yield Ends(parts.run, parts.coordinator, parts.address, parts.bus, ACCESS)
 
 
 @asynccontextmanager
 async def process_mesh(folder: Path) -> AsyncIterator[tuple[Ends, World]]:
     """The same services as processes that the supervisor restarts."""
-    config = mesh_config(save_model_folder(folder / "model"))
+    config = mesh_config(save_model_folder(folder / "model"), finalizer=dropping.NAME)
     async with world(folder, config, HOSTS) as mesh, AsyncExitStack() as stack:
         layout = mesh.layout
         port = layout.folder("nats") / "port"

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .dropping import MALFORMED
+
 
 class Violation(AssertionError):
     """The mesh violated the contract; the message says how."""
@@ -49,6 +51,8 @@ class MadeSample:
     """Whether metadata and payload differ."""
     external: str = ""
     """Source of trained tokens that no policy sampled; empty if there are none."""
+    drop: str = ""
+    """Reason for which the finalizer drops it; empty if it does not."""
 
 
 @dataclass(slots=True)
@@ -130,6 +134,8 @@ class RunModel:
     returned: set[str] = field(default_factory=set)
     """Batch leases of this epoch that the player released."""
     checkpoint_update: int = 0
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Reasons of the dropped samples that leased groups showed."""
     stopped: bool = False
     num_undone: int = 0
 
@@ -172,6 +178,14 @@ class RunModel:
 
     def used_standing(self) -> set[str]:
         return {name for commit in self.commits for name in commit.used}
+
+    def is_decided(self, group: str) -> bool:
+        """Return whether the finalizer of the player returns a valid verdict on a group."""
+        return all(sample.drop != MALFORMED for sample in self.samples.values() if sample.group == group)
+
+    def end_of(self, sample: MadeSample) -> str:
+        """Return the end that the decision on its group gives a sample; empty if it may be leased."""
+        return f"filtered/{sample.drop or 'NOT_TRAINABLE'}" if sample.drop or not sample.trainable else ""
 
     # Checks -----------------------------------------------------------------------------------------------------------
 

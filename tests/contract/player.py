@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from rollmesh.v1 import run_pb2 as pb
 
 from . import invalid
 from .calls import Calls
+from .dropping import REASONS
 from .ends import Ends
 from .model import Checkpoint, RunModel, Violation, require
 from .trainer import Trainer
@@ -46,6 +48,7 @@ class Result:
     batches_short: int = 0
     rejected: int = 0
     withheld: int = 0
+    dropped: int = 0
     violation: str = ""
     log: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
@@ -92,6 +95,7 @@ class Player:
         result.counts = dict(self.calls.counts)
         result.updates, result.undone = self._model.applied, self._model.num_undone
         result.withheld = len(self._trainer.withheld)
+        result.dropped = len(self._model.dropped)
         result.batches_short, result.rejected = self._trainer.num_short, self._num_rejected
         return result
 
@@ -262,6 +266,12 @@ class Player:
         used = model.used_standing()
         require(report.samples.trained == len(used), f"trained {report.samples.trained}, model {len(used)}")
         require(not model.commits or max(model.lags(), default=0) <= 4, f"lags {model.lags()}")
+        made = Counter(sample.drop for sample in model.samples.values())
+        seen = Counter(model.dropped.values())
+        for reason in REASONS:
+            counted = report.reasons.get(f"filtered/{reason}", 0)
+            what = f"{counted} samples are filtered/{reason}, {seen[reason]} were seen, {made[reason]} were reported"
+            require(seen[reason] <= counted <= made[reason] or self._plan.kills, what)
         return len(used)
 
 

@@ -46,6 +46,7 @@ def to_text(results: Sequence[Result]) -> str:
         "batches short": sum(r.batches_short for r in results),
         "invalid requests": sum(r.rejected for r in results),
         "contradicted samples withheld": sum(r.withheld for r in results),
+        "dropped members of leased groups": sum(r.dropped for r in results),
     }
     lines = [
         f"{len(results)} sequences: " + ", ".join(f"{num} {what}" for what, num in totals.items()),

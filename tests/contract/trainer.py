@@ -212,7 +212,8 @@ class Trainer:
             if sample is None:
                 raise Violation(f"{leased.meta.sample_id} was never reported")
             require(leased.group == sample.group, f"{sample.sample_id} is of group {sample.group}, not {leased.group}")
-            require(sample.trainable, f"{sample.sample_id} is not trainable")
+            require(not model.end_of(sample), f"{sample.sample_id} is leased, not {model.end_of(sample)}")
+            require(model.is_decided(sample.group), f"{sample.group} is leased though its verdict is malformed")
             model.check_trainable(sample, sample.reported, held, leased.staleness)
         self._check_groups(batch)
         self._check_amount(batch, request)
@@ -232,6 +233,11 @@ class Trainer:
                 require(member.rewards[0].value == made[name], f"reward of {name} changed")
                 ready = member.end == "ready"
                 require(ready == (name in leased), f"{name} of a leased group is {member.end!r}")
+                sample = self.model.samples[name]
+                if end := self.model.end_of(sample):
+                    require(member.end == end, f"{name} of a leased group is {member.end!r}, not {end!r}")
+                if sample.drop:
+                    self.model.dropped[name] = sample.drop
 
     def _check_amount(self, batch: pb.LeaseBatchResponse, request: pb.LeaseBatchRequest) -> None:
         unit = request.geometry.unit if request.HasField("geometry") else UNITS["groups"]
@@ -308,6 +314,7 @@ class Trainer:
                 if sample is None:
                     raise Violation(f"{name} was never reported")
                 require(name not in held, f"{name} is leased and was sent as READY")
+                require(not self.model.end_of(sample), f"{name} was sent as READY, not {self.model.end_of(sample)}")
                 require(not sample.contradicted, f"metadata of {name} contradicts its payload, and it was delivered")
                 stamps = _stamps_of(message.episode, name)
                 require(stamps == sample.stamps, f"payload of {name}: stamps {stamps}, written were {sample.stamps}")

@@ -13,12 +13,15 @@ from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import types_pb2
 
 from .calls import Answer, Calls
+from .dropping import MALFORMED, REASONS
 from .ends import Ends
 from .lies import EXTERNAL, LIES, other_key
 from .model import MadeSample, RunModel, Stamp, require
 
 OK = types_pb2.REWARD_OUTCOME_OK
 COMPLETED = pb.EPISODE_OUTCOME_COMPLETED
+DROP_WEIGHTS = (0.86, 0.06, 0.04, 0.03, 0.01)
+"""Shares of samples that are kept, dropped for each reason, and dropped with a malformed one."""
 REJOINING = ("UNKNOWN_NODE",)
 """Longest time until the worker has joined again after a restart of the coordinator, in seconds."""
 
@@ -119,8 +122,15 @@ class Worker:
             leaf = _add_path(episode, stamps, external)
             reward = float(self.rng.random() < 0.5)
             trainable = self.rng.random() < 0.96
+            drop = self.rng.choices(("", *REASONS, MALFORMED), DROP_WEIGHTS)[0]
             value = types_pb2.Reward(
-                name="correct", value=reward, segment=-1, scorer="player@1", outcome=OK, evidence="why " * 1000
+                name="correct",
+                value=reward,
+                segment=-1,
+                scorer="player@1",
+                outcome=OK,
+                evidence="why " * 1000,
+                answer=drop,
             )
             episode.samples.add(
                 sample_id=sample_id, leaf=leaf, policy="main", rewards=[value], weight=1.0, trainable=trainable
@@ -133,7 +143,9 @@ class Worker:
             source = types_pb2.SegmentSource.Name(external).removeprefix("SEGMENT_SOURCE_").lower() if external else ""
             key = lease.key
             made.append(
-                MadeSample(sample_id, key.group, key.episode, reward, trainable, stamps, reported, contradicted, source)
+                MadeSample(
+                    sample_id, key.group, key.episode, reward, trainable, stamps, reported, contradicted, source, drop
+                )
             )
         if self.rng.random() < 0.01:
             other_key(self.rng, episode.key)

@@ -348,7 +348,11 @@ async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 
 
 @asynccontextmanager
 async def coordinator_mesh(
-    tmp_path: Path, config: CoordinatorConfig = CONFIG, *, store: EmbeddedServerConfig | None = None
+    tmp_path: Path,
+    config: CoordinatorConfig = CONFIG,
+    *,
+    store: EmbeddedServerConfig | None = None,
+    finalizer: str = "keep_all",
 ) -> AsyncIterator[MeshParts]:
     """All parts, joined and ready. `store` configures nats-server."""
     async with AsyncExitStack() as stack:
@@ -358,15 +362,15 @@ async def coordinator_mesh(
         parts = MeshParts(folder=tmp_path, nats=nats, bus=bus, stack=stack, config=config)
         await parts.start_coordinator()
         stack.push_async_callback(parts.stop_coordinator)
-        await _join_all(parts)
+        await _join_all(parts, finalizer)
         yield parts
 
 
-async def _join_all(parts: MeshParts) -> None:
+async def _join_all(parts: MeshParts, finalizer: str) -> None:
     common: dict[str, Any] = {"access": ACCESS, "coordinator": parts.address}
     depot = DepotConfig(directory=str(parts.folder / "depot"), membership=JOIN, server=ServerConfig(stop_s=0.0))
     stop = ServerConfig(stop_s=0.0)
-    reward = RewardConfig(finalizers=(Extension("keep_all"),))
+    reward = RewardConfig(finalizers=(Extension(finalizer),))
     worker = coordinator_pb2.NodeHello(node_id=WORKER, kind=ROLLOUT, capacity=8)
     for node in (
         DataNode(DataConfig(), node_id="data-0", bus=parts.bus, server=stop, **common),
