@@ -69,9 +69,9 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.world.finish_episode(outcome=m.EpisodeOutcome.COMPLETED)
 
-    @rule(decision=DECISIONS)
-    def services_answer(self, decision: GroupDecision) -> None:
-        self.world.serve_questions(decision)
+    @rule(decision=DECISIONS, drop_every=st.integers(0, 3))
+    def services_answer(self, decision: GroupDecision, drop_every: int) -> None:
+        self.world.serve_questions(decision, drop_every)
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 25.0, 61.0]))
     def time_passes(self, seconds: float) -> None:

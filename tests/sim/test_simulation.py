@@ -80,7 +80,7 @@ ACTION_WEIGHTS: list[tuple[int, Callable[[World], None]]] = [
     (5, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.COMPLETED, num_samples=w.rng.randint(0, 3))),
     (5, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.INFRA_FAILURE)),
     (2, lambda w: w.finish_episode(outcome=m.EpisodeOutcome.CANCELLED)),
-    (8, lambda w: w.serve_questions(w.rng.choice(list(GroupDecision)))),
+    (8, lambda w: w.serve_questions(w.rng.choice(list(GroupDecision)), w.rng.randint(0, 3))),
     (10, lambda w: w.advance(w.rng.choice([0.5, 3.0, 11.0, 22.0, 61.0]))),
     (5, lambda w: w.lease_batch()),
     (5, lambda w: w.step_and_commit(lose_reply=False, applied=w.rng.random() < 0.8)),

@@ -101,6 +101,8 @@ class World:
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     ahead: set[str] = field(default_factory=set)
     """Groups that were read ahead of their lease."""
+    dropped: set[str] = field(default_factory=set)
+    """Members that a decision dropped for good."""
 
     # --- the coordinator -------------------------------------------------------------------------------------
 
@@ -151,18 +153,27 @@ class World:
 
     # --- data, reward ----------------------------------------------------------------------------------------
 
-    def serve_questions(self, decide: GroupDecision = GroupDecision.KEEP) -> None:
-        """Answer the core's requests to the data and reward services."""
+    def serve_questions(self, decide: GroupDecision = GroupDecision.KEEP, drop_every: int = 0) -> None:
+        """Answer the core's requests to the data and reward services. Each `drop_every`-th member of a group is
+        dropped."""
         questions, self.effects = self.effects, []
         for effect in questions:
             if isinstance(effect, DrawTasks):
                 self._draw(effect)
             elif isinstance(effect, FinalizeGroup):
-                self.ask(i.GroupDecided(group=effect.group, decision=decide, reason="ZERO_VARIANCE", num_extend=1))
+                self._decide(effect.group, decide, drop_every)
             elif isinstance(effect, Reply) and isinstance(effect.value, i.Acquired):
                 self.leases.extend(effect.value.leases)
             elif isinstance(effect, CancelEpisodes):
                 self.leases = [lease for lease in self.leases if lease.lease_id not in effect.lease_ids]
+
+    def _decide(self, name: str, decide: GroupDecision, drop_every: int) -> None:
+        group = self.core.state.groups.get(name)
+        members = list(group.samples) if group is not None and drop_every else []
+        dropped = {sample: f"DROP_{number % 2}" for number, sample in enumerate(members) if number % drop_every == 0}
+        if decide is not GroupDecision.EXTEND:
+            self.dropped.update(dropped)
+        self.ask(i.GroupDecided(group=name, decision=decide, reason="ZERO_VARIANCE", num_extend=1, dropped=dropped))
 
     def _draw(self, question: DrawTasks) -> None:
         draws = range(question.first_draw, question.first_draw + question.num)
@@ -380,6 +391,8 @@ class World:
         assert state.counters.live == walked, "live samples are where the counters say"
         assert state.counters.conserved, state.counters
         assert state.eval_counters.conserved, state.eval_counters
+        leased = {sample for batch in state.batches.values() for sample in batch.sample_ids}
+        assert not leased & self.dropped, f"leased, though dropped: {leased & self.dropped}"
         for content in [self.trainer.content, *(c.content for c in self.checkpoints[-2:])]:
             self._check_content(content)
 
@@ -387,6 +400,7 @@ class World:
         seen: set[str] = set()
         for update, used in content:
             for sample_id in used:
+                assert sample_id not in self.dropped, f"{sample_id} trained, though dropped"
                 assert sample_id not in seen, f"{sample_id} trained twice in one history of weights"
                 seen.add(sample_id)
                 oldest = min(span.step for span in self.spans[sample_id])
