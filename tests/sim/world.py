@@ -102,7 +102,7 @@ class World:
     ahead: set[str] = field(default_factory=set)
     """Groups that were read ahead of their lease."""
     dropped: set[str] = field(default_factory=set)
-    """Members that a decision dropped for good."""
+    """Members that a decision dropped."""
 
     # --- the coordinator -------------------------------------------------------------------------------------
 

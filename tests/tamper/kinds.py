@@ -16,7 +16,7 @@ from typing import Any, get_args
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import DroppedSample, StepSpan
+from rollmesh.services.coordinator.core.facts import DroppedSample, SampleEnd, StepSpan
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
 from rollmesh.services.coordinator.ledger import CHECKSUM
 from rollmesh.shared.domain.digest import next_digest
@@ -265,6 +265,41 @@ def drop_another(rng: random.Random, fact: f.UpdateCommitted, run: RealRun) -> f
     return change(fact, dropped=(*fact.dropped, DroppedSample(sample_id=_ended_before(fact, run), reason="X")))
 
 
+def _drops(run: RealRun) -> dict[str, list[str]]:
+    """Return the members that finalizers dropped, by group."""
+    found: dict[str, list[str]] = {}
+    for raw in run.records:
+        for each in decode_record(raw.payload).facts:
+            if isinstance(each, f.SamplesEnded) and each.end is SampleEnd.FILTERED:
+                found.setdefault(each.group, []).extend(each.sample_ids)
+    return found
+
+
+def lease_dropped(rng: random.Random, fact: f.BatchLeased, run: RealRun) -> f.BatchLeased:
+    drops = _drops(run)
+    return change(
+        fact, sample_ids=(*fact.sample_ids, *(name for group in fact.groups for name in drops.get(group, ())))
+    )
+
+
+def keep_dropped(rng: random.Random, fact: f.SamplesEnded, run: RealRun) -> f.SamplesEnded | None:
+    """Remove the drop of members."""
+    return None if fact.end is SampleEnd.FILTERED else fact
+
+
+def drop_another_member(rng: random.Random, fact: f.SamplesEnded, run: RealRun) -> f.SamplesEnded:
+    """Drop another member of the same group."""
+    members = [
+        sample.sample_id
+        for raw in run.records
+        for each in decode_record(raw.payload).facts
+        if isinstance(each, f.EpisodeScored) and each.group == fact.group
+        for sample in each.samples
+    ]
+    others = [name for name in members if name not in fact.sample_ids]
+    return change(fact, sample_ids=tuple(others[:1])) if fact.end is SampleEnd.FILTERED and others else fact
+
+
 def publication_used(rng: random.Random, fact: f.VersionPublished, run: RealRun) -> f.VersionPublished | None:
     """Remove the version if a sample names it. Only a stored head shows that an unused one is missing."""
     weights = (fact.version.step, fact.version.incarnation)
@@ -307,6 +342,7 @@ FORGERIES: dict[str, Kind] = {
     "any publication removed, chain recomputed": facts_changed(f.VersionPublished, lambda *_: None),
     "times altered, chain recomputed": forged(times_altered),
     "a field altered, chain recomputed": facts_changed(get_args(f.Fact), any_fact),
+    "a drop removed, chain recomputed": facts_changed(f.SamplesEnded, keep_dropped),
     "a fact removed, chain recomputed": facts_changed(get_args(f.Fact), lambda *_: None),
 }
 """Kinds that a stored head finds, and often a contradiction before it."""
@@ -317,6 +353,8 @@ CONTRADICTIONS: dict[str, Kind] = {
     "a leased sample left out": facts_changed(f.UpdateCommitted, leave_one_out),
     "a sample dropped that is not leased": facts_changed(f.UpdateCommitted, drop_another),
     "a lease without samples": facts_changed(f.BatchLeased, lambda _, x, __: change(x, sample_ids=())),
+    "a dropped member leased": facts_changed(f.BatchLeased, lease_dropped),
+    "another member dropped": facts_changed(f.SamplesEnded, drop_another_member),
     "a lease of another update": facts_changed(f.BatchLeased, lambda _, x, __: change(x, update=x.update + 1)),
     "a lease of another epoch": facts_changed(
         f.BatchLeased, lambda _, x, __: change(x, trainer_epoch=x.trainer_epoch + 1)

@@ -15,6 +15,7 @@ from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.samples.stored_heads import stored_heads
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.audit_chain import StoredHead
+from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
@@ -29,8 +30,17 @@ GEOMETRY: dict[str, Any] = {"batch_groups": 2, "group_size": 2, "batch_lease_s":
 
 def _stream_config(model: Path, **run: Any) -> MeshConfig:
     """Payloads in the stream, because the copies that are tampered with are copies of streams."""
-    config = mesh_config(model, **run)
+    config = mesh_config(model, finalizer=f"{__name__}:DropFirst", **run)
     return msgspec.structs.replace(config, bus=msgspec.structs.replace(config.bus, payloads="stream"))
+
+
+class DropFirst(Finalizer):
+    """Drop the first member of every second group."""
+
+    def decide(self, group: Group) -> Verdict:
+        is_odd = int(group.group.removeprefix("g")) % 2 == 1
+        dropped = {group.members[0].sample_id: "FIRST"} if is_odd and len(group.members) > 1 else {}
+        return Verdict(decision=FinalizerDecision.KEEP, dropped=dropped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
