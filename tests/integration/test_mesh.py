@@ -21,7 +21,7 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Purpose
-from rollmesh.services.coordinator.ledger import read_ledger
+from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Restored, StepResult
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
@@ -95,10 +95,13 @@ class Operator:
             await bus.close()
 
     async def facts(self) -> list[f.Fact]:
+        return [fact for record in await self.records() for fact in record.facts]
+
+    async def records(self) -> list[StoredRecord]:
         bus = await self._bus()
         try:
             log = await bus.open(run_streams(self.mesh.run).ledger.name)
-            return [fact async for record in read_ledger(log) for fact in record.facts]
+            return [record async for record in read_ledger(log)]
         finally:
             await bus.close()
 
