@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,10 @@ def test_the_pages_of_the_protocol_are_current() -> None:
 def test_the_guide_and_the_catalog_name_the_same_recipes() -> None:
     guide = (ROOT / "docs/_parts/methods_guide.md").read_text()
     situations = guide.partition("## Which method")[2].partition("\n## ")[0].splitlines()
-    table = [line.split("|")[2] for line in situations if line.startswith("| ") and "`" in line]
-    named = re.findall(r"`(\w+)`", " ".join(table))
+    table = [line.split("|") for line in situations if line.startswith("| ") and "`" in line]
+    found = Counter(situation for _, situation, *_ in table)
+    assert [situation for situation, num in found.items() if num > 1] == [], "a situation has several rows"
+    named = re.findall(r"`(\w+)`", " ".join(recipes for _, _, recipes, *_ in table))
     assert named
     assert set(named) <= set(recipe_names())
     page = methods(guide)
