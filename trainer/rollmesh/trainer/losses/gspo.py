@@ -16,9 +16,9 @@ The bounds depend on the length. log s is a mean over n tokens: if the log-ratio
 deviation d, that of log s is d / sqrt(n). Bounds at about one deviation of s clip the same share of the samples at each
 length. Those of the paper, 3e-4 and 4e-4, are for thousands of tokens and small d: d = 0.02 gives 4e-4 at n = 2500. At
 n = 18 the same d gives 5e-3, so that they clip almost every sample after one optimizer step. There, choose bounds of
-0.003 to 0.03. The metrics `clipped` and `clipped_high` show the share; the paper reports about 0.15. With the default
-`to`, s also contains the staleness and the difference of sampler and trainer, and needs wider bounds than with `to:
-proximal`, where s is 1 at the first optimizer step.
+0.003 to 0.03. The metrics `clipped_share` and `clipped_high_share` show the share; the paper reports about 0.15. With
+the default `to`, s also contains the staleness and the difference of sampler and trainer, and needs wider bounds than
+with `to: proximal`, where s is 1 at the first optimizer step.
 
 Differences: TRL has one advantage per sample, and differentiates s itself; verl limits log s to 10; AReaL gives every
 token the mean advantage of its sample, and excludes tokens from s that its rejection masks.
