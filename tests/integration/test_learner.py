@@ -97,13 +97,16 @@ def weights(world: World, version: tuple[int, int]) -> list[str]:
 
 
 def check_once(world: World, settings: LearnerConfig) -> None:
-    """The newest checkpoint, the ledger and the trainer's own list tell one history, with no sample in it twice."""
+    """The newest checkpoint, the ledger, the trainer's own list and the metrics have one history, with no sample in it
+    twice."""
     newest = list_checkpoints(settings.checkpoints)[-1]
     lines = list(read_trained(newest / "trained.jsonl"))
     assert [line.sample_ids for line in lines] == [world.commits[k].used for k in sorted(world.commits)]
     assert lines[-1].digest == world.digest
     assert len(world.trained()) == len(set(world.trained()))
     assert world.checkpoint == world.step == lines[-1].update
+    reported = read_metrics(settings.checkpoints.parent / "metrics.jsonl").values()
+    assert [(r.update, r.incarnation) for r in reported] == [(line.update, line.incarnation) for line in lines]
 
 
 @asynccontextmanager

@@ -311,8 +311,8 @@ class TrainerSession:
         result, committed, unreadable = done
         self._record(result, committed)
         await parts.at(LearnerFaultPoint.COMMITTED)
+        self._report(result, unreadable)  # before the checkpoint, after which no restart repeats the update
         await self._save_and_publish_when_due()
-        self._report(result, unreadable)
 
     async def _train_and_commit(
         self, lease: BatchLease, trace: UpdateSpans
