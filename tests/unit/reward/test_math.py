@@ -18,8 +18,10 @@ import pytest_asyncio
 
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.math_pool import MathPool
+from rollmesh.services.reward.engine import run_scorer
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
+from rollmesh.services.reward.worker_pool import WorkerPool
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Outcome
 from rollmesh.shared.errors import ScorerFailed
@@ -30,8 +32,19 @@ SLOW = "$9^{9^{9^9}}$"
 """Short to write; sympy does not come back from it within any limit we would set."""
 
 
+class MathPool(WorkerPool):
+    """Workers that compare mathematical expressions."""
+
+    async def equal(self, answers: list[str], text: str) -> bool:
+        reply = await self.ask({"answers": answers}, text)
+        return reply is not None and reply["equal"]
+
+
 def pool(compare_s_max: float = 20.0) -> MathPool:
-    return MathPool(num_workers=1, compare_s_max=compare_s_max, start_s_max=60.0, memory_bytes_max=4 << 30)
+    module = "rollmesh.services.reward.math_worker"
+    return MathPool(
+        module, "math", num_workers=1, compare_s_max=compare_s_max, start_s_max=60.0, memory_bytes_max=4 << 30
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -77,8 +90,8 @@ async def test_the_key_is_not_in_the_evidence(scorer: MathScorer) -> None:
 async def test_an_answer_beyond_the_limit_is_wrong_and_the_next_one_gets_a_fresh_worker() -> None:
     compared = pool(compare_s_max=0.5)
     try:
-        assert not (await compared.compare(["7"], SLOW)).equal
-        assert (await compared.compare(["1/2"], "0.5")).equal
+        assert not await compared.equal(["7"], SLOW)
+        assert await compared.equal(["1/2"], "0.5")
     finally:
         await compared.close()
 
@@ -87,7 +100,7 @@ async def test_a_key_beyond_the_limit_is_an_error_of_the_task() -> None:
     compared = pool(compare_s_max=0.5)
     try:
         with pytest.raises(ScorerFailed, match="answer of the key needs more than 0.5 s of CPU"):
-            await compared.compare([SLOW], "7")
+            await compared.equal([SLOW], "7")
     finally:
         await compared.close()
 
@@ -95,10 +108,10 @@ async def test_a_key_beyond_the_limit_is_an_error_of_the_task() -> None:
 async def test_a_key_that_crashes_its_worker_is_an_error_with_this_cause() -> None:
     compared = pool(compare_s_max=30.0)
     try:
-        assert (await compared.compare(["8"], "8.0")).equal
+        assert await compared.equal(["8"], "8.0")
         (worker,) = compared._idle
         worker.send_signal(signal.SIGSTOP)
-        waiting = asyncio.create_task(compared.compare(["7"], "7"))
+        waiting = asyncio.create_task(compared.equal(["7"], "7"))
         worker.send_signal(signal.SIGSEGV)
         worker.send_signal(signal.SIGCONT)
         with pytest.raises(ScorerFailed, match=r"answer of the key ends the process that reads it \(status -11\)"):
@@ -164,14 +177,14 @@ async def test_an_answer_that_cannot_be_compared_is_wrong(scorer: MathScorer, te
 async def test_time_in_which_a_worker_does_not_run_does_not_count() -> None:
     compared = pool(compare_s_max=0.5)
     try:
-        assert (await compared.compare(["8"], "8.0")).equal
+        assert await compared.equal(["8"], "8.0")
         (worker,) = compared._idle
         worker.send_signal(signal.SIGSTOP)
-        waiting = asyncio.create_task(compared.compare(["8"], "8.00"))
+        waiting = asyncio.create_task(compared.equal(["8"], "8.00"))
         done, _ = await asyncio.wait({waiting}, timeout=1.0)
         assert not done
         worker.send_signal(signal.SIGCONT)
-        assert (await waiting).equal
+        assert await waiting
     finally:
         await compared.close()
 
@@ -187,7 +200,7 @@ def test_the_timeout_of_the_entry_limits_the_cpu_time() -> None:
 async def test_an_answer_longer_than_a_line_of_the_worker_is_wrong() -> None:
     compared = pool()
     try:
-        assert not (await compared.compare(["7"], "\u4e2d" * 200_000)).equal
+        assert not await compared.equal(["7"], "\u4e2d" * 200_000)
     finally:
         await compared.close()
 
@@ -205,15 +218,15 @@ async def test_many_answers_beyond_the_limit_at_once_are_zeros_although_they_wai
 async def test_a_cancelled_comparison_never_answers_the_next_one() -> None:
     compared = pool()
     try:
-        assert (await compared.compare(["8"], "8.0")).equal
-        stuck = asyncio.create_task(compared.compare(["7"], SLOW))
+        assert await compared.equal(["8"], "8.0")
+        stuck = asyncio.create_task(compared.equal(["7"], SLOW))
         await asyncio.sleep(0)
         assert not compared._idle, "the worker has been asked"
         stuck.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stuck
-        assert not (await compared.compare(["8"], "9")).equal
-        assert (await compared.compare(["8"], "8.0")).equal
+        assert not await compared.equal(["8"], "9")
+        assert await compared.equal(["8"], "8.0")
     finally:
         await compared.close()
 
@@ -224,7 +237,7 @@ def test_comparing_works_outside_the_main_thread() -> None:
     async def compare() -> None:
         compared = pool()
         try:
-            found.append((await compared.compare(["1/2"], "0.5")).equal)
+            found.append(await compared.equal(["1/2"], "0.5"))
         finally:
             await compared.close()
 
@@ -236,12 +249,12 @@ def test_comparing_works_outside_the_main_thread() -> None:
 
 PARENT = """
 import asyncio
-from rollmesh.services.reward.math_pool import MathPool
-from rollmesh.shared.config.registry import Extension
+from rollmesh.services.reward.worker_pool import WorkerPool
 
 async def main():
-    pool = MathPool(num_workers=1, compare_s_max=60.0, start_s_max=60.0, memory_bytes_max=4 << 30)
-    await pool.compare(["1"], "1")
+    module = "rollmesh.services.reward.math_worker"
+    pool = WorkerPool(module, "math", num_workers=1, compare_s_max=60.0, start_s_max=60.0, memory_bytes_max=4 << 30)
+    await pool.ask({"answers": ["1"]}, "1")
     print(pool._idle[0].pid, flush=True)
     await asyncio.sleep(60)
 

@@ -1,26 +1,21 @@
-"""A process that compares mathematical answers. It reads one JSON object per line and writes one per line, until its
-input ends.
+"""A process that compares mathematical answers (`worker_loop`).
 
-Request `{"answers": [...], "text": "...", "cpu_s": 2.0}`, first reply `{"key": true}` once the key has been read, then
-`{"equal": bool, "understood": "..."}` or `{"error": "..."}`. The kernel ends this process by SIGPROF when the key, or
-then the text, has taken `cpu_s` of CPU, also in C code; time in which other processes run does not count. A comparison
-repeats work on the key, so the text may take the CPU time of the key in addition. An error is one of the key: what
-cannot be parsed or compared in the text is a wrong answer.
+The key of a request is `{"answers": [...]}`, the reply `{"equal": bool, "understood": "..."}`. A comparison repeats
+work on the key, so the text may take the CPU time of the key in addition. An error is one of the key: what cannot be
+parsed or compared in the text is a wrong answer.
 """
 
 from __future__ import annotations
 
-import json
-import resource
-import signal
-import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from rollmesh.services.reward import math_text
+from rollmesh.services.reward.worker_loop import serve
 
 UNDERSTOOD_CHARS_MAX = 1000
 """Maximum characters of `understood`, so that a reply fits into a line that the pool reads."""
@@ -29,20 +24,7 @@ _KEYS_MAX = 256
 
 
 def main() -> None:
-    memory_bytes_max = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    comparer = Comparer()  # after the limit, so that the limit applies to it
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
-        key = comparer.key(tuple(request["answers"]))
-        signal.setitimer(signal.ITIMER_PROF, request["cpu_s"] + key.cpu_s)
-        print(json.dumps({"key": True}), flush=True)
-        reply = comparer.reply(key, request["text"])
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(reply), flush=True)
+    serve(Comparer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +57,9 @@ class Comparer:
         self._boxed = extract_boxed_content
         self._zero = sympy.Integer(0)
         self.key = lru_cache(maxsize=_KEYS_MAX)(self._key)
+
+    def read(self, request: Mapping[str, Any]) -> Key:
+        return self.key(tuple(request["answers"]))
 
     def reply(self, key: Key, text: str) -> dict[str, Any]:
         if key.error:

@@ -22,12 +22,14 @@ from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import Scorer, not_applicable
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten, verdict
+from rollmesh.services.reward.scorers.compared import ComparedOptions, ComparedScorer
+from rollmesh.services.reward.scorers.extract import not_applicable, shorten, verdict
 from rollmesh.shared.config.settings import PositiveFloat
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.errors import ConfigError
 
 
-class MathOptions(AnswerOptions):
+class MathOptions(ComparedOptions):
     """Settings of the math scorer. With an empty `pattern`, the answer is the last `\\boxed`, or what follows "answer
     is", or else the last number."""
 
@@ -42,26 +44,18 @@ class MathOptions(AnswerOptions):
     """Address space of a worker, in bytes."""
 
 
-class MathScorer(Scorer):
+class MathScorer(ComparedScorer):
     """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = MathOptions
     version = "2"
+    worker = "rollmesh.services.reward.math_worker"
+    what = "math"
 
     def __init__(self, *, options: MathOptions) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("the math scorer needs math-verify: pip install 'rollmesh[verify]'")
-        self._extractor = Extractor(options)
-        self._pool = MathPool(
-            num_workers=options.num_workers,
-            compare_s_max=options.compare_s_max,
-            start_s_max=options.start_s_max,
-            memory_bytes_max=options.memory_bytes_max,
-        )
-
-    def use_timeout(self, timeout_s: float) -> None:
-        """Limit the CPU time of a comparison by `timeout_s` of the entry. A wait for a worker is not the answer's."""
-        self._pool.compare_s_max = min(self._pool.compare_s_max, timeout_s)
+        super().__init__(options=options)
 
     async def score(self, item: ScoreItem) -> Reward:
         if item.answer_key is None or not item.answer_key.answers:
@@ -69,8 +63,7 @@ class MathScorer(Scorer):
         found = self._extractor.find(item)
         if not found or found in item.answer_key.answers:
             return verdict(bool(found), found)
-        comparison = await self._pool.compare(item.answer_key.answers, found)
-        return verdict(comparison.equal, shorten(comparison.understood) or found)
-
-    async def close(self) -> None:
-        await self._pool.close()
+        reply = await self._pool.ask({"answers": list(item.answer_key.answers)}, found)
+        if reply is None:  # more CPU time or memory than it may use
+            return verdict(False, found)
+        return verdict(bool(reply["equal"]), shorten(str(reply["understood"])) or found)

@@ -1,5 +1,5 @@
-"""A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after they
-have exited.
+"""A pool of worker processes that compare an answer with a key by code whose time has no bound, such as sympy or a
+regular expression. Workers start on demand and are replaced after they have exited.
 
 The CPU time of a comparison is bounded, not its duration, so a loaded host changes no result. The key and the answer
 are measured apart: a worker reports when it has read the key, so that a request that exceeds the bound, or that crashes
@@ -17,8 +17,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 from rollmesh.shared.errors import ScorerFailed
 from rollmesh.shared.process.process_launch import bound_to_parent
@@ -30,18 +30,22 @@ _ENDED_BY_REQUEST = frozenset(
 """Exit statuses of a worker that has exceeded its CPU time or memory, or has overflowed its stack."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Whether the text equals an accepted answer, and the parsed text (empty if it cannot be parsed)."""
+class WorkerPool:
+    """Compares in processes that run a module with `worker_loop.serve`."""
 
-    equal: bool
-    understood: str
-
-
-class MathPool:
-    """Compares through `rollmesh.services.reward.math_worker`."""
-
-    def __init__(self, *, num_workers: int, compare_s_max: float, start_s_max: float, memory_bytes_max: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        what: str,
+        *,
+        num_workers: int,
+        compare_s_max: float,
+        start_s_max: float,
+        memory_bytes_max: int,
+    ) -> None:
+        """`module` is the program of a worker. `what` names the kind of the workers in errors, such as "math"."""
+        self._module = module
+        self._what = what
         self._slots = asyncio.Semaphore(num_workers)
         self.compare_s_max = compare_s_max
         """Maximum CPU time of a comparison, in seconds."""
@@ -50,19 +54,17 @@ class MathPool:
         self._idle: list[Process] = []
         self._closed = False
 
-    async def compare(self, answers: Sequence[str], text: str) -> Comparison:
-        """Compare a text with accepted answers. A text that needs more than `compare_s_max` of CPU is not equal.
+    async def ask(self, key: Mapping[str, Any], text: str) -> dict[str, Any] | None:
+        """Return the reply of a worker on a text and a key, or None if the text needs more than `compare_s_max` of CPU
+        or ends the worker.
 
-        Raise ScorerFailed if the key cannot be compared with any text, or if a worker fails without a cause in the
-        request.
+        Raise ScorerFailed if no text can be compared with the key, or if a worker fails without a cause in the request.
         """
         async with self._slots:
-            reply = await self._ask(answers, text)
-        if reply is None:
-            return Comparison(False, "")
-        if "error" in reply:
+            reply = await self._ask(key, text)
+        if reply is not None and "error" in reply:
             raise ScorerFailed(f"comparison failed: {reply['error']}; correct the key of the task")
-        return Comparison(bool(reply["equal"]), str(reply["understood"]))
+        return reply
 
     async def close(self) -> None:
         """End all idle workers. A running comparison ends by the cancellation of its caller or by its timeout."""
@@ -73,7 +75,7 @@ class MathPool:
         await asyncio.gather(*(worker.wait() for worker in workers))
 
     async def _start(self) -> Process:
-        command = [sys.executable, "-m", "rollmesh.services.reward.math_worker", str(self._memory_bytes_max)]
+        command = [sys.executable, "-m", self._module, str(self._memory_bytes_max)]
         worker = await asyncio.create_subprocess_exec(
             *bound_to_parent(command),
             stdin=PIPE,
@@ -85,36 +87,38 @@ class MathPool:
         try:
             async with asyncio.timeout(self._start_s_max):
                 if await _reply_of(worker) is None:
-                    raise ScorerFailed(f"a math worker exited with status {await worker.wait()} while it started")
+                    raise ScorerFailed(
+                        f"a {self._what} worker exited with status {await worker.wait()} while it started"
+                    )
         except TimeoutError:
             _kill(worker)
-            raise ScorerFailed(f"a math worker did not start within {self._start_s_max} s") from None
+            raise ScorerFailed(f"a {self._what} worker did not start within {self._start_s_max} s") from None
         except BaseException:
             _kill(worker)
             raise
         return worker
 
-    async def _ask(self, answers: Sequence[str], text: str) -> dict[str, object] | None:
+    async def _ask(self, key: Mapping[str, Any], text: str) -> dict[str, Any] | None:
         """Return the reply of a worker, or None if the text has ended the worker. Raise ScorerFailed if the key has."""
         if self._closed:
-            raise ScorerFailed("the math scorer is closed")
+            raise ScorerFailed(f"the {self._what} scorer is closed")
         worker = self._idle.pop() if self._idle else await self._start()
         assert worker.stdin is not None
         try:
-            request = {"answers": list(answers), "text": text, "cpu_s": self.compare_s_max}
+            request = {**key, "text": text, "cpu_s": self.compare_s_max}
             worker.stdin.write(json.dumps(request).encode() + b"\n")
             await worker.stdin.drain()
-            key = await _reply_of(worker)
-            reply = await _reply_of(worker) if key is not None else None
+            begun = await _reply_of(worker)
+            reply = await _reply_of(worker) if begun is not None else None
             if reply is None and await worker.wait() not in _ENDED_BY_REQUEST:
-                raise ScorerFailed(f"a math worker exited with status {worker.returncode}")
+                raise ScorerFailed(f"a {self._what} worker exited with status {worker.returncode}")
         except OSError as error:
             _kill(worker)
-            raise ScorerFailed(f"a math worker exited: {error}") from error
+            raise ScorerFailed(f"a {self._what} worker exited: {error}") from error
         except BaseException:
             _kill(worker)
             raise
-        if key is None:
+        if begun is None:
             cause = f"needs more than {self.compare_s_max:g} s of CPU to compare (`compare_s_max`)"
             if worker.returncode != -signal.SIGPROF:
                 cause = f"ends the process that reads it (status {worker.returncode})"
@@ -126,13 +130,13 @@ class MathPool:
         return reply
 
 
-async def _reply_of(worker: Process) -> dict[str, object] | None:
+async def _reply_of(worker: Process) -> dict[str, Any] | None:
     """Return the next line of a worker, or None if it has exited."""
     assert worker.stdout is not None
     line = await worker.stdout.readline()
     if not line:
         return None
-    reply: dict[str, object] = json.loads(line)
+    reply: dict[str, Any] = json.loads(line)
     return reply
 
 
