@@ -49,6 +49,7 @@ CONFIGURED = {
     "services/rollmesh/services/data/jsonl_source.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/engine.py": 1,  # an escaped answer
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator
+    "services/rollmesh/services/reward/regex_worker.py": 1,  # of the operator, in a process with a limit of CPU time
     "services/rollmesh/services/reward/scorers/extract.py": 1,  # of the operator, on at most 16,384 characters
     "services/rollmesh/services/rollout/conversation.py": 1,  # escaped tags
     "services/rollmesh/services/rollout/tokenizer.py": 1,  # escaped tags
@@ -129,10 +130,12 @@ def resolved(node: ast.expr, constants: dict[str, str]) -> str | None:
 
 def defaults() -> Iterator[Use]:
     """Yield the default patterns of the built-in scorers, which search the text of the model."""
-    for name in ("exact", "math", "tests", "format", "turn_success"):
+    for name in ("exact", "math", "tests", "format", "turn_success", "squad", "choice", "regex", "ngram"):
         module = importlib.import_module(f"rollmesh.services.reward.scorers.{name}")
         (options,) = [
-            value for key, value in vars(module).items() if key.endswith("Options") and key != "AnswerOptions"
+            value
+            for key, value in vars(module).items()
+            if key.endswith("Options") and key not in ("AnswerOptions", "ComparedOptions")
         ]
         pattern = next(value for key, value in structs.asdict(options()).items() if key.endswith("pattern"))
         source = "extract" if pattern == ANSWER_TAG else name

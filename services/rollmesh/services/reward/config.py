@@ -28,8 +28,7 @@ from rollmesh.trainer.estimators import make_estimator
 
 
 class ScorerConfig(Extension):
-    """One scorer: `exact`, `math`, `format`, `length`, `turn_success`, `tests`, `environment`, or your own, with the
-    name of its reward."""
+    """One scorer: a built-in one such as `exact`, or your own, with the name of its reward."""
 
     reward: str = ""
     """Name of its reward within the run. Default: the short name of the scorer."""

@@ -156,6 +156,13 @@ SCORERS = Registry(
         "control": "rollmesh.services.reward.scorers.control:ControlScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
         "environment": "rollmesh.services.reward.scorers.environment:EnvironmentScorer",
+        "squad": "rollmesh.services.reward.scorers.squad:SquadScorer",
+        "choice": "rollmesh.services.reward.scorers.choice:ChoiceScorer",
+        "regex": "rollmesh.services.reward.scorers.regex:RegexScorer",
+        "json_schema": "rollmesh.services.reward.scorers.json_schema:JsonSchemaScorer",
+        "ngram": "rollmesh.services.reward.scorers.ngram:NgramScorer",
+        "repetition": "rollmesh.services.reward.scorers.repetition:RepetitionScorer",
+        "rubric": "rollmesh.services.reward.scorers.rubric:RubricScorer",
     },
     Scorer,
 )
