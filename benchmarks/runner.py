@@ -26,6 +26,7 @@ BENCHES = (
     "recovery",
     "time_to_success",
     "recipes",
+    "scorers",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
 BY_NAME = ("vllm", "race", "weights", "publish_to_active", "open_connections")
