@@ -108,7 +108,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.row("S092", missing="The progress tracker, the refiner, and the SFT on the answer.")
+@pytest.mark.row("S092")
 def test_an_estimator_reads_turns_observations_answers_and_text_of_all_members(folder: Path) -> None:
     out = folder / "run"
     done = CliRunner().invoke(app, ["train", str(folder / "run.yaml"), "--out", str(out), "--json", "--in-process"])

@@ -82,7 +82,7 @@ async def tool_box(folder: Path, made: Parts) -> AsyncIterator[ToolBox]:
             await client.close()
 
 
-@pytest.mark.row("S092", missing="The progress tracker, the refiner, and the SFT on the answer.")
+@pytest.mark.row("S092")
 async def test_agent_searches_browses_and_retrieves_by_config_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

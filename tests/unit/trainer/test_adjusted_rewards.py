@@ -85,6 +85,7 @@ def test_the_reward_has_the_gradient_of_the_divergence_of_samples_and_k2_that_of
 # StableReinforce ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.row("S032")
 def test_stable_reinforce_sets_outliers_to_zero() -> None:
     """One of 16 rewards is 16 and the others are 0: mean 1, deviation sqrt(15), z = 15 / sqrt(15) = 3.87 and -1 /
     sqrt(15) = -0.26."""

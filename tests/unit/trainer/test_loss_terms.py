@@ -166,6 +166,7 @@ def test_gmpo_equals_the_hand_computed_value() -> None:
         assert stats["clipped"].tolist() == clipped
 
 
+@pytest.mark.row("S032")
 def test_a_limit_of_the_log_ratio_bounds_the_loss_before_the_clip() -> None:
     """Log-ratios 1000 and log 900 with A = -1 and the limit log 1000: losses 1000 and 900, and no gradient for the
     first."""

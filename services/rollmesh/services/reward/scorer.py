@@ -163,6 +163,11 @@ SCORERS = Registry(
         "ngram": "rollmesh.services.reward.scorers.ngram:NgramScorer",
         "repetition": "rollmesh.services.reward.scorers.repetition:RepetitionScorer",
         "rubric": "rollmesh.services.reward.scorers.rubric:RubricScorer",
+        "search_answer": "rollmesh.services.reward.scorers.search_answer:SearchAnswerScorer",
+        "progress": "rollmesh.services.reward.scorers.progress:ProgressScorer",
+        "reference_prob": "rollmesh.services.reward.scorers.reference_prob:ReferenceProbScorer",
+        "process_reward": "rollmesh.services.reward.scorers.process_reward:ProcessRewardScorer",
+        "consistent": "rollmesh.services.reward.scorers.consistent:ConsistentScorer",
     },
     Scorer,
 )

@@ -65,6 +65,7 @@ AGENTS = Registry(
         "single_turn": "rollmesh.services.rollout.agents.single_turn:SingleTurnAgent",
         "try_again": "rollmesh.services.rollout.agents.try_again:TryAgainAgent",
         "summarizing": "rollmesh.services.rollout.agents.summarizing:SummarizingAgent",
+        "refined_search": "rollmesh.services.rollout.agents.refined_search:RefinedSearchAgent",
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
     },

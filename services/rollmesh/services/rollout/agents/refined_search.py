@@ -1,0 +1,90 @@
+"""The tool-calling agent whose tool results another model refines, and whose answer is also given.
+
+The refiner is an endpoint. It gets the task, the call and the result, and returns the passages that help, in fewer
+words; the model observes them behind the ids of the documents of the result (lines `id: ...`, as the tool `search`
+writes them), so that the scorer `progress` sees what was retrieved. A result of an error is not refined.
+
+While training, a task with the label of `solution` also gives a sample that ends with this text in place of the answer
+of the model, after the same queries and documents, with tokens that only supervised terms train on (docs/agents.md).
+The run needs `external_sources: [dataset]`.
+
+Source: IM-RAG (2024-05, arXiv:2405.13021): reasoner, retriever, refiner, and supervised fine-tuning of the answer. The
+paper trains the queries and the answer in two stages, and this agent in one run.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import msgspec
+
+from rollmesh.services.rollout.agent import LimitReached, Task
+from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent, parse_call
+from rollmesh.services.rollout.environment import Environment
+from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, Settings
+from rollmesh.shared.domain.trajectory import FinishReason, Purpose, Role, Source
+
+QUESTION = """\
+[Task]
+{task}
+
+[Call of the tool {tool}]
+{call}
+
+[Result]
+{result}
+
+Return the parts of the result that help with the task, in the order of their use. Add nothing."""
+_ID = re.compile(r"^id: [^\n]+$", re.MULTILINE)
+
+
+class RefinedSearchOptions(Settings):
+    """Settings of the agent with a refiner."""
+
+    endpoint: NonEmptyStr = "refiner"
+    """Name of the refiner in the table `endpoints`."""
+    solution: str = "solution"
+    """Label of the task with the right answer as the model must write it. Empty: no answer is given."""
+    weight: NonNegativeFloat = 0.25
+    """Weight of the sample with the given answer, which every episode of a group gives."""
+
+
+class RefinedSearchAgent(ToolCallingAgent):
+    """Generate, call, observe what the refiner returns, until the model answers."""
+
+    Options: ClassVar[type[msgspec.Struct]] = RefinedSearchOptions
+
+    def __init__(self, *, options: RefinedSearchOptions) -> None:
+        self._options = options
+
+    async def run(self, task: Task, env: Environment) -> None:
+        solution = task.labels.get(self._options.solution, "") if env.purpose is Purpose.TRAIN else ""
+        acted = False
+        try:
+            while True:
+                before = env.branch()
+                turn = await env.generate()
+                acted = True
+                call = parse_call(turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
+                if call is None:
+                    if solution:
+                        given = before.encode(solution, end=True)
+                        before.append(given, role=Role.ACTION, source=Source.DATASET, train=True)
+                        before.sample(weight=self._options.weight)
+                    return
+                if not env.turns_left:
+                    raise LimitReached("turns")
+                env.observe(call.error or await self._refined(task, env, call.name, call.text))
+        finally:
+            if acted:
+                env.sample()
+
+    async def _refined(self, task: Task, env: Environment, tool: str, call: str) -> str:
+        result = await env.tool(tool, call)
+        if not result.ok or not result.text.strip():
+            return result.text
+        asked = task.messages[-1].content if task.messages else ""
+        question = QUESTION.format(task=asked, tool=tool, call=call, result=result.text)
+        answer = await env.ask(self._options.endpoint, question, temperature=0.0)
+        return "\n".join([*_ID.findall(result.text), answer.text])
