@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 from rollmesh.demo.families.calc import demonstrate
 from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.agents.prefix import PrefixAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.domain.trajectory import Purpose, Role, Source
@@ -24,5 +27,17 @@ class FirstGiven(ToolCallingAgent):
         _give(env, f"<answer>{shown.answer}</answer>")
 
 
-def _give(env: Environment, text: str) -> None:
-    env.append(env.encode(text, end=True, markup=True), role=Role.ACTION, source=Source.DATASET, train=True)
+class FirstTurnsGiven(PrefixAgent):
+    """The agent `prefix` for calculator tasks: the parts of a solution are its turns, of which the first ones are
+    given. The model plays the others."""
+
+    def give(self, task: Task, env: Environment, rng: random.Random) -> str:
+        shown = demonstrate(task.messages[-1].content)
+        for call, result in shown.calls[: self.length(rng, len(shown.calls) + 1)]:
+            _give(env, f"<tool_call>{call}</tool_call>", train=False)
+            env.observe(result)
+        return ""
+
+
+def _give(env: Environment, text: str, *, train: bool = True) -> None:
+    env.append(env.encode(text, end=True, markup=True), role=Role.ACTION, source=Source.DATASET, train=train)

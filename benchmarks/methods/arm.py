@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.methods.expectations import expected_of
 from benchmarks.methods.records import EVAL_SAMPLES, ArmRecord, EvalPoint, MethodArm, UpdatePoint
-from benchmarks.methods.tasks import SETTINGS, SUPPLIED, TASKS, TaskOfMethods
+from benchmarks.methods.tasks import AGENTS, SETTINGS, SUPPLIED, TASKS, TaskOfMethods
 from benchmarks.race.bare_loop import BareLoop, training_sample
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.demo.make_model import make_model
@@ -98,7 +98,7 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     supplied = [dict(scorer) for reward, scorer in SUPPLIED.items() if reward in named]
     reward = {**task.reward, "scorers": [*task.reward["scorers"], *supplied]}
     common = merged(SETTINGS, dict(task.settings))
-    agent = task.agent if about.given_solutions else "tool_calling"
+    agent = task.agent if about.given_solutions else _agent(recipe)
     own = merged(
         common,
         {
@@ -115,6 +115,14 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     code = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in _own_files(recipe, file.parent)}
     covered = {"recipe": recipe, "task": own, "model": task.model, "success": task.success, "updates": task.updates}
     return config, file.parent, {**covered, **({"code": code} if code else {})}
+
+
+def _agent(recipe: Mapping[str, Any]) -> str | dict[str, Any]:
+    """Return the agent of a recipe, or the one of the bench in its place."""
+    chosen = recipe.get("rollout", {}).get("agent", "tool_calling")
+    if isinstance(chosen, str):
+        return AGENTS.get(chosen, chosen)
+    return {**chosen, "name": AGENTS.get(chosen["name"], chosen["name"])}
 
 
 def _own_files(tree: object, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -61,7 +61,8 @@ class TaskOfMethods:
     """Settings of `MadeModelConfig`."""
     reward: Mapping[str, Any]
     agent: str = "tool_calling"
-    """Agent for recipes that learn from given solutions. The others have `tool_calling`."""
+    """Agent for recipes that learn from given solutions. The others have `tool_calling`, or the agent that the recipe
+    names."""
     success: str = "correct"
     """Reward that evaluations measure as success; it is not always one that is trained on."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +73,8 @@ class TaskOfMethods:
 
 LATE_FILLERS = 0.5**3
 """Probability of reproducing the turns of `late` that do not matter, by which the target of its model is measured."""
+AGENTS: Mapping[str, str] = {"prefix": "benchmarks.methods.agents:FirstTurnsGiven"}
+"""Agents in place of built-in ones that a recipe names: those that know the solutions of calculator tasks."""
 SUPPLIED: Mapping[str, Mapping[str, Any]] = {
     "prior": {"name": f"{SCORERS}:LevelPrior", "reward": "prior"},
     "called": {"name": "turn_success", "reward": "called"},

@@ -68,6 +68,8 @@ AGENTS = Registry(
         "refined_search": "rollmesh.services.rollout.agents.refined_search:RefinedSearchAgent",
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
+        "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
+        "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
     },
     Agent,
 )

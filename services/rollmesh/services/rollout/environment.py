@@ -572,6 +572,10 @@ class Environment:
         tokens = tokenizer.encode_markup(text) if markup else tokenizer.encode_text(text)
         return np.concatenate([tokens, tokenizer.encode_markup(self.format.turn_end)]) if end else tokens
 
+    def decode(self, token_ids: IntArray) -> str:
+        """Return the text of tokens [n], with special tokens as text."""
+        return self._state.tokenizer.decode(token_ids)
+
     @property
     def token_ids(self) -> IntArray:
         """All tokens of this branch, [n] int32."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from rollmesh.services.rollout.agent import Agent, LimitReached, Task
+from rollmesh.services.rollout.agent import Agent, LimitReached, Task, Turn
 from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.environment import Environment
@@ -34,14 +34,27 @@ class ToolCallingAgent(Agent):
     """Generate, call and observe until the model answers."""
 
     async def run(self, task: Task, env: Environment) -> None:
-        while True:
-            turn = await env.generate()
-            call = parse_call(turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
-            if call is None:
-                return
-            if not env.turns_left:
-                raise LimitReached("turns")  # before the call, because no turn could use its result
-            env.observe(call.rejected or await env.tool(call.name, call.text))
+        await act(task, env)
+
+
+async def act(
+    task: Task, env: Environment, *, opening: str = "", played: list[tuple[Environment, Turn]] | None = None
+) -> None:
+    """Generate, call and observe until the model answers. `opening` is the text of the given tokens that begin the next
+    turn. `played` gets each turn, with a fork of the branch before it. Raises `LimitReached`."""
+    while True:
+        before = None if played is None else await env.fork()
+        turn = await env.generate()
+        if played is not None and before is not None:
+            played.append((before, turn))
+        said = opening + turn.text
+        call = parse_call(said, env.format, task.tools) if turn.finish is FinishReason.STOP else None
+        if call is None:
+            return
+        if not env.turns_left:
+            raise LimitReached("turns")  # before the call, because no turn could use its result
+        env.observe(call.rejected or await env.tool(call.name, call.text))
+        opening = ""
 
 
 def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall | None:
