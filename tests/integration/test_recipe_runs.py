@@ -133,6 +133,7 @@ OWN = {
     "vcpo": "estimator/sequence_ess",
     "seeupo": "loss",
     "archer": "estimator/q_mean",
+    "riql": "estimator/weight_mean",
     "stable_reinforce": "estimator/outliers",
     "campo": "estimator/loop_share_mean",
     "grpo_kl_reward": "estimator/kl_mean",

