@@ -87,14 +87,16 @@ async def test_an_evaluation_delays_only_engines_that_hold_one_version(
     assert all({span.step for s in fact.samples for span in s.steps} == {evaluated[fact.group]} for fact in scored)
 
 
-@pytest.mark.row("S012", missing="The bounded loss and the masks: test_dora.py.")
+@pytest.mark.row("S012")
 @pytest.mark.parametrize("pin", ["none", "response"])
 async def test_pinned_responses_of_a_run_have_one_version_each(tmp_path: Path, model: Path, pin: str) -> None:
 
     slow = {"tokens_per_step": 1, "step_s": 0.01}  # a response lasts over several updates
     made = config(model, agent="single_turn", versions_max=4, pin=pin, **slow)
     async with Mesh(made, run_dir=tmp_path / "run") as mesh:
-        operator = Operator(mesh)
+        operator, nodes = Operator(mesh), nodes_of(mesh)
+        await operator.until(lambda s: any(n.state.held for n in nodes) or policy(s).applied_step > 2 * ETA)
+        assert any(node.state.held for node in nodes) is (pin == "response"), "an older version beside the active one"
         await operator.finished()
         report, facts = await operator.audit(), await operator.facts()
     assert report.holds, report.to_text()

@@ -65,7 +65,7 @@ def test_the_learner_is_not_slower(scenario: Scenario) -> None:
     assert late.lag_mean <= 1.02 * early.lag_mean
 
 
-@pytest.mark.row("S005")
+@pytest.mark.row("S005", "S012")
 @pytest.mark.parametrize("seed", range(2))
 def test_no_sample_is_older_than_the_bound_and_staleness_makes_the_run_faster(seed: int) -> None:
     """Episodes with a heavy tail. With a bound of 0 the run is synchronous: every update trains only on samples of the

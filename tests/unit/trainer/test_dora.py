@@ -22,7 +22,7 @@ def dora() -> UpdateConfig:
     return config_from_dict(MeshConfig, {"recipe": "dora", "learner": {"normalization_tokens": LONGEST}}).learner
 
 
-@pytest.mark.row("S012", missing="The first two clauses: test_versions_mesh.py.")
+@pytest.mark.row("S012")
 def test_the_objective_of_dora_equals_the_hand_computed_value() -> None:
     """Two samples of 2 and 3 tokens and L = 4, so that every token weighs 1 / 8. Ratios pi / prox 2, 2, 3000, 0.5, 0.5
     and weights prox / mu 1, 1, 4, 0.5, 1:
@@ -41,7 +41,7 @@ def test_the_objective_of_dora_equals_the_hand_computed_value() -> None:
     assert gradient_of(loss, pi) == pytest.approx([0, 2 / 8, 0, -0.25 / 8, 0])
 
 
-@pytest.mark.row("S012", missing="The first two clauses: test_versions_mesh.py.")
+@pytest.mark.row("S012")
 @pytest.mark.parametrize("ratio", [1e2, 1e9, 1e30])
 def test_a_bad_token_has_a_bounded_loss_whatever_its_ratio(ratio: float) -> None:
     prox = logs(1.0)
@@ -51,7 +51,7 @@ def test_a_bad_token_has_a_bounded_loss_whatever_its_ratio(ratio: float) -> None
     assert gradient_of(loss, pi) == [0.0]
 
 
-@pytest.mark.row("S012", missing="The first two clauses: test_versions_mesh.py.")
+@pytest.mark.row("S012")
 def test_an_update_of_dora_trains_neither_truncated_samples_nor_those_of_a_failed_sandbox() -> None:
     """Rewards 1, 0, 1, 0 and a failure. The advantages of the first four are those without it: 1 and -1."""
     stop, cut = FinishReason.STOP, FinishReason.LENGTH
