@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,7 +42,7 @@ class FilterSmall(Finalizer):
 """
 
 
-def config(folder: Path, *finalizers: str, **run: int) -> MeshConfig:
+def config(folder: Path, *finalizers: str, **run: Any) -> MeshConfig:
     (folder / "drop.py").write_text(DROP)
     made = mesh_config(save_model_folder(folder / "model"), batch_groups=2, group_size=3, **run)
     chosen = tuple(Extension(f"{folder / 'drop.py'}:{name}") for name in finalizers)

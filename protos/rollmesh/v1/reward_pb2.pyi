@@ -59,6 +59,8 @@ class ScoreItem(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    SCORERS_FIELD_NUMBER: _builtins.int
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_REWARDS_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C traceparent of the calling span; empty if not traced. It is not in the call metadata, because many episodes share a request."""
@@ -82,6 +84,16 @@ class ScoreItem(_message.Message):
         """
 
     @_builtins.property
+    def scorers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the rewards that are asked for, as in ScorerInfo.rewards. The scorers that give them run, and those whose rewards they read.
+        Empty: all scorers.
+        """
+
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.EndpointUse]:
+        """What the agent asked of endpoints until now."""
+
+    @_builtins.property
     def environment_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnvironmentReward]:
         """Rewards that the environment or agent of the episode gave, at most 1024. The worker writes them. A text of the model cannot contain
         one. Empty if the agent gave none.
@@ -95,11 +107,13 @@ class ScoreItem(_message.Message):
         samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
         traceparent: _builtins.str = ...,
         segments: _abc.Iterable[_types_pb2.Segment] | None = ...,
+        scorers: _abc.Iterable[_builtins.str] | None = ...,
+        endpoints: _abc.Iterable[_types_pb2.EndpointUse] | None = ...,
         environment_rewards: _abc.Iterable[Global___EnvironmentReward] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment_rewards", b"environment_rewards", "key", b"key", "samples", b"samples", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "environment_rewards", b"environment_rewards", "key", b"key", "samples", b"samples", "scorers", b"scorers", "segments", b"segments", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,6 +420,7 @@ class ScorerInfo(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the config."""
     scorer: _builtins.str
@@ -422,6 +437,10 @@ class ScorerInfo(_message.Message):
         for sampled tokens.
         """
 
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the rewards of other scorers that it reads. It runs after them."""
+
     def __init__(
         self,
         *,
@@ -430,10 +449,11 @@ class ScorerInfo(_message.Message):
         rewards: _abc.Iterable[_builtins.str] | None = ...,
         description: _builtins.str = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
+        reads: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "reads", b"reads", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,7 +471,7 @@ class ListScorersResponse(_message.Message):
     """Names of the finalizers in the order in which they run, separated by ", "."""
     @_builtins.property
     def scorers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScorerInfo]:
-        """In the order in which they run."""
+        """In the order of the configuration."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class RewardServiceServicer(object):
         Errors:
         NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
         INVALID_ARGUMENT: an item has no samples or no task, or a malformed segment, or a sample whose leaf is not a segment, or a malformed
-        reward of its environment, or one that no scorer declares.
+        reward of its environment, or one that no scorer declares, or it asks for a reward that no scorer gives.
         RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

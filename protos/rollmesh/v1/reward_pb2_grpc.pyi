@@ -39,7 +39,7 @@ class RewardServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
       INVALID_ARGUMENT: an item has no samples or no task, or a malformed segment, or a sample whose leaf is not a segment, or a malformed
-        reward of its environment, or one that no scorer declares.
+        reward of its environment, or one that no scorer declares, or it asks for a reward that no scorer gives.
       RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
     """
     FinalizeGroup: _grpc.UnaryUnaryMultiCallable[_reward_pb2.FinalizeGroupRequest, _reward_pb2.FinalizeGroupResponse]
@@ -61,7 +61,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     Errors:
       NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
       INVALID_ARGUMENT: an item has no samples or no task, or a malformed segment, or a sample whose leaf is not a segment, or a malformed
-        reward of its environment, or one that no scorer declares.
+        reward of its environment, or one that no scorer declares, or it asks for a reward that no scorer gives.
       RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
     """
     FinalizeGroup: _aio.UnaryUnaryMultiCallable[_reward_pb2.FinalizeGroupRequest, _reward_pb2.FinalizeGroupResponse]  # type: ignore[assignment]
@@ -86,7 +86,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
           INVALID_ARGUMENT: an item has no samples or no task, or a malformed segment, or a sample whose leaf is not a segment, or a malformed
-            reward of its environment, or one that no scorer declares.
+            reward of its environment, or one that no scorer declares, or it asks for a reward that no scorer gives.
           RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
         """
 

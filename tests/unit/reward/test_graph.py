@@ -12,7 +12,6 @@ from msgspec import structs
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
 from rollmesh.services.reward.engine import RewardEngine
-from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import BatchScorer, Scorer, ScorerResult, not_applicable
@@ -45,7 +44,7 @@ def scorer(name: str, made: Scorer, **settings: Any) -> ConfiguredScorer:
 def engine(*scorers: ConfiguredScorer, concurrency_max: int = 8) -> RewardEngine:
     return RewardEngine(
         scorers=scorers,
-        finalizer=KeepAllFinalizer(),
+        finalizers=(),
         oracles=Oracles({}),
         estimator=make_estimator("grpo"),
         concurrency_max=concurrency_max,

@@ -17,8 +17,6 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
-from rollmesh.services.reward.math_pool import MathPool
-from rollmesh.services.reward.engine import run_scorer
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
 from rollmesh.services.reward.worker_pool import WorkerPool

@@ -166,7 +166,7 @@ class TablePolicy:
         found = []
         for under, tokens in pairs:
             text = "".join(chr(int(token)) for token in tokens)
-            before = "".join(chr(int(token)) for token in under)  # type: ignore[call-overload]
+            before = "".join(chr(int(token)) for token in under)  # type: ignore[arg-type]
             self.asked.append((before, text))
             table = self.tables[before != "?"]
             logprobs = np.array([math.log(table[char]) for char in text], dtype=np.float32)

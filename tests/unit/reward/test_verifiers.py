@@ -13,7 +13,6 @@ import pytest
 from msgspec.structs import replace
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine, build_scorer
-from rollmesh.services.reward.engine import run_scorer
 from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
 from rollmesh.services.reward.schema_worker import Validator
 from rollmesh.services.reward.scorer import SCORERS, Scorer
@@ -44,7 +43,7 @@ async def scored(name: str, options: Mapping[str, Any], *items: ScoreItem) -> li
     """Return the rewards as the engine records them, with failures."""
     configured = build_scorer(ScorerConfig(name=name, options=dict(options)), None)
     try:
-        return [(await run_scorer(configured, one))[0] for one in items]
+        return [(await builders.rewards_by(configured, one))[0] for one in items]
     finally:
         await configured.scorer.close()
 

@@ -22,7 +22,7 @@ class ServicePort:
 
     def __init__(self, scorers: list[Mapping[str, Any]]) -> None:
         engine = build_engine(config_from_dict(RewardConfig, {"scorers": scorers}))
-        self._servicer = RewardServicer(engine, finalizer_name="keep_all")
+        self._servicer = RewardServicer(engine)
         self.items: list[reward_pb2.ScoreItem] = []
 
     async def columns(self) -> Collection[str]:

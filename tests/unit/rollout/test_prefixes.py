@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -176,7 +176,7 @@ class Learner:
             for e, s in samples
         ]
         advantages = make_estimator("grpo").of_group(GroupContext(group="g", task="t", members=tuple(members)))
-        gradient = Counter[str]()
+        gradient: dict[str, float] = defaultdict(float)
         for episode_of, sample in samples:
             answer = ""
             for segment in episode_of.path_segments(sample)[1:]:

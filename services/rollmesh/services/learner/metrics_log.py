@@ -1,10 +1,10 @@
 """Write metrics per update to `metrics.jsonl` and to TensorBoard event files.
 
 A line: {"update": 12, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": ..., "metrics": {...}, "seconds": {...}}.
-The learner writes it before the checkpoint of the update, so that every update of a checkpoint has a line after a crash.
-After a roll-back, lines of void updates remain, and the same updates follow with a higher incarnation. The last line of
-an update is valid. The tensorboard package writes event files without tensorflow and torch. Without the package they
-are omitted.
+The learner writes it before the checkpoint of the update, so that every update of a checkpoint has a line after a
+crash. After a roll-back, lines of void updates remain, and the same updates follow with a higher incarnation. The last
+line of an update is valid. The tensorboard package writes event files without tensorflow and torch. Without the package
+they are omitted.
 """
 
 from __future__ import annotations

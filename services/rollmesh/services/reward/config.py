@@ -10,7 +10,7 @@ from typing import Annotated, get_args
 
 from msgspec import Meta
 
-from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
+from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rollmesh.services.reward.engine import RewardEngine, Uses
+from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
 from rollmesh.services.reward.item import ScoreItem, TaskView, check_task_scorers, judged_path, num_action_tokens
 from rollmesh.services.reward.metrics import GROUPS

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.lease import Lease
-from rollmesh.shared.codec.trajectory import encode_key, encode_sample, encode_use
-from rollmesh.shared.domain.trajectory import EndpointUse, FinishReason, Outcome, Reward, Sample, Segment
 from rollmesh.shared.codec.environment_rewards import encode_environment_rewards
+from rollmesh.shared.codec.trajectory import encode_key, encode_sample, encode_use
 from rollmesh.shared.domain.environment_reward import EnvironmentReward
+from rollmesh.shared.domain.trajectory import EndpointUse, FinishReason, Outcome, Reward, Sample, Segment
 from rollmesh.shared.errors import ScorerFailed
 from rollmesh.v1 import reward_pb2, types_pb2
 

@@ -22,8 +22,8 @@ from msgspec import Meta
 
 from rollmesh.services.reward import math_text
 from rollmesh.services.reward.item import AnswerKey, ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten
 from rollmesh.shared.domain.trajectory import Reward
 
 _STATES = re.compile(

@@ -19,8 +19,8 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import ANSWER_END, AnswerOptions, Extractor, not_applicable, shorten
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import ANSWER_END, AnswerOptions, Extractor, shorten
 from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.endpoints.answer import Asks

@@ -15,8 +15,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from rollmesh.services.reward.item import JudgedTurn, ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import not_applicable
+from rollmesh.services.reward.scorer import Scorer, not_applicable
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.environment_reward import EnvironmentReward
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range

@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorer import not_applicable
 from rollmesh.services.reward.scorers.compared import ComparedOptions, ComparedScorer
-from rollmesh.services.reward.scorers.extract import compile_pattern, not_applicable, shorten
+from rollmesh.services.reward.scorers.extract import compile_pattern, shorten
 from rollmesh.services.reward.scorers.tests import CODE_BLOCK
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.errors import ConfigError

@@ -19,11 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.math_pool import MathPool
-from rollmesh.services.reward.scorer import Scorer, not_applicable
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten, verdict
+from rollmesh.services.reward.scorer import not_applicable
 from rollmesh.services.reward.scorers.compared import ComparedOptions, ComparedScorer
-from rollmesh.services.reward.scorers.extract import not_applicable, shorten, verdict
+from rollmesh.services.reward.scorers.extract import shorten, verdict
 from rollmesh.shared.config.settings import PositiveFloat
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.errors import ConfigError

@@ -24,8 +24,8 @@ import numpy as np
 from msgspec import Meta
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Policy, Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
+from rollmesh.services.reward.scorer import Policy, Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.domain.trajectory import IntArray, Reward
 

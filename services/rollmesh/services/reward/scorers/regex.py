@@ -12,8 +12,9 @@ from typing import ClassVar, Literal
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorer import not_applicable
 from rollmesh.services.reward.scorers.compared import ComparedOptions, ComparedScorer
-from rollmesh.services.reward.scorers.extract import compile_pattern, not_applicable, verdict
+from rollmesh.services.reward.scorers.extract import compile_pattern, verdict
 from rollmesh.shared.domain.trajectory import Reward
 
 

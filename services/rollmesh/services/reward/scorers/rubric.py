@@ -25,8 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from rollmesh.services.reward.item import ScoreItem, Where
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import not_applicable
+from rollmesh.services.reward.scorer import Scorer, not_applicable
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.endpoints.answer import Asks

@@ -19,8 +19,8 @@ import msgspec
 from msgspec import Meta
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten
 from rollmesh.services.reward.scorers.squad import word_f1
 from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.domain.trajectory import Reward

@@ -20,8 +20,8 @@ from typing import ClassVar, Literal
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten
 from rollmesh.shared.domain.trajectory import Reward
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")

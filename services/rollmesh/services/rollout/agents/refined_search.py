@@ -18,8 +18,10 @@ import re
 from typing import ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.services.rollout.agent import LimitReached, Task
+from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent, parse_call
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, Settings
@@ -75,16 +77,16 @@ class RefinedSearchAgent(ToolCallingAgent):
                     return
                 if not env.turns_left:
                     raise LimitReached("turns")
-                env.observe(call.error or await self._refined(task, env, call.name, call.text))
+                env.observe(call.rejected or await self._refined(task, env, call.name, call.text))
         finally:
             if acted:
                 env.sample()
 
-    async def _refined(self, task: Task, env: Environment, tool: str, call: str) -> str:
+    async def _refined(self, task: Task, env: Environment, tool: str, call: str) -> ToolResult:
         result = await env.tool(tool, call)
         if not result.ok or not result.text.strip():
-            return result.text
+            return result
         asked = task.messages[-1].content if task.messages else ""
         question = QUESTION.format(task=asked, tool=tool, call=call, result=result.text)
         answer = await env.ask(self._options.endpoint, question, temperature=0.0)
-        return "\n".join([*_ID.findall(result.text), answer.text])
+        return replace(result, text="\n".join([*_ID.findall(result.text), answer.text]))

@@ -36,9 +36,7 @@ class SummarizingOptions(Settings):
     """Maximum number of tokens of a turn, and of a summary."""
     summaries_max: NonNegativeInt = 8
     """Maximum number of summaries of an episode."""
-    request: NonEmptyStr = (
-        "Summarize your work so far: what you know, and what is left to do. Call no tool."
-    )
+    request: NonEmptyStr = "Summarize your work so far: what you know, and what is left to do. Call no tool."
     """What the model observes instead of a result for which there is no room."""
     heading: NonEmptyStr = "Your summary of the work so far:"
     """Text before the summary in the next context."""
