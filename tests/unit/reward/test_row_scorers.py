@@ -311,7 +311,7 @@ async def test_a_process_reward_model_that_returns_something_else_is_a_failure(r
     async with chat_server(lambda body: reply) as server:
         ((reward,),) = await judged(server, "process_reward", {}, conversation(("a", "x"), ("b", "")))
     assert reward.outcome is Outcome.INFRA_FAILURE
-    assert reward.scorer == "process_reward@1+process_reward_model"
+    assert reward.scorer == "process_reward@1"
 
 
 async def test_the_last_step_is_not_scored_if_the_success_judges_it() -> None:

@@ -284,11 +284,11 @@ async def test_a_rubric_is_the_weighted_sum_of_the_grades(ask: str) -> None:
 
     asked: list[str] = []
     async with chat_server(judge) as server:
-        options = {"criteria": CRITERIA, "ask": ask, "endpoint_version": "2026-05"}
+        options = {"criteria": CRITERIA, "ask": ask}
         good, empty, by_task = await judged(server, options, item("42"), item(" "), item("43", rubric=CRITERIA[:1]))
     # (3 * 1 + 1 * 0.5 - 2 * 1) / (3 + 1)
     assert good.value == pytest.approx(1.5 / 4)
-    assert good.scorer == "rubric@1+judge:2026-05"
+    assert good.scorer == "rubric@1+judge:m"
     assert good.evidence == "`judge` graded 1: 1, 2: 0.5, 3: 1"
     assert (empty.value, empty.outcome) == (0.0, Outcome.OK)
     assert by_task.value == pytest.approx(1.5 / 4), "the criteria of the entry are those of all tasks"
@@ -299,7 +299,7 @@ async def test_criteria_of_the_task_and_bounds_of_the_sum() -> None:
     async with chat_server(lambda body: '{"1": 0, "2": 1}') as server:
         task = item("42", rubric=[{"criterion": "It is right."}, {"criterion": "It is rude.", "weight": -9}])
         (reward,) = await judged(server, {}, task)
-    assert (reward.value, reward.scorer) == (0.0, "rubric@1+judge")
+    assert (reward.value, reward.scorer) == (0.0, "rubric@1+judge:m")
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ class ConsistentScorer(Scorer):
     """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = ConsistentOptions
+    version = "1"
 
     def __init__(self, *, options: ConsistentOptions) -> None:
         self._extractor = Extractor(options)
         self._options = options
         self._endpoints: Asks | None = None
-        self.version = f"1+{options.endpoint}"
 
     def use_endpoints(self, endpoints: Asks) -> None:
         self._endpoints = endpoints

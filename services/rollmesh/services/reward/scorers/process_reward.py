@@ -64,11 +64,11 @@ class ProcessRewardScorer(Scorer):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = ProcessRewardOptions
+    version = "1"
 
     def __init__(self, *, options: ProcessRewardOptions) -> None:
         self._options = options
         self._endpoints: Asks | None = None
-        self.version = f"1+{options.endpoint}"
 
     def use_endpoints(self, endpoints: Asks) -> None:
         self._endpoints = endpoints

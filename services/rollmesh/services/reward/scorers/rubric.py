@@ -8,8 +8,7 @@ criterion, at once. What the judge returns is not believed in any other form: an
 asked for, or a grade out of [0, 1], raises, which is an infra failure of the sample and never a 0.
 
 The text of the model stands between lines with a hash of it, which the text cannot contain, and the judge is asked to
-read it as data. That does not make a judge safe: a policy learns what a judge believes. The label of the reward names
-the endpoint, and its version if the entry states one: `rubric@1+judge`, `rubric@1+judge:2026-05`.
+read it as data. That does not make a judge safe: a policy learns what a judge believes.
 
 Source: rubrics as in HealthBench (2025-05, arXiv:2505.08775) and Rubrics as Rewards (2025-07, arXiv:2507.17746).
 """
@@ -61,8 +60,6 @@ class RubricOptions(Settings):
 
     endpoint: NonEmptyStr = "judge"
     """Name of the judge in the table `endpoints`."""
-    endpoint_version: str = ""
-    """Version of the judge for the label of the reward, such as a date. It is not compared with anything."""
     criteria: Annotated[tuple[Criterion, ...], Meta(max_length=CRITERIA_MAX)] = ()
     """Criteria for all tasks. Empty: each task has its criteria in `field`."""
     field: str = "rubric"
@@ -83,12 +80,11 @@ class RubricScorer(Scorer):
     """See the module. It does not apply to a task without criteria."""
 
     Options: ClassVar[type[msgspec.Struct]] = RubricOptions
+    version = "1"
 
     def __init__(self, *, options: RubricOptions) -> None:
         self._options = options
         self._endpoints: Asks | None = None
-        judge = options.endpoint + (f":{options.endpoint_version}" if options.endpoint_version else "")
-        self.version = f"1+{judge}"
 
     def use_endpoints(self, endpoints: Asks) -> None:
         self._endpoints = endpoints
