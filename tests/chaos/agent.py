@@ -14,5 +14,5 @@ class SeveralTurns(Agent):
         for _ in range(NUM_CALLS):
             turn = await env.generate()
             result = await env.tool("calculator", f"{len(turn.text)}+1")
-            env.observe(result.text)
+            env.observe(result)
         await env.generate()
