@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rollmesh.services.reward.config import RewardConfig, build_engine
@@ -20,7 +20,7 @@ from rollmesh.v1 import coordinator_pb2, reward_pb2
 class ServicePort:
     """A port of the worker that calls the reward service with the bytes of a request."""
 
-    def __init__(self, scorers: list[Mapping[str, Any]]) -> None:
+    def __init__(self, scorers: Sequence[Mapping[str, Any]]) -> None:
         engine = build_engine(config_from_dict(RewardConfig, {"scorers": scorers}))
         self._servicer = RewardServicer(engine)
         self.items: list[reward_pb2.ScoreItem] = []
@@ -50,7 +50,7 @@ def scored_mesh(
 ) -> LocalMesh:
     """Return a mesh whose model always says `said`, and whose samples these scorers judge."""
     mesh = LocalMesh(script=lambda text: said, config=config or RolloutConfig(), clock=clock or SystemClock())
-    mesh.scorer = ServicePort([*scorers])  # type: ignore[assignment]
+    mesh.scorer = ServicePort(scorers)  # type: ignore[assignment]
     return mesh
 
 

@@ -37,6 +37,7 @@ SOURCES = Registry(
         "calc": "rollmesh.demo.families.calc:CalcSource",
         "code": "rollmesh.demo.families.code:CodeSource",
         "sql": "rollmesh.demo.families.sql:SqlSource",
+        "maze": "rollmesh.demo.families.maze:MazeSource",
     },
     TaskSource,
 )

@@ -70,6 +70,7 @@ AGENTS = Registry(
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
         "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
+        "maze": "rollmesh.demo.families.maze:MazeAgent",
     },
     Agent,
 )
