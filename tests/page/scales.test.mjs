@@ -57,6 +57,11 @@ test("a histogram of staleness has few rows, whatever the bound is", () => {
   assert.equal(scales.lagRows(0, []).labels.length, 1);
 });
 
+test("samples without tokens of the policy do not change the mean staleness", () => {
+  assert.equal(scales.meanLag({ "-1": 4, 0: 1, 2: 3 }), 1.5);
+  assert.equal(scales.meanLag({ "-1": 4 }), undefined);
+});
+
 test("levels of advantages keep their sign", () => {
   assert.equal(scales.signedLevel(0.001, 2), 1);
   assert.equal(scales.signedLevel(-9, 2), -4);

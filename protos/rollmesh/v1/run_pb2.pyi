@@ -1841,7 +1841,7 @@ class PolicyState(_message.Message):
 
     @_builtins.property
     def trained_by_staleness(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
-        """Trained samples by staleness at their update; the key is the staleness."""
+        """Trained samples by staleness at their update; the key is the staleness. -1 counts samples without trained tokens of the policy."""
 
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

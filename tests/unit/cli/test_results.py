@@ -55,6 +55,12 @@ def test_summary_of_a_run_that_never_began_says_so(tmp_path: Path) -> None:
     assert (summary.updates, summary.lag_max, summary.heldout_success_before) == (0, None, None)
 
 
+def test_a_run_that_trained_no_tokens_of_the_policy_has_no_largest_staleness(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    series = Series(points=[Point(time_s=5.0, update=1, trained_by_staleness={-1: 12})])
+    assert summarize(folder, config, series, outcome="finished", warm_start_s=0.0).lag_max is None
+
+
 def test_the_report_draws_the_metrics_of_the_learner(tmp_path: Path) -> None:
     folder, config = recorded_folder(tmp_path / "run")
     write_results(folder, config, outcome="finished")

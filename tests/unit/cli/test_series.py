@@ -58,3 +58,8 @@ def test_rates_before_anything_was_seen_are_zero() -> None:
 def test_staleness_shares_go_to_the_bound_and_beyond_it_where_it_was_broken() -> None:
     assert staleness_shares(Point(time_s=0.0, trained_by_staleness={0: 1, 1: 3}), 2) == [(0, 0.25), (1, 0.75), (2, 0.0)]
     assert staleness_shares(Point(time_s=0.0, trained_by_staleness={2: 5}), 1)[-1] == (2, 1.0)
+
+
+def test_samples_without_tokens_of_the_policy_have_no_share_of_a_staleness() -> None:
+    assert staleness_shares(Point(time_s=0.0, trained_by_staleness={-1: 4, 0: 1, 1: 3}), 1) == [(0, 0.25), (1, 0.75)]
+    assert staleness_shares(Point(time_s=0.0, trained_by_staleness={-1: 4}), 1) == [(0, 0.0), (1, 0.0)]

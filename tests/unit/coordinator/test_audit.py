@@ -102,6 +102,16 @@ def test_what_the_core_decides_holds(make: Callable[[], CoreRun]) -> None:
     assert report.samples.reserved == run.core.state.counters.reserved
 
 
+def test_a_used_sample_without_tokens_of_the_policy_has_no_staleness() -> None:
+    def given(fact: f.EpisodeScored) -> f.EpisodeScored:
+        return replace(fact, samples=(replace(fact.samples[0], steps=()), *fact.samples[1:]))
+
+    whole, report = audit(honest().records), audit(doctored(honest(), f.EpisodeScored, given))
+    assert report.holds, report.to_text()
+    assert report.lags == {-1: 1, 0: whole.lags[0] - 1}
+    assert f"used by staleness: 0: {whole.lags[0] - 1}; without tokens of the policy: 1\n" in report.to_text()
+
+
 def test_an_undone_checkpoint_voids_its_samples_and_the_rest_returns_to_be_used_once() -> None:
     report = audit(rolled_back().records)
     assert report.updates == 3

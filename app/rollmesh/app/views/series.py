@@ -41,7 +41,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     tokens_generated: int = 0
     tokens_trained: int = 0
     trained_by_staleness: dict[int, int] = {}
-    """Trained samples by staleness at their update."""
+    """Trained samples by staleness at their update; -1 counts those without tokens of the policy."""
     waiting: dict[str, str] = {}
     stalled: str = ""
     """Why the run is stalled; empty while it makes progress."""
@@ -123,10 +123,11 @@ class Series:
 
 
 def staleness_shares(point: Point, bound: int) -> list[tuple[int, float]]:
-    """Return (staleness, share of trained samples) from 0 to the bound, or to the maximum if it is larger."""
-    total = sum(point.trained_by_staleness.values())
-    last = max([bound, *point.trained_by_staleness])
-    return [(lag, point.trained_by_staleness.get(lag, 0) / total if total else 0.0) for lag in range(last + 1)]
+    """Return (staleness, share of trained samples) from 0 to the bound, or to the maximum if it is larger. Samples
+    without tokens of the policy have no staleness and are not counted."""
+    counts = {lag: num for lag, num in point.trained_by_staleness.items() if lag >= 0}
+    total = sum(counts.values())
+    return [(lag, counts.get(lag, 0) / total if total else 0.0) for lag in range(max([bound, *counts]) + 1)]
 
 
 def encode_line(entry: Point | Eval) -> bytes:

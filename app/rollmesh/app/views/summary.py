@@ -40,7 +40,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     eta: int
     """The staleness bound."""
     lag_max: int | None
-    """Largest staleness of a trained sample; null before the first update."""
+    """Largest staleness of a trained sample; null if none trained tokens of the policy."""
     updates: int
     wall_s: float
     """Total: creating the model, starting, training, evaluating."""
@@ -59,6 +59,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Number of samples: reserved = live + all ends."""
     reasons: dict[str, int]
     trained_by_staleness: dict[int, int]
+    """Trained samples by staleness at their update; -1 counts those without tokens of the policy."""
     learner_seconds: dict[str, float]
     """Seconds of the learner by phase."""
     reward_divergences: list[Divergence] = []
@@ -85,7 +86,7 @@ def summarize(
         recipe=config.recipe,
         seed=config.run.seed,
         eta=config.run.max_staleness,
-        lag_max=max((lag for lag, n in last.trained_by_staleness.items() if n), default=None),
+        lag_max=max((lag for lag, n in last.trained_by_staleness.items() if n and lag >= 0), default=None),
         updates=_num_updates(last, checkpoint),
         wall_s=round(warm_start_s + last.time_s, 3),
         warm_start_s=round(warm_start_s, 3),

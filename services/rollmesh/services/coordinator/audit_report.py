@@ -116,6 +116,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     lag_max: int
     """Largest lag of a used sample; -1 if none trained on POLICY tokens."""
     lags: dict[int, int]
+    """Used samples by lag; -1 counts those that train no POLICY token."""
     samples: SampleTotals
     eval_samples: SampleTotals
     reasons: dict[str, int]
@@ -136,7 +137,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     def to_text(self) -> str:
         """Return the report as text."""
         broken = {finding.check for finding in self.findings}
-        lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items())) or "none"
+        lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items()) if lag >= 0) or "none"
+        if without := self.lags.get(-1):
+            lags += f"; without tokens of the policy: {without}"
         lines = [
             (
                 f"run {self.run}: {'every claim holds' if self.holds else 'CLAIMS ARE BROKEN'} over {self.num_records} "

@@ -51,7 +51,6 @@ def _run(run: str, core: Core, head: LedgerHead, now_s: float) -> list[Reading]:
         return []
     state = run_state(core, head)
     policy = state.policies[0]
-    staleness = {int(lag): int(num) for lag, num in policy.trained_by_staleness.items()}
     return [
         *_samples(run, core.state.counters, "train"),
         *_samples(run, core.state.eval_counters, "eval"),
@@ -62,7 +61,7 @@ def _run(run: str, core: Core, head: LedgerHead, now_s: float) -> list[Reading]:
             for limit, num in demand.ahead_groups(core.state, core.ephemeral.demand).items()
         ),
         *_queues(run, core),
-        Reading(STALENESS, staleness, (run,)),
+        Reading(STALENESS, _staleness(policy), (run,)),
         *_clock(run, policy),
         *(Reading(REWARD, value, (run, name)) for name, value in state.mean_rewards.items()),
         *(Reading(HELDOUT, success, (run,)) for success in _newest_success(state, core.state.the_spec.success_reward)),
@@ -86,6 +85,11 @@ def _samples(run: str, counters: SampleCounters, purpose: str) -> list[Reading]:
         Reading(SAMPLES, counters.live, (run, purpose, "live")),
         *(Reading(SAMPLES, num, (run, purpose, end)) for end, num in ends.items()),
     ]
+
+
+def _staleness(policy: run_pb2.PolicyState) -> dict[int, int]:
+    """Return the trained samples by staleness. Those without tokens of the policy have none."""
+    return {int(lag): int(num) for lag, num in policy.trained_by_staleness.items() if lag >= 0}
 
 
 def _queues(run: str, core: Core) -> list[Reading]:

@@ -5,7 +5,7 @@ import { histogramOverTime, lines, stacked } from "./charts.js";
 import { h, replace, table } from "./dom.js";
 import { duration, number, percent, plural } from "./format.js";
 import { link } from "./route.js";
-import { lagRows, shownEvaluations } from "./scales.js";
+import { lagRows, meanLag, shownEvaluations } from "./scales.js";
 
 const ENDS = [["used", "end-used"], ["exported", "end-exported"], ["filtered", "end-filtered"], ["stale", "end-stale"], ["cancelled", "end-cancelled"], ["failed", "end-failed"]];
 const SHOWN_METRICS = ["loss", "kl", "entropy", "grad_norm", "ess", "length/used_mean", "lr"];
@@ -21,14 +21,11 @@ function cards(state, history) {
   const first = evals.length ? evals[0].mean_rewards[history.spec.success_reward] : undefined;
   const graded = evals.some((one) => one.graded);
   const shown = (value) => graded ? number(value, 3) : percent(value);
-  const lags = Object.entries(policy.trained_by_staleness ?? {}).map(([lag, num]) => [Number(lag), num]);
-  const total = lags.reduce((sum, [, num]) => sum + num, 0);
-  const mean = total ? lags.reduce((sum, [lag, num]) => sum + lag * num, 0) / total : undefined;
   const spec = history?.spec ?? {};
   return h("div", { class: "cards" },
     card("updates", number(policy.applied_step ?? 0), spec.updates_max ? `of ${number(spec.updates_max)}` : "no limit"),
     card(graded ? "held-out reward" : "held-out success", success === undefined ? "–" : shown(success), first === undefined ? (spec.eval_every ? "no evaluation yet" : "this run has no evaluations") : `${shown(first)} at step ${evals[0].step}`),
-    card("staleness, mean", number(mean, 2), `bound ${number(spec.max_staleness ?? 0)}`),
+    card("staleness, mean", number(meanLag(policy.trained_by_staleness ?? {}), 2), `bound ${number(spec.max_staleness ?? 0)}`),
     card("published", policy.published_step >= 0 ? `step ${number(policy.published_step)}` : "nothing", `checkpoint ${number(policy.checkpoint_update ?? 0)}, incarnation ${number(policy.incarnation ?? 0)}`),
     card("tokens generated", number(policy.tokens_generated ?? 0), `${number(policy.tokens_trained ?? 0)} trained`),
     card("time", duration(state.seconds), state.ended ? "ended" : `progress ${duration(state.idle_s)} ago`));

@@ -92,6 +92,14 @@ export function signedLevel(value, full) {
   return level || (value > 0 ? 1 : value < 0 ? -1 : 0);
 }
 
+// Return the mean of a histogram {staleness: number}, or undefined if it is empty. Samples at -1 have no tokens of the policy, so that they
+// have no staleness.
+export function meanLag(histogram) {
+  const lags = Object.entries(histogram).map(([lag, num]) => [Number(lag), num]).filter(([lag]) => lag >= 0);
+  const total = lags.reduce((sum, [, num]) => sum + num, 0);
+  return total ? lags.reduce((sum, [lag, num]) => sum + lag * num, 0) / total : undefined;
+}
+
 // Return {labels, rowOf} of a histogram of staleness: rows for 0 to the bound, or for 0 to the largest that occurred if the bound is above
 // `rowsMax`. Of more rows, consecutive ones are merged.
 export function lagRows(bound, lags, rowsMax = 32) {
