@@ -47,6 +47,7 @@ LIMITED: dict[tuple[str, str], str] = {
 CONFIGURED = {
     "app/rollmesh/demo/families/sql.py": 3,  # constants in a list, and words in one-line questions of the demo
     "services/rollmesh/services/data/jsonl_source.py": 2,  # of the operator, on data of the operator
+    "services/rollmesh/services/data/synthesized_source.py": 1,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/engine.py": 1,  # an escaped answer
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/regex_worker.py": 1,  # of the operator, in a process with a limit of CPU time

@@ -76,7 +76,7 @@ class RightObserved(scorer.Scorer):
         return float(item.messages[-2].content == "right")
 
 
-@pytest.mark.row("S014", missing="The agent that synthesizes questions.")
+@pytest.mark.row("S014")
 async def test_an_episode_of_128_turns_ends_while_others_are_trained_on(tmp_path: Path) -> None:
     record = Record()
     RECORDS[:] = [record]

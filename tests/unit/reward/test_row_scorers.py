@@ -105,7 +105,7 @@ async def judged(server: ChatServer, name: str, options: Mapping[str, Any], *ite
 SEARCH = "<tool_call>capital of France</tool_call>"
 
 
-@pytest.mark.row("S014", missing="The agent that synthesizes questions.")
+@pytest.mark.row("S014")
 @pytest.mark.parametrize(
     ("turns", "value"),
     [

@@ -34,6 +34,7 @@ SOURCES = Registry(
     "source",
     {
         "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
+        "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
         "calc": "rollmesh.demo.families.calc:CalcSource",
         "code": "rollmesh.demo.families.code:CodeSource",
         "sql": "rollmesh.demo.families.sql:SqlSource",
