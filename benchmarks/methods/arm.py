@@ -98,12 +98,16 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
     supplied = [dict(scorer) for reward, scorer in SUPPLIED.items() if reward in named]
     reward = {**task.reward, "scorers": [*task.reward["scorers"], *supplied]}
     common = merged(SETTINGS, dict(task.settings))
-    agent = task.agent if about.given_solutions else _agent(recipe)
+    recipe_limits = recipe.get("rollout", {}).get("limits", {})
+    rollout = {
+        "agent": task.agent if about.given_solutions else _agent(recipe),
+        **({"limits": recipe_limits} if recipe_limits else {}),
+    }
     own = merged(
         common,
         {
             "learner": {"optimizer": {"lr": arm.lr}},
-            "rollout": {"agent": agent},
+            "rollout": rollout,
             "run": run,
             "data": dict(task.data),
             "reward": reward,

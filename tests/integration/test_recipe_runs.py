@@ -148,6 +148,7 @@ OWN = {
     "v05": "estimator/prior_weight_mean",
     "copo": "estimator/local_share_mean",
     "dsdr": "estimator/diversity_mean",
+    "tree_ps": "estimator/shared_steps",
     "lp_reg": "protected_share",
     "grpo_router_replay": "router_replay/differing_share",
     "imitation.yaml": "Imitate/other_share",
@@ -175,6 +176,7 @@ MIXTURES = ("grpo_router_replay",)
 FURTHER = {
     "mssr": ["learner.estimator.options.first_visit=train"],  # a run of three updates visits no task twice
     "v05": ['reward.scorers=[{name: "scorer.py:Scorer", reward: correct}, {name: "scorer.py:Prior", reward: prior}]'],
+    "tree_ps": ["rollout.agent={name: tree_rollouts, options: {leaves: 3, width: 2}}"],  # the configuration has another
     "wsrl": ["learner.update_rule.options.warmup_updates=0"],  # its warm-up is longer than a run of three updates
     **{name: ["model=mixture"] for name in MIXTURES},
 }

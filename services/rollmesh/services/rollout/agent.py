@@ -66,6 +66,7 @@ AGENTS = Registry(
         "try_again": "rollmesh.services.rollout.agents.try_again:TryAgainAgent",
         "summarizing": "rollmesh.services.rollout.agents.summarizing:SummarizingAgent",
         "refined_search": "rollmesh.services.rollout.agents.refined_search:RefinedSearchAgent",
+        "tree_rollouts": "rollmesh.services.rollout.agents.tree_rollouts:TreeRolloutsAgent",
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",

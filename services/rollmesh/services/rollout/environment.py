@@ -504,12 +504,18 @@ class Environment:
             raise ValueError(f"`turn` of the reward {name!r} must be None with `episode`, got {turn}")
         self._state.rewards.give(name, value, head=ROOT if episode else self._head, turn=turn, evidence=evidence)
 
+    def abandon(self, before: Environment) -> None:
+        """Keep the turns between `before`, the branch that was forked, and here from becoming a sample by default."""
+        self._state.abandoned.update(self._since(before))
+
     def abandon_cancelled(self, before: Environment) -> None:
-        """Keep the turn between `before` and here from becoming a sample by default, if it was cancelled."""
+        """Do so if the last turn was cancelled."""
+        if (turn := self._since(before)) and self._state.recorder.segments[turn[-1]].finish is FinishReason.CANCELLED:
+            self.abandon(before)
+
+    def _since(self, before: Environment) -> list[int]:
         recorder = self._state.recorder
-        turn = recorder.path(self._head)[len(recorder.path(before._head)) :]
-        if turn and recorder.segments[turn[-1]].finish is FinishReason.CANCELLED:
-            self._state.abandoned.update(turn)
+        return recorder.path(self._head)[len(recorder.path(before._head)) :]
 
     # Looking ----------------------------------------------------------------------------------------------------------
 
