@@ -26,7 +26,7 @@ from typing import ClassVar
 from rollmesh.services.rollout.agent import Task
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent, parse_call
 from rollmesh.services.rollout.environment import Environment
-from rollmesh.services.rollout.rollout_tree import TreeBranch, RolloutTree, overlap
+from rollmesh.services.rollout.rollout_tree import RolloutTree, TreeBranch, overlap
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings, Share
 from rollmesh.shared.domain.trajectory import FinishReason, Purpose
 
