@@ -40,7 +40,7 @@ HARDER = {
 
 def model(body: dict[str, Any]) -> str:
     """Write, check and solve by a table."""
-    asked = body["messages"][0]["content"]
+    asked: str = body["messages"][0]["content"]
     if body["model"] == "writer":
         question = asked.partition("Question: ")[2].splitlines()[0]
         return HARDER.get(question, question)

@@ -89,8 +89,9 @@ class _ToolTree(RolloutTree):
         if call is None or branch.depth == self._options.steps_max:
             branch.finished = True
             return
-        branch.text = call.error or (await env.tool(call.name, call.text)).text
-        env.observe(branch.text)
+        result = call.rejected or await env.tool(call.name, call.text)
+        branch.text = result.text
+        env.observe(result)
 
     def similar(self, one: TreeBranch, other: TreeBranch) -> bool:
         return overlap(*compared(one.text, other.text, self._options.items)) > self._options.overlap_max
