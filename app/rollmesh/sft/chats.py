@@ -19,6 +19,7 @@ from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.conversation import ChatMessage, appended_tokens, prompt_tokens, turn_tokens
 from rollmesh.services.rollout.openai.protocol import read_message, read_tool
 from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.sft.rated import RatedConfig, chosen_lines
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.domain.trajectory import (
     FinishReason,
@@ -61,20 +62,17 @@ class EncodedChat:
         return GroupContext(group=self.sample.group, task=self.sample.task, members=(member,))
 
 
-def read_chats(path: Path, tokenizer: Tokenizer) -> list[EncodedChat]:
-    """Return the conversations of a file. Raises InvalidInput that names the file and the first lines that are
-    wrong."""
+def read_chats(path: Path, tokenizer: Tokenizer, rated: RatedConfig | None = None) -> list[EncodedChat]:
+    """Return the conversations of a file, with `rated` those that it chooses among rated samples. Raises InvalidInput
+    that names the file and the first lines that are wrong."""
     found: list[EncodedChat] = []
     errors: list[str] = []
     try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    found.append(encode_chat(line, tokenizer, name=f"{path.stem}:{number}"))
-                except InvalidInput as err:
-                    errors.append(f"{path}:{number}: {err.message}")
+        for number, line in _lines(path) if rated is None else chosen_lines(path, rated):
+            try:
+                found.append(encode_chat(line, tokenizer, name=f"{path.stem}:{number}"))
+            except InvalidInput as err:
+                errors.append(f"{path}:{number}: {err.message}")
     except OSError as err:
         raise InvalidInput(f"{path}: cannot be read: {err.strerror}; name a JSONL file of conversations") from err
     if errors:
@@ -83,6 +81,11 @@ def read_chats(path: Path, tokenizer: Tokenizer) -> list[EncodedChat]:
     if not found:
         raise InvalidInput(f"{path}: there is no conversation; write one JSON object with `messages` per line")
     return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as lines:
+        yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
 
 
 def encode_chat(line: bytes, tokenizer: Tokenizer, *, name: str) -> EncodedChat:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from rollmesh.sft.rated import RatedConfig
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt, Settings, Share
 from rollmesh.trainer.config import LossTermChoice, UpdateConfig
@@ -50,6 +51,9 @@ class SftConfig(Settings):
     """JSONL file, relative to this file. Each line is an object with `messages` in the format of the OpenAI API, and
     optionally `tools`; other keys are ignored. Only the turns of the assistant are trained, without those with
     `"weight": 0`."""
+    rated: RatedConfig | None = None
+    """If set, `data` and `heldout` are files of rated samples, as `rollmesh rollout --out` writes them, among which
+    conversations are chosen by their rewards, or made from critiques."""
     heldout: str = ""
     """JSONL file of conversations that are not trained, for the held-out loss."""
     heldout_share: Share = 0.05

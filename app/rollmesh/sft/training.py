@@ -104,8 +104,8 @@ def read_conversations(config: SftConfig, context_max: int | None) -> Conversati
     """Read and encode the data. `context_max` is the longest sequence of the model, in tokens. Raises InvalidInput and
     ConfigError."""
     tokenizer = load_chat_tokenizer(config.model)
-    data = read_chats(Path(config.data), tokenizer)
-    heldout = read_chats(Path(config.heldout), tokenizer) if config.heldout else []
+    data = read_chats(Path(config.data), tokenizer, config.rated)
+    heldout = read_chats(Path(config.heldout), tokenizer, config.rated) if config.heldout else []
     long = [c for c in (*data, *heldout) if context_max is not None and c.num_tokens > context_max]
     if long and config.too_long == "error":
         raise InvalidInput(
