@@ -136,6 +136,10 @@ SUITES = {
         "node --test tests/page\n"
         "export ROLLMESH_PICTURES=$PWD/docs/pictures\n" + _slow("tests/page", timeout_s=300),
     ),
+    "peers": Suite(
+        "compare losses, gradients and advantages of recipes with TRL itself, in its environment .venv-trl",
+        _slow("tests/peers", timeout_s=2400, options="-s"),
+    ),
     "recipes": Suite(
         "train with every recipe for three updates, audit it, and repeat the last one bit for bit; "
         "PROCESSES=true separates services",
