@@ -2,7 +2,7 @@
 ragged batches.
 
 The formulas are stated here in plain torch over padded [B, T] tensors with a mask m, as those libraries compute them,
-and were compared with these files:
+and were compared with these files. tests/peers compares with TRL 1.16.0 itself, the installed library.
 
 - TRL: huggingface/trl f2cd577 (2026-07-24), trl/trainer/grpo_trainer.py, `GRPOTrainer._compute_loss`,
   `GRPOTrainer._generate_and_score_completions` (sampler correction), `GRPOTrainer.get_off_policy_mask`
@@ -177,9 +177,10 @@ def test_averages_of_verl(mode: str, normalization: Normalization, constant: int
 
 
 def test_averages_of_trl_over_micro_batches() -> None:
-    """`dapo` divides by the tokens of the optimizer step, as ours does. `bnpo` divides by those of each micro-batch and
-    then averages the micro-batches, so that it equals ours for one micro-batch only; `grpo` is the same for sequences,
-    if micro-batches have equal numbers."""
+    """`dapo` divides by the tokens of the optimizer step, as ours does. If a generated batch has several steps, TRL
+    1.16 divides by the mean number of their tokens (tests/peers). `bnpo` divides by those of each micro-batch and then
+    averages the micro-batches, so that it equals ours for one micro-batch only; `grpo` is the same for sequences, if
+    micro-batches have equal numbers."""
     b = padded(0)
     term = LossTermChoice("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28})
 

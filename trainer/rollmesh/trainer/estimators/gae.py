@@ -13,11 +13,11 @@ decoupled GAE of VC-PPO (arXiv:2503.01491). With `length_alpha`, lambda_policy =
 of n tokens, the length-adaptive GAE of VAPO (arXiv:2504.05118). It is 0 for n < 1 / length_alpha. In the first
 `pretraining_updates` updates A is 0, so that the critic is trained and the policy is not.
 
-Defaults are those of verl (core_algos.py, `compute_gae_advantage_return`): both lambdas 1, no penalty. TRL has lambda
-0.95 and kl 0.05. In the columns, `returns` is the target, and `positive` is 1 at the tokens of samples whose reward sum
-is above `positive_above`, for the term `positive_lm`. Needs no group. Deviations: population deviation in the
-whitening, in which an episode with several samples counts once; verl repeats the value of a token that was not sampled,
-which here has no value.
+Defaults are those of verl (core_algos.py, `compute_gae_advantage_return`): both lambdas 1, no penalty. The
+PPOTrainer of earlier versions of TRL, which 1.16 does not have, has lambda 0.95 and kl 0.05. In the columns, `returns`
+is the target, and `positive` is 1 at the tokens of samples whose reward sum is above `positive_above`, for the term
+`positive_lm`. Needs no group. Deviations: population deviation in the whitening, in which an episode with several
+samples counts once; verl repeats the value of a token that was not sampled, which here has no value.
 """  # noqa: E501, W505
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Critic of PPO: a head that predicts the return of a sample before each of its tokens, for the estimator `gae`.
 
-Schulman et al. 2017 (arXiv:1707.06347); the clip as in verl (core_algos.py, `compute_value_loss`) and TRL. With V the
-head's value, V' its value at the start of the update, and `returns` the target of the estimator:
+Schulman et al. 2017 (arXiv:1707.06347); the clip as in verl (core_algos.py, `compute_value_loss`), and in the
+PPOTrainer of earlier versions of TRL, which 1.16 does not have. With V the head's value, V' its value at the start of
+the update, and `returns` the target of the estimator:
 
     loss = max((V - return)^2, (clip(V, V' - clip, V' + clip) - return)^2) / 2
 
@@ -9,7 +10,7 @@ The head reads the last hidden state before the token. It is trained with the po
 published. Its last layer begins with 0, so that V is 0 at the first update. `modules_factor` of the optimizer is its
 learning rate over that of the policy.
 
-Deviations: the critic of TRL and verl is a separate model of the size of the policy; here it has one hidden layer above
+Deviations: the critic of both is a separate model of the size of the policy; here it has one hidden layer above
 the states of the policy, which by default it does not change (`through`). `clip_norm` limits the gradient of the head
 apart from that of the policy.
 """
