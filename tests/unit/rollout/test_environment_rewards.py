@@ -13,6 +13,8 @@ from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.domain.environment_reward import ENVIRONMENT_EVIDENCE_CHARS_MAX, ENVIRONMENT_REWARDS_MAX
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Episode, Message, Outcome
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.v1 import reward_pb2
 
 from .reward_service import environment, failed, played, scored_mesh
 
@@ -289,14 +291,14 @@ async def test_more_rewards_than_the_limit_fail_the_agent() -> None:
 
 async def test_a_name_that_no_scorer_declares_is_an_infra_failure_with_the_remedy() -> None:
     message = await give(("skore", 1))
-    assert message.startswith("scorer: the environment gave the reward 'skore', and the rewards that scorers declare ")
-    assert "are score; add {name: environment, reward: NAME, options: {min: MIN, max: MAX}}" in message
+    assert message.startswith("scorer: the environment gave the reward 'skore', but scorers declare score; add ")
+    assert "add {name: environment, reward: NAME, options: {min: MIN, max: MAX}} to reward.scorers" in message
 
     async def play(env: Environment) -> None:
         await env.generate()
         env.reward("score", 1)
 
-    assert "declare are none; add" in await failed(scored_mesh(SHORT), playing(play))
+    assert "scorers declare no name; add" in await failed(scored_mesh(SHORT), playing(play))
 
 
 async def test_a_value_outside_the_declared_range_is_an_infra_failure_of_its_scorer() -> None:
@@ -357,3 +359,57 @@ async def test_a_text_of_the_model_is_not_a_reward() -> None:
 
     message = await failed(scored_mesh(environment(), said=said), playing(play))
     assert "the environment gave no reward `score`" in message
+
+
+# The wire -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": ""}, "the environment gave the reward '', but scorers declare score"),
+        ({"name": "n" * 100_000}, "the environment gave the reward 'nnnnn"),
+        ({"value": math.nan}, "environment_rewards[0].value` must be in [-1e+30, 1e+30], got nan"),
+        ({"value": -math.inf}, "got -inf"),
+        ({"value": 1e308}, "got 1e+308"),
+        ({"segment": 2}, "environment_rewards[0].segment` must be -1 or the index of one of 2 segments, got 2"),
+        ({"segment": -(2**31)}, "got -2147483648"),
+        ({"branch": 2**31 - 1}, "environment_rewards[0].branch` must be -1 or the index of one of 2 segments"),
+        ({"evidence": "x" * 100_000}, "environment_rewards[0].evidence` must have at most 1024 characters, got 100000"),
+    ],
+)
+async def test_the_service_rejects_a_malformed_reward_with_its_field(fields: dict[str, Any], message: str) -> None:
+    mesh = scored_mesh(environment())
+
+    async def play(env: Environment) -> None:
+        await env.generate()
+        env.reward("score", 0.5)
+
+    await played(mesh, playing(play))
+    port: Any = mesh.scorer
+    item = reward_pb2.ScoreItem()
+    item.CopyFrom(port.items[0])
+    for name, value in fields.items():
+        setattr(item.environment_rewards[0], name, value)
+    with pytest.raises(InvalidInput) as found:
+        await port.score("r", item)
+    assert message in str(found.value)
+    assert len(str(found.value)) < 1000
+
+
+async def test_the_service_rejects_more_rewards_than_an_episode_may_have_or_two_values_of_one_name() -> None:
+    mesh = scored_mesh(environment())
+
+    async def play(env: Environment) -> None:
+        await env.generate()
+        env.reward("score", 0.5)
+
+    await played(mesh, playing(play))
+    port: Any = mesh.scorer
+    item = port.items[0]
+    item.environment_rewards.extend([item.environment_rewards[0]] * ENVIRONMENT_REWARDS_MAX)
+    with pytest.raises(InvalidInput, match=r"environment_rewards` must have at most 1024 entries, got 1025"):
+        await port.score("r", item)
+    del item.environment_rewards[2:]
+    (rewards,) = await port.score("r", item)
+    assert rewards[0].outcome is Outcome.INFRA_FAILURE

@@ -104,10 +104,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         declared = {name for configured in self._engine.scorers for name in configured.scorer.environment_rewards}
         for reward in item.environment_rewards:
             if reward.name not in declared:
+                known = ", ".join(sorted(declared)) or "no name"
                 raise InvalidInput(
-                    f"the environment gave the reward {reward.name[:100]!r}, and the rewards that scorers declare are "
-                    f"{', '.join(sorted(declared)) or 'none'}; add {{name: environment, reward: NAME, options: {{min: "
-                    "MIN, max: MAX}} to reward.scorers, or remove the call of env.reward",
+                    f"the environment gave the reward {reward.name[:100]!r}, but scorers declare {known}; add {{name: "
+                    "environment, reward: NAME, options: {min: MIN, max: MAX}} to reward.scorers, or do not give it",
                     reward=reward.name[:100],
                 )
 

@@ -68,8 +68,8 @@ class EnvironmentScorer(Scorer):
             self._check(reward)
         if self._options.per == "turn":
             return self._of_turns(item, given)
-        if given:
-            return Reward(name="", value=given[0].value, evidence=given[0].evidence)
+        if given:  # the engine rejects two of them
+            return [Reward(name="", value=one.value, evidence=one.evidence) for one in given]
         if self._options.at_limit is not None and item.finish is FinishReason.LENGTH:
             return self._at_limit(WHOLE_SAMPLE)
         if self._options.required:
