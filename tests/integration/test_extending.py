@@ -23,7 +23,15 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient
 from rollmesh.shared.clock import ManualClock, SystemClock
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward, Role
+from rollmesh.shared.domain.trajectory import (
+    EpisodeKey,
+    MemberOutcome,
+    Message,
+    Outcome,
+    Reward,
+    Role,
+    SampleSummary,
+)
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
@@ -92,6 +100,23 @@ def test_finalizer_decides_on_groups() -> None:
             for n, value in enumerate(values)
         )
         assert engine.finalize(Group(group="g", task=TaskView(task_id="t"), members=members)).reason == reason
+
+
+def test_finalizer_drops_members_that_loop_before_the_next_one_sees_the_group() -> None:
+    engine = build_reward_engine(CONFIG.reward, FOLDER)
+    texts = ("So it is 4. " * 20, "So it is 5.", "It is 4, because 2+2 is 4.")
+    members = tuple(
+        MemberOutcome(
+            sample_id=str(n),
+            rewards=(Reward(name="correct", value=value),),
+            end="ready",
+            summary=SampleSummary(text=text[-CONFIG.rollout.summary_text_chars :]),
+        )
+        for n, (text, value) in enumerate(zip(texts, (0.0, 0.5, 0.55), strict=True))
+    )
+    verdict = engine.finalize(Group(group="g", task=TaskView(task_id="t"), members=members))
+    assert verdict.dropped == {"0": "LOOP"}
+    assert verdict.reason == "SPREAD_TOO_SMALL", "of the two that are left"
 
 
 def test_selector_draws_by_results_and_restores_its_state() -> None:

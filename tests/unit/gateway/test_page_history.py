@@ -85,6 +85,19 @@ def test_samples_that_end_otherwise_are_counted_at_the_next_update() -> None:
     assert states["g0.9"] == ("failed", "TRIES_EXHAUSTED: sandbox")
 
 
+def test_a_dropped_member_keeps_its_reason_when_the_rest_of_its_group_is_filtered() -> None:
+    records = Records()
+    first, *others = records.group("g0", [1.0, 1.0, 1.0], step=0)
+    dropped = ev.SamplesEnded(sample_ids=[first], end=types_pb2.SAMPLE_END_FILTERED, reason="LOOP", group="g0")
+    decision = reward_pb2.GROUP_DECISION_FILTER
+    records.add(samples_ended=dropped)
+    records.add(group_finalized=ev.GroupFinalized(group="g0", decision=decision, reason="ZERO_VARIANCE"))
+    records.train(1, [], [])
+    assert records.history.updates[0].ends == {"filtered": 3}
+    states = {one.sample_id: one.reason for one in records.history.recent}
+    assert states == {first: "LOOP"} | dict.fromkeys(others, "ZERO_VARIANCE")
+
+
 def test_evaluation_is_not_training() -> None:
     records = Records()
     records.group("e2.0.0", [1.0], step=2, purpose=types_pb2.PURPOSE_EVAL)

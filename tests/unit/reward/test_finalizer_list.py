@@ -14,7 +14,7 @@ from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer, decide
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward
 from rollmesh.shared.errors import ConfigError, GroupCodeFailed
 from rollmesh.trainer.estimators import make_estimator
 
@@ -87,6 +87,13 @@ def test_advantages_follow_rewards_that_an_earlier_finalizer_adjusted() -> None:
     assert seen.advantages["a"] < 0
     assert seen.advantages.keys() == {"a", "c", "d"}
     assert verdict.adjusted == changed
+
+
+def test_a_dropped_member_without_usable_rewards_does_not_count_in_the_baseline() -> None:
+    last = Seen()
+    failed = {"a": (Reward(name="correct", value=0.0, outcome=Outcome.INFRA_FAILURE),)}
+    run(says(adjusted=failed, dropped={"a": "LEAKED"}), last)
+    assert last.groups[0].advantages == {"b": 0.0, "c": 0.0, "d": 0.0}, "the others have equal rewards"
 
 
 @pytest.mark.parametrize(
