@@ -3,8 +3,12 @@ PYTHON ?= python3
 ROUNDS ?= 40
 SEED ?= 0
 PARALLEL ?= 1
-# Whether each service of a run of the suite recipes is a process. It costs three times the processor time.
+# The suite recipes: whether each service of a run is a process, which costs three times the processor time; its bound on
+# staleness and its number of updates; and how many recipes SEED draws, or 0 for all.
 PROCESSES ?= false
+ETA ?= 1
+UPDATES ?= 3
+NUM ?= 0
 # Processes of `make test`, whose tests mostly wait for other processes.
 WORKERS ?= 3
 VENV := .venv
@@ -15,7 +19,7 @@ BUF := .tools/node_modules/.bin/buf
 # Compute threads of torch spin on barriers and become slow on busy cores; see benchmarks/README.md.
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
-export ROUNDS SEED PARALLEL PROCESSES
+export ROUNDS SEED PARALLEL PROCESSES ETA UPDATES NUM
 
 .PHONY: help setup setup-vllm demo test suite check docs protos verify bench clean
 

@@ -1,8 +1,8 @@
 """The suites beside `make test`, one row each: runs that take minutes, change the host, or need more packages.
 
 `make suite` prints the table, and `make suite NAME=chaos ROUNDS=4` runs a suite. A script is executed by bash in the
-root of the repository. It reads the interpreter and the variables of the Makefile (ROUNDS, SEED, PARALLEL, PROCESSES)
-from the environment.
+root of the repository. It reads the interpreter and the variables of the Makefile (ROUNDS, SEED and so on) from the
+environment.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-VARIABLES = {"PYTHON": ".venv/bin/python", "ROUNDS": "40", "SEED": "0", "PARALLEL": "1", "PROCESSES": "false"}
-"""Variables of the scripts with their defaults. ROUNDS, SEED and PARALLEL are for chaos; SEED also for tamper and
-contract."""
+VARIABLES = {
+    "PYTHON": ".venv/bin/python", "ROUNDS": "40", "SEED": "0", "PARALLEL": "1",
+    "PROCESSES": "false", "ETA": "1", "UPDATES": "3", "NUM": "0",
+}  # fmt: skip
+"""Variables of the scripts with their defaults. ROUNDS, SEED and PARALLEL are for chaos; SEED also for tamper, contract
+and recipes; PROCESSES, ETA, UPDATES and NUM for recipes."""
 _PIP = "$PYTHON -m pip install --quiet --disable-pip-version-check"
 _CLIENTS = ".tools/clients/node_modules"
 _NPM_CLIENTS = (
@@ -141,9 +144,10 @@ SUITES = {
         _slow("tests/peers", timeout_s=2400, options="-s"),
     ),
     "recipes": Suite(
-        "train with every recipe for three updates, audit it, and repeat the last one bit for bit; "
-        "PROCESSES=true separates services",
-        "export ROLLMESH_PROCESSES=$PROCESSES\n" + _all("tests/integration/test_recipe_runs.py", timeout_s=300),
+        "train with every recipe for UPDATES updates, audit it, and repeat the last one bit for bit; kill and resume one; "
+        "PROCESSES=true separates services, ETA bounds the staleness, NUM draws so many recipes with SEED",
+        "export ROLLMESH_PROCESSES=$PROCESSES ROLLMESH_ETA=$ETA ROLLMESH_UPDATES=$UPDATES ROLLMESH_NUM=$NUM "
+        "ROLLMESH_SEED=$SEED\n" + _all("tests/integration/test_recipe_runs.py", timeout_s=300, options="-s"),
     ),
     "scale": Suite(
         "measure that each service has its own bottleneck, which only more nodes of that service move",

@@ -1,7 +1,8 @@
 """Recipes in a whole run: three updates of a small model with `rollmesh train`, after which the audit holds.
 
-The suite recipes does it for every file in `recipes/`, and repeats the last update from the checkpoint before it. `make
-test` has those in `OWN`.
+The suite recipes does it for every file in `recipes/`, and repeats the last update from the checkpoint before it. With
+`NUM` it does so for that many of them, drawn with `SEED`. `UPDATES` and `ETA` are the updates of a run and its bound on
+staleness. Then it kills a run, resumes it, and repeats all its updates. `make test` has the recipes in `OWN`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +28,17 @@ from typer.testing import CliRunner
 from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.services.learner.engine import Position, Restored
 from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.trainer.checkpoint import OPTIMIZER_NAME, PLUGINS_NAME
 from rollmesh.trainer.checkpoint_files import TRAINED_NAME
 from rollmesh.trainer.model_files import WEIGHTS_NAME, write_model_folder
 from rollmesh.trainer.recipe import find_recipe, read_recipe, recipe_names
 from tests.unit.trainer.mixtures import tiny_mixture
+
+from .process_tree import descendants
 
 AGENT = """
 class Agent:
@@ -126,6 +133,11 @@ IN_PROCESS = ["--in-process"]
 PROCESSES = os.environ.get("ROLLMESH_PROCESSES", "false")
 """Whether each service of a run in the suite recipes is a process, which costs three times the processor time, mostly
 for imports."""
+ETA, UPDATES = int(os.environ.get("ROLLMESH_ETA", "1")), int(os.environ.get("ROLLMESH_UPDATES", "3"))
+"""Staleness bound, unless the recipe sets one, and number of updates of a run in the suite recipes."""
+NUM, SEED = int(os.environ.get("ROLLMESH_NUM", "0")), int(os.environ.get("ROLLMESH_SEED", "0"))
+RECIPES = random.Random(SEED).sample(sorted(recipe_names()), NUM) if NUM else recipe_names()
+"""Recipes of the suite recipes: all, or `NUM` that `SEED` draws."""
 OWN = {
     "remax": "estimator/without_baseline",
     "risk_po": "estimator/quantile_low",
@@ -157,6 +169,12 @@ OWN = {
 passes, tokens of the samples, a reference in the estimator, steps of whole groups, hidden states, a quantile of the
 step, answers after another prompt, and estimators that read turns, answers and texts of all members,
 and records of experts."""
+GIVEN = {
+    "grpo_imitation": "imitation/imitation_nll_share",
+    "rl_plus": "exploration_share",
+    "red": "estimator/imitation_weight",
+}
+"""A metric of each recipe that runs with given solutions."""
 FAST = {
     "remax",
     "mssr",
@@ -310,55 +328,114 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
 # Every recipe ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("recipe", recipe_names())
-def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, tmp_path: Path) -> None:
-    """The run makes update 3 without a break. A fresh trainer makes it again from the checkpoint of update 2, on the
-    same batch."""
-    out = tmp_path / "run"
+def command(recipe: str, folder: Path, out: Path) -> list[str]:
+    """Return the command that trains with a recipe, records the batches and keeps a checkpoint of each update."""
     about, tree = read_recipe(find_recipe(recipe))
     rewards = ["correct", *tree.get("reward", {}).get("weights", {})]
     scorers = [{"name": "scorer.py:Scorer", "reward": name} for name in dict.fromkeys(rewards)]
     settings = ["learner.engine=recorder.py:Recorder", "learner.checkpoint_every=1", f"processes.enabled={PROCESSES}"]
+    settings += [f"run.max_staleness={tree.get('run', {}).get('max_staleness', ETA)}", f"run.updates_max={UPDATES}"]
     settings += [*FURTHER.get(recipe, []), f"reward.scorers={json.dumps(scorers)}"]
     estimator = tree.get("learner", {}).get("estimator", "")
     if isinstance(estimator, dict) and estimator.get("options", {}).get("drop_truncated"):
         settings += ["rollout.agent=stopper.py:Agent"]
+    if about.given_solutions:
+        settings += ["rollout.agent=giver.py:Agent"]
     train = ["train", str(folder / "run.yaml"), f"recipe={recipe}", *settings, "--out", str(out), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "rollmesh.cli", *train], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads(done.stdout)
-    assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (3, "finished", 0)
-    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    return [sys.executable, "-m", "rollmesh.cli", *train]
+
+
+def assert_finished(summary: dict[str, Any], recipe: str, out: Path, *, updates: int) -> None:
+    """Check that every update was made, that the audit holds, and that stale samples were trained if any may be."""
+    assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (updates, "finished", 0)
+    audit = CliRunner().invoke(app, ["audit", str(out), "--payloads", "--json"])
     assert audit.exit_code == 0, audit.output
-    assert json.loads(audit.stdout)["holds"]
+    found = json.loads(audit.stdout)
+    assert found["holds"]
+    print(f"{recipe}: {updates} updates, samples by staleness {found['lags']}")
+    assert min(1, found["eta"]) <= found["lag_max"] <= found["eta"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_and_resumes_bit_for_bit(recipe: str, folder: Path, tmp_path: Path) -> None:
+    """The run makes its last update without a break. A fresh trainer makes it again from the checkpoint before it, on
+    the same batch."""
+    out = tmp_path / "run"
+    done = subprocess.run(command(recipe, folder, out), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_finished(json.loads(done.stdout), recipe, out, updates=UPDATES)
 
     lines = read_metrics(next(out.rglob("metrics.jsonl")))
     assert all(value is not None for line in lines.values() for value in line.metrics.values())
-    assert [line.outcome for line in lines.values()] == ["APPLIED"] * 3
+    assert [line.outcome for line in lines.values()] == ["APPLIED"] * UPDATES
+    about, _ = read_recipe(find_recipe(recipe))
     described = re.findall(r"`([\w/]+)`", about.deviations.partition("Metrics:")[2])
-    assert set(described) <= set(lines[3].metrics), "the recipe lists metrics that the run does not report"
-
-    last = next(out.rglob("update-3.pickle"))
-    config, samples, groups = pickle.loads(last.read_bytes())
-    shutil.copytree(
-        last.parent / "checkpoints" / "update-00000002.0", tmp_path / "again" / "checkpoints" / "update-00000002.0"
+    assert {*described, (OWN | GIVEN).get(recipe, "loss")} <= set(lines[UPDATES].metrics), (
+        "a metric of the recipe is missing"
     )
-    resumed = TorchTrainer.open(msgspec.structs.replace(config, directory=str(tmp_path / "again")))
-    result = resumed.engine.update(3, samples, groups)
-    reported = {name for name in lines[3].metrics if not name.startswith("dropped/")}
-    assert {name: lines[3].metrics[name] for name in reported} == result.metrics
-    digest = resumed.log.append(3, result.used_ids, incarnation=0, outcome="APPLIED")
-    position = replace(resumed.position, update=3, digest=digest)
-    saved = resumed.engine.save(resumed.log, position, data_snapshot=b"")
+
+    last = next(out.rglob(f"update-{UPDATES}.pickle"))
+    config, _, _ = pickle.loads(last.read_bytes())
+    before = f"checkpoints/update-{UPDATES - 1:08}.0"
+    shutil.copytree(last.parent / before, tmp_path / "again" / before)
+    restored = TorchTrainer.open(msgspec.structs.replace(config, directory=str(tmp_path / "again")))
+    assert_repeated(restored, last.parent)
+
+
+def assert_repeated(restored: Restored, learner: Path) -> None:
+    """Make the remaining updates on the batches that `learner` recorded. They equal those of its run, bit for bit."""
+    lines = read_metrics(learner / "metrics.jsonl")
+    last = max(lines)
+    for k in range(restored.engine.step + 1, last + 1):
+        _, samples, groups = pickle.loads((learner / f"update-{k}.pickle").read_bytes())
+        result = restored.engine.update(k, samples, groups)
+        reported = {name: value for name, value in lines[k].metrics.items() if not name.startswith("dropped/")}
+        assert reported == result.metrics, f"update {k}"
+        restored.log.append(k, result.used_ids, incarnation=lines[k].incarnation, outcome="APPLIED")
+    position = Position(update=last, digest=restored.log.digest, head=LedgerHead(position=last))
+    again = restored.engine.save(restored.log, position, data_snapshot=b"")
+    once = max((learner / "checkpoints").iterdir())
+    assert once.name.startswith(f"update-{last:08}.")
     for name in (WEIGHTS_NAME, TRAINED_NAME):
-        assert (saved / name).read_bytes() == (last.parent / "checkpoints" / saved.name / name).read_bytes(), name
+        assert (once / name).read_bytes() == (again / name).read_bytes(), name
     for name in (OPTIMIZER_NAME, PLUGINS_NAME):
-        once, again = (torch.load(at / name) for at in (last.parent / "checkpoints" / saved.name, saved))
-        assert equal(once, again), name
+        assert equal(torch.load(once / name), torch.load(again / name)), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_trainer(folder: Path, tmp_path: Path) -> None:
+    """SIGKILL reaches every process of the run after a checkpoint. A trainer that is not interrupted makes all updates
+    on the batches of both halves. The critic of this recipe, its optimizer and its replay buffer are in the
+    checkpoint."""
+    out = tmp_path / "run"
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*command("archer", folder, out), "run.updates_max=2000"], stdout=log, stderr=log)
+    try:
+        deadline_s = time.monotonic() + 240
+        while not (out / f"checkpoints/update-{UPDATES:08}.0").exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline_s, f"the run did not make {UPDATES} updates within 240 s"
+            time.sleep(0.01)
+    finally:
+        family = descendants(process.pid)
+        process.kill()
+        for one in family:
+            if one.alive:
+                os.kill(one.pid, signal.SIGKILL)
+        process.wait()
+
+    updates = max(read_metrics(out / "metrics.jsonl")) + UPDATES
+    resume = ["train", "--resume", str(out), f"run.updates_max={updates}", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmesh.cli", *resume], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_finished(json.loads(done.stdout), "archer, killed and resumed", out, updates=updates)
+    config, _, _ = pickle.loads((out / f"update-{updates}.pickle").read_bytes())
+    assert_repeated(TorchTrainer.open(msgspec.structs.replace(config, directory=str(tmp_path / "again"))), out)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -372,14 +449,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "metric"),
-    [
-        ("grpo_imitation", "imitation/imitation_nll_share"),
-        ("rl_plus", "exploration_share"),
-        ("red", "estimator/imitation_weight"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "metric"), GIVEN.items())
 def test_given_solutions_pass_through_the_mesh_and_are_trained(recipe: str, metric: str, folder: Path) -> None:
     out = folder / f"given-{recipe}"
     asked = [
