@@ -26,7 +26,7 @@ from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import Reward, Source
 
 
-class ProgressOptions(Settings):
+class ProgressTrackerOptions(Settings):
     """Settings of the progress tracker."""
 
     field: NonEmptyStr = "evidence"
@@ -41,10 +41,10 @@ class ProgressOptions(Settings):
 class ProgressScorer(Scorer):
     """See the module. It does not apply to a task without evidence, and to a sample without a turn."""
 
-    Options: ClassVar[type[msgspec.Struct]] = ProgressOptions
+    Options: ClassVar[type[msgspec.Struct]] = ProgressTrackerOptions
     version = "1"
 
-    def __init__(self, *, options: ProgressOptions) -> None:
+    def __init__(self, *, options: ProgressTrackerOptions) -> None:
         self._options = options
         self._ids: re.Pattern[str] = compile_pattern("id_pattern", options.id_pattern)
 
