@@ -54,14 +54,14 @@ class TableGenerator:
                 return
 
     def _segment(self, token: str, odds: Mapping[str, float]) -> Segment:
-        top = sorted(odds, key=lambda name: -odds[name])[:2]
-        top = [*top, *top[: 2 - len(top)]]
+        other = {"z": 1e-9} if len(odds) == 1 else {}
+        top = sorted({**other, **odds}.items(), key=lambda entry: -entry[1])[:2]
         p = np.array(list(odds.values()))
         logprobs = np.log([odds[token]]).astype(np.float32)
         arrays = {
             "entropy": np.array([-(p * np.log(p)).sum()], dtype=np.float32),
-            "top_k_ids": np.array([[self._id(name) for name in top]], dtype=np.int32),
-            "top_k_logprobs": np.log([[odds[name] for name in top]]).astype(np.float32),
+            "top_k_ids": np.array([[self._id(name) for name, _ in top]], dtype=np.int32),
+            "top_k_logprobs": np.log([[p for _, p in top]]).astype(np.float32),
         }
         version = PolicyVersion(policy="main", step=self.step)
         ids = np.array([self._id(token)], dtype=np.int32)

@@ -72,6 +72,7 @@ AGENTS = Registry(
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
         "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
         "maze": "rollmesh.demo.families.maze:MazeAgent",
+        "latr": "rollmesh.services.rollout.agents.latr:LatrAgent",
     },
     Agent,
 )
