@@ -28,15 +28,28 @@ class FirstGiven(ToolCallingAgent):
 
 
 class FirstTurnsGiven(PrefixAgent):
-    """The agent `prefix` for calculator tasks: the parts of a solution are its turns, of which the first ones are
-    given. The model plays the others."""
+    """The agent `prefix` for calculator tasks: a solution is all turns of the ideal episode, and its parts are their
+    tokens. The last turn that is given may be incomplete."""
 
     def give(self, task: Task, env: Environment, rng: random.Random) -> str:
         shown = demonstrate(task.messages[-1].content)
-        for call, result in shown.calls[: self.length(rng, len(shown.calls) + 1)]:
-            _give(env, f"<tool_call>{call}</tool_call>", train=False)
+        turns = [*((f"<tool_call>{call}</tool_call>", result) for call, result in shown.calls)]
+        answer = f"<answer>{shown.answer}</answer>"
+        sizes = [env.encode(text, end=True, markup=True).size for text in (*(text for text, _ in turns), answer)]
+        left = self.length(rng, sum(sizes))
+        for (text, result), size in zip(turns, sizes, strict=False):
+            if left < size:
+                break
+            _give(env, text, train=False)
             env.observe(result)
-        return ""
+            left -= size
+        else:
+            text = answer
+        given = env.encode(text, end=True, markup=True)[:left]
+        if not given.size:
+            return ""
+        env.append(given, role=Role.ACTION, source=Source.DATASET)
+        return env.decode(given)
 
 
 def _give(env: Environment, text: str, *, train: bool = True) -> None:

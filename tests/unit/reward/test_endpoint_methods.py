@@ -1,4 +1,5 @@
-"""The methods of examples/endpoint_methods: numbers by hand, and real answers of a server of the OpenAI protocol."""
+"""The methods of examples/endpoint_methods, and the built-in `text_feedback`: numbers by hand, and real answers of a
+server of the OpenAI protocol."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from rollmesh.services.reward.item import JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import FinishReason, MemberOutcome, Outcome, Reward, Role, Source
+from rollmesh.shared.domain.trajectory import Episode, FinishReason, MemberOutcome, Outcome, Reward, Role, Source
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators.base import make_estimator
 from rollmesh.trainer.losses.base import LOSSES, LossInputs
 from rollmesh.trainer.other_prompt import OtherPromptLogprob, OtherPromptOptions
+from rollmesh.v1 import types_pb2
 
 from ..shared.chat_server import ChatServer, chat_server
 from ..trainer.builders import action, group, member, prompt, training_sample
@@ -141,10 +143,10 @@ def of_turns(sample_id: str, first: float, second: float) -> MemberOutcome:
     )
 
 
-@pytest.mark.row("S077", missing="RLTF-FM, the loss on the critique.")
+@pytest.mark.row("S077")
 def test_the_second_answer_is_compared_with_the_first_ones_of_the_group() -> None:
     # R(y0) = 1, 0, 0, 0: baseline 1/4. R(y1) = 1, 1, 0, 1: A = 3/4, 3/4, -1/4, 3/4; first answers have 0.
-    estimator = make_estimator("text_feedback.py:FirstTurnBaseline", {"turn_correct": 1.0}, FOLDER)
+    estimator = make_estimator("first_turn_baseline", {"turn_correct": 1.0})
     outcomes = [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0), (0.0, 1.0)]
     members = [of_turns(f"s{n}", *values) for n, values in enumerate(outcomes)]
     found = estimator.of_turns(group("g", *members))  # type: ignore[attr-defined]
@@ -153,9 +155,9 @@ def test_the_second_answer_is_compared_with_the_first_ones_of_the_group() -> Non
     assert estimator.of_group(group("g", *right)) == {f"s{n}": 0.0 for n in range(4)}
 
 
-@pytest.mark.row("S077", missing="RLTF-FM, the loss on the critique.")
+@pytest.mark.row("S077")
 def test_the_gradient_is_that_of_the_answer_after_the_task_alone() -> None:
-    term = LOSSES.make("text_feedback.py:FirstPromptGradient", FOLDER)
+    term = LOSSES.make("first_prompt")
     first = torch.tensor([-2.0, -1.0, -0.5], requires_grad=True)
     sampled = torch.tensor([-0.1, -0.1, -0.1], requires_grad=True)
     columns = {
@@ -173,14 +175,14 @@ def test_the_gradient_is_that_of_the_answer_after_the_task_alone() -> None:
 
     between = replace(prompt([40]), role=Role.OBSERVATION, source=Source.TOOL)
     segments = [prompt([20, 21]), action([30, 31], [-1, -1]), between, action([50, 51, 52], [-1, -1, -1])]
-    settings = load_train_config(FOLDER / "config.yaml").learner.features["first_prompt"]
+    settings = load_train_config(FOLDER / "config.yaml", ["recipe=text_feedback"]).learner.features["first_prompt"]
     feature = OtherPromptLogprob(options=config_from_dict(OtherPromptOptions, settings.options))
     made = feature.sequences_of(training_sample("s", segments))
     assert made is not None
     assert [one.token_ids.tolist() for one in made] == [[20, 21, 30, 31], [20, 21, 50, 51, 52]]
 
 
-async def test_the_agent_reads_a_critique_and_answers_again_but_not_in_an_evaluation() -> None:
+async def critiqued(purpose: types_pb2.Purpose.ValueType, **options: Any) -> tuple[LocalMesh, Episode, list[str]]:
     asked: list[str] = []
 
     def critic(body: dict[str, Any]) -> str:
@@ -189,13 +191,60 @@ async def test_the_agent_reads_a_critique_and_answers_again_but_not_in_an_evalua
 
     async with chat_server(critic) as server:
         mesh = LocalMesh(script=lambda text: "<answer>4</answer><|end|>", endpoints=table(server, "critic"))
-        agent = load_agent(Extension("text_feedback.py:Critiqued"), FOLDER)
-        await mesh.runner(agent).run(lease(messages=["2+2"]))
+        agent = load_agent(Extension("text_feedback", options))
+        await mesh.runner(agent).run(lease(messages=["2+2"], purpose=purpose))
         await mesh.endpoints.close()
     (episode,) = mesh.samples.episodes
-    assert [segment.role for segment in episode.segments] == [Role.CONTEXT, Role.ACTION, Role.OBSERVATION, Role.ACTION]
-    assert "check the sum" in mesh.tokenizer.decode(episode.segments[2].token_ids)
-    assert asked == ["Task: 2+2\nAnswer: <answer>4</answer>\nWhat is wrong with this answer? Do not give the solution."]
+    return mesh, episode, asked
+
+
+@pytest.mark.row("S077")
+async def test_the_agent_reads_a_critique_and_answers_again_and_gives_the_critique_as_a_sample() -> None:
+    mesh, episode, asked = await critiqued(types_pb2.PURPOSE_TRAIN, feedback_weight=0.5)
+    answer, critique = episode.samples
+    path = episode.path_segments(answer)
+    assert [segment.role for segment in path] == [Role.CONTEXT, Role.ACTION, Role.OBSERVATION, Role.ACTION]
+    assert "check the sum" in mesh.tokenizer.decode(path[2].token_ids)
+    question = "Task: 2+2\nAnswer: <answer>4</answer>\nWhat is wrong with this answer? Do not give the solution."
+    assert asked == [question]
+    asks, given = episode.path_segments(critique)
+    assert (critique.role, critique.weight, answer.role) == ("critique", 0.5, "")
+    assert [message.content for message in asks.messages] == [question], (
+        "the feedback prompt, without the first answer's log"
+    )
+    assert mesh.tokenizer.decode(given.token_ids) == "check the sum<|end|>"
+    assert (given.source, given.num_trainable, given.logprobs) == (Source.DATASET, given.num_tokens, None)
+    _, episode, _ = await critiqued(types_pb2.PURPOSE_TRAIN, feedback_weight=0.0)
+    assert [sample.role for sample in episode.samples] == [""], "RLTF-SD"
+
+
+async def test_an_evaluation_has_no_critique() -> None:
+    _, episode, asked = await critiqued(types_pb2.PURPOSE_EVAL)
+    assert (len(episode.segments), asked) == (2, [])
+
+
+@pytest.mark.row("S077")
+def test_a_critique_is_in_no_baseline_and_its_loss_is_its_negative_log_likelihood() -> None:
+    estimator = make_estimator("first_turn_baseline", {"turn_correct": 1.0})
+    members = [of_turns(f"s{n}", *values) for n, values in enumerate([(1.0, 1.0), (0.0, 1.0)])]
+    one = of_turns("c", 1.0, 1.0)
+    critique = replace(one, summary=replace(one.summary, role="critique"))
+    found = estimator.of_turns(group("g", *members, critique))  # type: ignore[attr-defined]
+    assert {name: values.tolist() for name, values in found.items()} == {"s0": [0, 0.5], "s1": [0, 0.5], "c": [0]}
+    losses = {
+        term.name: term for term in load_train_config(FOLDER / "config.yaml", ["recipe=text_feedback"]).learner.loss
+    }
+    assert {name: (term.where, term.weight) for name, term in losses.items()} == {
+        "first_prompt": ("policy", 1.0),
+        "imitation": ("external", 0.1),
+    }
+    logprobs = torch.tensor([-2.0, -1.0], requires_grad=True)
+    columns = {"token_weight": torch.tensor([0.5, 0.5])}
+    loss, _ = LOSSES.make("imitation")(LossInputs(logprobs=logprobs, columns=columns))
+    loss.backward()
+    assert loss.item() == pytest.approx(1.5)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, -0.5]
 
 
 async def test_each_turn_is_scored_by_its_own_answer() -> None:
@@ -213,15 +262,19 @@ async def test_each_turn_is_scored_by_its_own_answer() -> None:
     )
     between = JudgedSegment(index=1, role=Role.OBSERVATION, source=Source.TOOL, token_ids=np.arange(2, dtype=np.int32))
     whole = replace(item(*texts), leaf=2, path=(path[0], between, path[1]))
-    scorer = ScorerConfig(name="text_feedback.py:AnswerOfTurn", reward="turn_correct")
+    scorer = ScorerConfig(name="turn_answer", reward="turn_correct")
     engine = build_engine(RewardConfig(scorers=(scorer,)), FOLDER)
     (rewards,) = await engine.score([whole])
     assert [(reward.segment, reward.value) for reward in rewards] == [(0, 0.0), (2, 1.0)]
+    ((ignored,),) = await engine.score([replace(whole, role="critique")])
+    assert ignored.outcome is Outcome.NOT_APPLICABLE
 
 
 # All of them ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != "config.yaml"))
+@pytest.mark.parametrize(
+    "recipe", sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != "config.yaml") + ["text_feedback"]
+)
 def test_check_accepts_a_run_with_the_recipe(recipe: str) -> None:
     assert find_mistakes(load_train_config(FOLDER / "config.yaml", [f"recipe={recipe}"]), FOLDER) == []

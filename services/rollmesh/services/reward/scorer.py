@@ -154,6 +154,7 @@ SCORERS = Registry(
         "outcome": "rollmesh.services.reward.scorers.outcome:OutcomeScorer",
         "routing": "rollmesh.services.reward.scorers.routing:RoutingScorer",
         "control": "rollmesh.services.reward.scorers.control:ControlScorer",
+        "turn_answer": "rollmesh.services.reward.scorers.turn_answer:TurnAnswerScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
         "environment": "rollmesh.services.reward.scorers.environment:EnvironmentScorer",
         "squad": "rollmesh.services.reward.scorers.squad:SquadScorer",

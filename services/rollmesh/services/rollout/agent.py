@@ -73,6 +73,7 @@ AGENTS = Registry(
         "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
         "maze": "rollmesh.demo.families.maze:MazeAgent",
         "latr": "rollmesh.services.rollout.agents.latr:LatrAgent",
+        "text_feedback": "rollmesh.services.rollout.agents.text_feedback:TextFeedbackAgent",
     },
     Agent,
 )

@@ -184,6 +184,7 @@ ESTIMATORS = Registry(
         "spa": "rollmesh.trainer.estimators.spa:Spa",
         "tree": "rollmesh.trainer.estimators.tree:TreeAdvantage",
         "implicit_reward": "rollmesh.trainer.estimators.implicit_reward:ImplicitReward",
+        "first_turn_baseline": "rollmesh.trainer.estimators.first_turn_baseline:FirstTurnBaseline",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,

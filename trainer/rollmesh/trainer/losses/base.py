@@ -153,6 +153,7 @@ LOSSES = Registry(
         "router": "rollmesh.trainer.losses.router:RouterBalance",
         "rl_plus": "rollmesh.trainer.losses.rl_plus:RlPlus",
         "one_token_rollout": "rollmesh.trainer.losses.one_token_rollout:OneTokenRollout",
+        "first_prompt": "rollmesh.trainer.losses.first_prompt:FirstPromptGradient",
     },
     LossTerm,
 )

@@ -1,0 +1,49 @@
+"""Reward each turn by its own answer: 1 if the answer is accepted, else 0.
+
+For methods that compare the answers of an episode, such as `text_feedback`. The reward is not one of the whole sample,
+so a run needs another scorer for that. A sample with the role `critique` has no answer (NOT_APPLICABLE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorer import Scorer
+from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern, not_applicable
+from rollmesh.shared.config.settings import NonEmptyStr
+from rollmesh.shared.domain.trajectory import Reward
+from rollmesh.shared.store.jsonl import last_match
+
+
+class TurnAnswerOptions(AnswerOptions):
+    """Settings of the scorer `turn_answer`."""
+
+    ignored_role: NonEmptyStr = "critique"
+    """Role of samples that are not scored."""
+
+
+class TurnAnswerScorer(Scorer):
+    """See the module."""
+
+    Options: ClassVar[type[msgspec.Struct]] = TurnAnswerOptions
+    version = "1"
+
+    def __init__(self, *, options: TurnAnswerOptions) -> None:
+        self._options = options
+        self._pattern = compile_pattern("pattern", options.pattern)
+
+    async def score(self, item: ScoreItem) -> Reward | Sequence[Reward]:
+        if item.role == self._options.ignored_role:
+            return not_applicable(f"a sample with the role `{item.role}` has no answer")
+        if item.answer_key is None or not item.answer_key.answers:
+            return not_applicable("the task has no answer key")
+        rewards = []
+        for turn in item.turns:
+            answer = (last_match(self._pattern, turn.text) or "").strip()
+            value = float(answer in item.answer_key.answers)
+            rewards.append(Reward(name="", value=value, segment=turn.segment, answer=answer))
+        return rewards
