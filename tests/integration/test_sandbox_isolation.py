@@ -297,6 +297,28 @@ async def test_code_that_no_interrupt_reaches_is_killed_in_time(engine: JailEngi
     await survives(engine)
 
 
+@pytest.mark.row("S087")
+async def test_thousands_of_calls_have_their_own_results_beside_calls_that_run_out_of_time(engine: JailEngine) -> None:
+    """Six sessions make more than 2,000 calls at the same time, and in another one endless loops run out of time."""
+    names = [f"s{number}" for number in range(6)]
+    for name in [*names, "loops"]:
+        await open_session(engine, name)
+
+    async def calls(name: str) -> list[str]:
+        return [(await run(engine, f"'{name}', {number}", name, BUSY_S)).result for number in range(2000 // 6 + 1)]
+
+    async def loops() -> list[tuple[RunOutcome, bool]]:
+        found = [await run(engine, "while True: pass", "loops", 0.05) for _ in range(4)]
+        return [(result.outcome, result.session_alive) for result in found]
+
+    *called, ended = await asyncio.gather(*map(calls, names), loops())
+    for name, results in zip(names, called, strict=True):
+        assert results == [f"('{name}', {number})" for number in range(len(results))]
+    assert sum(map(len, called)) > 2000
+    assert ended == [(RunOutcome.TIME, True)] * 4
+    assert (await run(engine, "6*7", "loops")).result == "42"
+
+
 BUSY_S = 15.0
 """The programs never end by themselves, so any bound suffices; this one also holds on busy cores."""
 

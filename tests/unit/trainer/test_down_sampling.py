@@ -47,7 +47,7 @@ def calling(sample_id: str, correct: float, calls: str, *, text: str = "", answe
     return MemberOutcome(sample_id=sample_id, rewards=tuple(rewards), end="ready", summary=summary)
 
 
-@pytest.mark.row("S087", missing="Thousands of calls with isolated timeouts, which the tests of the sandbox show.")
+@pytest.mark.row("S087")
 def test_roc_keeps_the_cleanest_right_episodes_and_the_proportion() -> None:
     """Four right and two wrong of six, of which three stay: 3 * 2 / 6 = 1 wrong one, and the two right ones with error
     shares 0 and 1 / 3; not those with 1 / 2 (no call) and 1. Advantages: 1 - 2 / 3 and 0 - 2 / 3."""
