@@ -24,6 +24,7 @@ from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.policy import PolicyClient
 from rollmesh.services.reward.scorer import ScorerResult
 from rollmesh.services.rollout.agent import Environment, Turn
+from rollmesh.services.rollout.agents.diverse_answers import pooled
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.config.loader import config_from_dict
@@ -55,7 +56,7 @@ class Careful(CarefulExample):  # type: ignore[misc]
 
     async def run(self, task: Any, env: Environment) -> None:
         await super().run(task, env)
-        await env.logprobs(env.encode("yes"), outputs=["entropy", "top_k", "mean_logprob"])
+        await env.logprobs(env.encode("yes"), outputs=["entropy", "top_k", "mean_logprob", "hidden"])
 
 
 class Certainty(CertaintyExample):  # type: ignore[misc]
@@ -97,6 +98,7 @@ def test_check_accepts_the_example_and_names_an_output_that_a_scorer_lacks() -> 
     )
 
 
+@pytest.mark.row("S037")
 async def test_agents_and_scorers_read_what_the_model_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for records in (TURNS, SCORED, ITEMS, FIRST_DELTAS):
         records.clear()
@@ -198,6 +200,11 @@ def check_scored(net: Any, prompt: IntArray, tokens: IntArray, scored: ScoredTok
         close(scored.arrays["entropy"], entropies(dists))
         close(scored.arrays["mean_logprob"], dists.mean(axis=1))
         close(scored.arrays["top_k_logprobs"], -np.sort(-dists, axis=1)[:, :4])
+        with torch.no_grad():
+            row = torch.tensor(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+            states = net(input_ids=row, output_hidden_states=True).hidden_states[-1][0, len(prompt) - 1 : -1]
+        found = pooled(scored.arrays["hidden"])  # float16
+        np.testing.assert_allclose(found, states.double().mean(0).numpy(), rtol=2e-3, atol=2e-3)
 
 
 def check_rewards(net: Any, model: Path) -> None:

@@ -311,7 +311,7 @@ async def test_thousands_of_calls_have_their_own_results_beside_calls_that_run_o
         found = [await run(engine, "while True: pass", "loops", 0.05) for _ in range(4)]
         return [(result.outcome, result.session_alive) for result in found]
 
-    *called, ended = await asyncio.gather(*map(calls, names), loops())
+    called, ended = await asyncio.gather(asyncio.gather(*map(calls, names)), loops())
     for name, results in zip(names, called, strict=True):
         assert results == [f"('{name}', {number})" for number in range(len(results))]
     assert sum(map(len, called)) > 2000

@@ -234,7 +234,7 @@ def rep_exp(**options: Any) -> Any:
     return make_estimator(Extension("rep_exp", options))
 
 
-@pytest.mark.row("S037", missing="That the inference service returns pooled hidden states.")
+@pytest.mark.row("S037")
 @pytest.mark.parametrize("kind", ["leverage", "leave_one_out"])
 def test_a_duplicate_has_a_lower_bonus_than_an_orthogonal_answer(kind: Any) -> None:
     states = np.array([[1.0, 0, 0, 0], [1.0, 0, 0, 0], [0, 1.0, 0, 0], [0, 0, 1.0, 0]])
@@ -330,6 +330,7 @@ def test_a_member_that_is_not_trained_gets_the_mean_bonus() -> None:
     assert found.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.row("S037")
 @pytest.mark.parametrize(
     ("rewards", "options", "has_bonus"),
     [

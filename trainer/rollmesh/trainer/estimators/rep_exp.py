@@ -21,8 +21,8 @@ Deviations: h is the mean over the trained tokens of the states from which they 
 same in all updates, where the code draws one each time, which a memory could not use. A member that is scored but not
 trained has no states here; it gets the mean bonus of its group, so that the baseline is not biased.
 
-Missing: the choice of a diverse subset of answers at inference by the same bonus, because no engine returns hidden
-states.
+At inference `services/rollout/agents/diverse_answers.py` chooses a diverse subset of answers by the bonus among those
+that it has chosen.
 """
 
 from __future__ import annotations
