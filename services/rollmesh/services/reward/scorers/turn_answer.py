@@ -12,8 +12,8 @@ from typing import ClassVar
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern, not_applicable
+from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern
 from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.store.jsonl import last_match
