@@ -45,13 +45,15 @@ LIMITED: dict[tuple[str, str], str] = {
 }  # fmt: skip
 """Patterns that the analysis rejects -> why their work is bounded."""
 CONFIGURED = {
+    "app/rollmesh/demo/families/maze.py": 2,  # words of moves, and a key of fixed length
     "app/rollmesh/demo/families/sql.py": 3,  # constants in a list, and words in one-line questions of the demo
     "services/rollmesh/services/data/jsonl_source.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/data/synthesized_source.py": 1,  # of the operator, on data of the operator
-    "services/rollmesh/services/reward/engine.py": 1,  # an escaped answer
+    "services/rollmesh/services/reward/scorer_run.py": 1,  # an escaped answer
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/regex_worker.py": 1,  # of the operator, in a process with a limit of CPU time
     "services/rollmesh/services/reward/scorers/extract.py": 1,  # of the operator, on at most 16,384 characters
+    "services/rollmesh/services/rollout/agents/tree_rollouts.py": 3,  # of the operator, on results of tools
     "services/rollmesh/services/rollout/conversation.py": 1,  # escaped tags
     "services/rollmesh/services/rollout/tokenizer.py": 1,  # escaped tags
     "shared/rollmesh/shared/bus/run_streams.py": 1,  # names of streams
