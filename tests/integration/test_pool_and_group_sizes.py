@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,10 @@ import pytest
 
 from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.inference.engine import Emit, GenerateRequest
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward
+from rollmesh.testing.fake_engine import FakeEngine
 from rollmesh.trainer.estimators import make_estimator
 
 from ..chaos.world import mesh_config, save_model_folder
@@ -70,12 +73,26 @@ async def test_a_run_on_one_task_fills_every_batch_with_it_and_is_evaluated_on_o
     assert not trained & evaluated
 
 
-@pytest.mark.row("S073", missing="That its episodes are spread over the replicas and share the prefill of the prompt.")
-async def test_a_group_of_hundreds_is_one_group_with_the_statistics_of_all_its_episodes(tmp_path: Path) -> None:
+class Counting(FakeEngine):
+    """The fake engine, which counts its requests."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        REQUESTS[id(self)] += 1
+        super().submit(request, emit)
+
+
+REQUESTS: Counter[int] = Counter()
+"""Engine -> number of its requests."""
+
+
+@pytest.mark.row("S073")
+async def test_a_group_of_hundreds_is_spread_over_nodes_and_is_one_group_again(tmp_path: Path) -> None:
     size = 512
     (tmp_path / "scorer.py").write_text(SCORER)
+    REQUESTS.clear()
+    model = save_model_folder(tmp_path / "model")
     made = mesh_config(
-        save_model_folder(tmp_path / "model"), batch_groups=1, group_size=size, updates_max=1, max_staleness=0
+        model, engine=f"{__name__}:Counting", batch_groups=1, group_size=size, updates_max=1, max_staleness=0
     )
     scorers = (msgspec.structs.replace(made.reward.scorers[0], name=f"{tmp_path / 'scorer.py'}:Scorer"),)
     made = msgspec.structs.replace(
@@ -87,6 +104,8 @@ async def test_a_group_of_hundreds_is_one_group_with_the_statistics_of_all_its_e
         operator = Operator(mesh)
         await operator.finished()
         facts = await operator.facts()
+    assert len(REQUESTS) == 2
+    assert min(REQUESTS.values()) > size / 4, "both nodes take part"
     scored = [fact for fact in facts if isinstance(fact, f.EpisodeScored)]
     (group,) = {fact.group for fact in scored}
     assert len({fact.episode for fact in scored}) == size, "every episode counts once"

@@ -109,6 +109,21 @@ def test_mixed_cache_is_no_prefix_even_when_its_first_version_is_active_again(st
     )
 
 
+@pytest.mark.row("S073")
+def test_the_episodes_of_a_large_group_share_the_prefill_of_their_prompt(stepper: Build) -> None:
+    """64 requests of one prompt, 16 at once: the prompt is computed far less often than once per request."""
+    run, prompt = stepper(slots_max=16), random_prompt(1, 60)
+    run.submit("r0", prompt, max_tokens=2)
+    run.run()
+    for number in range(1, 64):
+        run.submit(f"r{number}", prompt, max_tokens=2, seed=number)
+    run.run()
+    computed = [run.deltas[f"r{number}"][0].num_prompt_prefilled for number in range(64)]
+    cached = [run.deltas[f"r{number}"][0].num_prompt_cached for number in range(64)]
+    assert [a + b for a, b in zip(computed, cached, strict=True)] == [len(prompt)] * 64
+    assert sum(computed) < 64 * len(prompt) / 4
+
+
 def test_tied_head_follows_an_update(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     run.activate(1, tiny.weights(1))
