@@ -6,17 +6,21 @@ import asyncio
 import contextvars
 import gc
 import socket
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from rollmesh.shared import errors
 from rollmesh.shared.rpc import channel as channel_module
 from rollmesh.shared.rpc.channel import ChannelConfig, connected_address, open_channel
-from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2
 
@@ -536,3 +540,21 @@ async def test_a_handler_outlives_neither_its_call_nor_its_server() -> None:
 async def _settled(before: set[asyncio.Task[Any]]) -> None:
     while asyncio.all_tasks() - before - {asyncio.current_task()}:  # noqa: ASYNC110 (tasks end)
         await asyncio.sleep(0)
+
+
+@pytest.mark.slow
+async def test_requests_that_wait_for_a_busy_process_for_longer_than_30_s_are_answered() -> None:
+    """gRPC would cancel all but one of them, and `rollmesh train` failed with CANCELLED on a busy host."""
+
+    def check(address: str) -> int:
+        with grpc.insecure_channel(address) as channel:
+            found = HealthStub(channel).Check(HealthCheckRequest(), timeout=60.0)
+        return int(found.status)
+
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
+        await server.start()
+        with ThreadPoolExecutor(3) as clients:
+            asked = [clients.submit(check, server.address) for _ in range(3)]
+            threading.Event().wait(32.0)  # the loop of the server takes no request meanwhile
+            found = await asyncio.gather(*map(asyncio.wrap_future, asked))
+    assert found == [HealthCheckResponse.SERVING] * 3

@@ -37,6 +37,9 @@ from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
 from rollmesh.shared.telemetry import metrics
 
+_UNREQUESTED_S_MAX = 3600
+"""Longest time that a request waits for this process to take it, in seconds; the deadline of its client is shorter."""
+
 
 class ServerConfig(Settings):
     """Address and limits of a gRPC server."""
@@ -212,4 +215,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         # minutes.
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 5_000)),
         ("grpc.keepalive_permit_without_calls", 1),
+        # gRPC cancels a request that the process has not taken for this time, 30 s by default, for example while it
+        # imports libraries on a busy host. The client would get CANCELLED before its deadline.
+        ("grpc.server_max_unrequested_time_in_server", _UNREQUESTED_S_MAX),
     ]
