@@ -74,6 +74,8 @@ AGENTS = Registry(
         "maze": "rollmesh.demo.families.maze:MazeAgent",
         "latr": "rollmesh.services.rollout.agents.latr:LatrAgent",
         "text_feedback": "rollmesh.services.rollout.agents.text_feedback:TextFeedbackAgent",
+        "red_team": "rollmesh.services.rollout.agents.red_team:RedTeamAgent",
+        "search_self_play": "rollmesh.services.rollout.agents.search_self_play:SearchSelfPlayAgent",
     },
     Agent,
 )

@@ -183,6 +183,7 @@ ESTIMATORS = Registry(
         "parrot": "rollmesh.trainer.estimators.parrot:Parrot",
         "spa": "rollmesh.trainer.estimators.spa:Spa",
         "tree": "rollmesh.trainer.estimators.tree:TreeAdvantage",
+        "roles": "rollmesh.trainer.estimators.roles:Roles",
         "implicit_reward": "rollmesh.trainer.estimators.implicit_reward:ImplicitReward",
         "first_turn_baseline": "rollmesh.trainer.estimators.first_turn_baseline:FirstTurnBaseline",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",

@@ -38,10 +38,16 @@ class ToolCallingAgent(Agent):
 
 
 async def act(
-    task: Task, env: Environment, *, opening: str = "", played: list[tuple[Environment, Turn]] | None = None
+    task: Task,
+    env: Environment,
+    *,
+    opening: str = "",
+    played: list[tuple[Environment, Turn]] | None = None,
+    called: list[tuple[ToolCall, ToolResult]] | None = None,
 ) -> None:
     """Generate, call and observe until the model answers. `opening` is the text of the given tokens that begin the next
-    turn. `played` gets each turn, with a fork of the branch before it. Raises `LimitReached`."""
+    turn. `played` gets each turn, with a fork of the branch before it, and `called` each call with its result. Raises
+    `LimitReached`."""
     while True:
         before = None if played is None else await env.fork()
         turn = await env.generate()
@@ -53,7 +59,10 @@ async def act(
             return
         if not env.turns_left:
             raise LimitReached("turns")  # before the call, because no turn could use its result
-        env.observe(call.rejected or await env.tool(call.name, call.text))
+        result = call.rejected or await env.tool(call.name, call.text)
+        if called is not None:
+            called.append((call, result))
+        env.observe(result)
         opening = ""
 
 
