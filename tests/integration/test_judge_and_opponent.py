@@ -81,7 +81,7 @@ IN_ORDER = (
 )  # fmt: skip
 
 
-@pytest.mark.row("S068", missing="A recipe with a dialogue of several turns and a composite reward.")
+@pytest.mark.row("S068")
 def test_show_has_calls_tokens_price_and_latency_of_both_endpoints(example: Path) -> None:
     shown = command(example, "show", "first", "g0.0-0")
     sample = json.loads(command(example, "show", "first", "g0.0-0", "--json"))

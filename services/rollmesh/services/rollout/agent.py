@@ -75,6 +75,7 @@ AGENTS = Registry(
         "latr": "rollmesh.services.rollout.agents.latr:LatrAgent",
         "text_feedback": "rollmesh.services.rollout.agents.text_feedback:TextFeedbackAgent",
         "red_team": "rollmesh.services.rollout.agents.red_team:RedTeamAgent",
+        "consultation": "rollmesh.services.rollout.agents.consultation:ConsultationAgent",
         "search_self_play": "rollmesh.services.rollout.agents.search_self_play:SearchSelfPlayAgent",
     },
     Agent,
