@@ -76,6 +76,7 @@ AGENTS = Registry(
         "text_feedback": "rollmesh.services.rollout.agents.text_feedback:TextFeedbackAgent",
         "red_team": "rollmesh.services.rollout.agents.red_team:RedTeamAgent",
         "consultation": "rollmesh.services.rollout.agents.consultation:ConsultationAgent",
+        "perspectives": "rollmesh.services.rollout.agents.perspectives:PerspectivesAgent",
         "search_self_play": "rollmesh.services.rollout.agents.search_self_play:SearchSelfPlayAgent",
     },
     Agent,
