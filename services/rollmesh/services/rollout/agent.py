@@ -78,6 +78,7 @@ AGENTS = Registry(
         "consultation": "rollmesh.services.rollout.agents.consultation:ConsultationAgent",
         "perspectives": "rollmesh.services.rollout.agents.perspectives:PerspectivesAgent",
         "search_self_play": "rollmesh.services.rollout.agents.search_self_play:SearchSelfPlayAgent",
+        "router": "rollmesh.services.rollout.agents.router:RouterAgent",
     },
     Agent,
 )
