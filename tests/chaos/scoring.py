@@ -12,31 +12,31 @@ from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
 DROPPED = "EVERY_EIGHTH"
 
 
-class AsksAndTells(ToolCallingAgent):
-    """Calls tools until it answers, asks whether the answer is right, and gives what it was told as a reward."""
+class AsksForReward(ToolCallingAgent):
+    """Calls tools until it answers, asks whether the answer is right, and gives the verdict as a reward."""
 
     async def run(self, task: Task, env: Environment) -> None:
-        told = 0.0
+        asked = 0.0
         try:
             await super().run(task, env)
-            told = (await env.score("correct"))["correct"] or 0.0
+            asked = (await env.score("correct"))["correct"] or 0.0
         finally:
-            env.reward("told", told)
+            env.reward("asked", asked)
 
 
 class Compared(Scorer):
-    """The mean of what the scorer says at the end and of what the agent was told before. They differ only if a limit
+    """The mean of the reward at the end and of the one that the agent asked for before. They differ only if a limit
     ended the episode before the agent asked."""
 
-    reads = ("correct", "told")
+    reads = ("correct", "asked")
 
     async def score(self, item: ScoreItem) -> float:
-        correct, told = item.reward("correct"), item.reward("told")
+        correct, asked = item.reward("correct"), item.reward("asked")
         assert correct is not None
-        assert told is not None
-        if told > correct:
-            raise ValueError(f"the agent was told {told}, and the scorer now gives {correct}")
-        return (correct + told) / 2
+        assert asked is not None
+        if asked > correct:
+            raise ValueError(f"the agent got {asked}, and the scorer now gives {correct}")
+        return (correct + asked) / 2
 
 
 class DropsLast(Finalizer):

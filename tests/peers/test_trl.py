@@ -250,7 +250,7 @@ PAIRS = {
         entropies=True,
         changed=option("high_entropy", share=0.25),
     ),
-    # TRL's punishment counts the tokens of tools, ours does not: here are none.
+    # TRL's punishment counts the tokens of tools, ours does not: this batch has no tool.
     "dapo": Pair(
         recipe="dapo",
         estimator=None,

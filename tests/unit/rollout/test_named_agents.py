@@ -105,7 +105,7 @@ def test_an_agent_that_is_not_in_the_table_is_the_default_one_and_is_not_named(f
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"agents": {"solver": "mine.py:Nobody"}}, r"`rollout.agents.solver`: .*Nobody"),
+        ({"agents": {"solver": "mine.py:Absent"}}, r"`rollout.agents.solver`: .*Absent"),
         ({"agents": {"solver": "solve"}}, r"`rollout.agents.solver`: there is no agent `solve`; known: tool_calling"),
         (
             {"agents": {"solver": {"name": "mine.py:Mine", "options": {"turn": 1}}}},

@@ -23,7 +23,7 @@ def mesh(answers: str, outcome: Outcome = Outcome.OK) -> LocalMesh:
 
 @pytest.mark.row("S070")
 @pytest.mark.parametrize(("answers", "num_turns"), [("4", 1), ("14", 2), ("12345", 4), ("11111", 5)])
-async def test_the_model_answers_until_it_is_right_and_only_hears_that_it_was_wrong(
+async def test_the_model_answers_until_it_is_right_and_observes_only_that_it_was_wrong(
     answers: str, num_turns: int
 ) -> None:
     local = mesh(answers)
@@ -33,8 +33,8 @@ async def test_the_model_answers_until_it_is_right_and_only_hears_that_it_was_wr
     (sample,) = episode.samples
     roles = [segment.role for segment in episode.path_segments(sample)]
     assert roles == [Role.CONTEXT, Role.ACTION, *[Role.OBSERVATION, Role.ACTION] * (num_turns - 1)]
-    heard = {m.content for s in episode.segments if s.role is Role.OBSERVATION for m in s.messages}
-    assert heard <= {"Incorrect. Please think again."}
+    observed = {m.content for s in episode.segments if s.role is Role.OBSERVATION for m in s.messages}
+    assert observed <= {"Incorrect. Please think again."}
 
 
 async def test_a_verdict_that_is_not_applicable_is_an_error_and_not_a_wrong_answer() -> None:

@@ -63,7 +63,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     failed: dict[str, int]
     """Cause of a scorer that failed -> number of answers. Their rewards are unknown."""
     key_unpaid: list[str]
-    """Tasks that do not pay the first answer of their own key in any of the usual forms."""
+    """Tasks that do not pay the first answer of their key in any of the usual forms."""
 
 
 def probe(
@@ -178,7 +178,7 @@ def report_lines(report: ProbeReport) -> list[str]:
         found.append(f"{where} for the answer {one.answer!r} ({one.kind})")
     for task in report.key_unpaid:
         found.append(
-            f"task {task} does not pay the first answer of its own key; compare its form with what the scorer looks for"
+            f"task {task} does not pay the first answer of its key; compare its form with what the scorer looks for"
         )
     found += [f"{num} answers have no reward: {cause}" for cause, num in report.failed.items()]
     return [f"probe: {line}" for line in found]

@@ -25,7 +25,7 @@ T_FLAT = 2.0
 """Slope of the held-out reward over its standard error below which it does not rise."""
 _PREFIX = "reward/"
 UNUSABLE = "reward/unusable_share"
-"""The metric beside the rewards that is none."""
+"""The metric of this prefix that is not a reward."""
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +71,8 @@ def divergences(metrics: Mapping[int, MetricsLine], weights: Mapping[str, float]
 def first_divergence(
     times: NDArray[np.float64], trained: NDArray[np.float64], held_out: NDArray[np.float64]
 ) -> int | None:
-    """Return the first place from which, until the end, `trained` [n] rises and `held_out` [n] does not; None if there
-    is none."""
+    """Return the first place from which, until the end, `trained` [n] rises and `held_out` [n] does not. None: there
+    is no such place."""
     for first in range(len(times) - UPDATES_MIN + 1):
         _, rise = _slope(times[first:], trained[first:])
         _, follow = _slope(times[first:], held_out[first:])
@@ -82,7 +82,7 @@ def first_divergence(
 
 
 def divergence_text(one: Divergence) -> str:
-    """Return a line for people."""
+    """Return a line of text."""
     return (
         f"from update {one.update} on the trained reward rises ({one.trained_change:+.3f}), but `{one.held_out}`, "
         f"which is not trained, does not ({one.held_out_change:+.3f}): look at samples of the last updates, and run "

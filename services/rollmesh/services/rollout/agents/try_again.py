@@ -1,7 +1,7 @@
 """Let the model answer again after a wrong answer, without saying what is wrong (UFO, arXiv:2507.14295; code:
 lichengliu03/unary-feedback, `ragen/env/metamathqa/env.py`).
 
-The agent asks the reward service after each answer. It stops at the first right one, which the model is not told, and
+The agent asks the reward service after each answer. It stops at the first right one, without an observation, and
 after `attempts_max` answers. After a wrong one the model observes a fixed text. Any task with one turn can be wrapped.
 The scorer `try_again` rewards early success and answers that differ. Deviation: the text is an observation with the
 tool role of the chat format, where the authors write a message of the user.
