@@ -71,8 +71,8 @@ def divergences(metrics: Mapping[int, MetricsLine], weights: Mapping[str, float]
 def first_divergence(
     times: NDArray[np.float64], trained: NDArray[np.float64], held_out: NDArray[np.float64]
 ) -> int | None:
-    """Return the first place from which, until the end, `trained` [n] rises and `held_out` [n] does not, or None.
     """Return the first place from which, until the end, `trained` [n] rises and `held_out` [n] does not, or None."""
+    for first in range(len(times) - UPDATES_MIN + 1):
         _, rise = _slope(times[first:], trained[first:])
         _, follow = _slope(times[first:], held_out[first:])
         if rise >= T_RISE and follow < T_FLAT:
