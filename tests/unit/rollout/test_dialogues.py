@@ -13,11 +13,11 @@ from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import Episode, Outcome, Role
+from rollmesh.shared.domain.trajectory import Episode, Outcome, Reward, Role
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
-from rollmesh.testing.rollout import LocalMesh, lease
-from rollmesh.v1 import coordinator_pb2
+from rollmesh.testing.rollout import FixedScorer, LocalMesh, lease
+from rollmesh.v1 import coordinator_pb2, types_pb2
 
 from ..shared.chat_server import ChatServer, chat_server
 from .reward_service import ServicePort, environment
@@ -134,3 +134,47 @@ async def test_a_patient_that_answers_nonsense_is_an_infra_failure() -> None:
         async with talking(lambda body, said=said: said, script) as (mesh, _):  # type: ignore[misc]
             with pytest.raises(AssertionError, match="the patient must return JSON"):
                 await run(mesh, "consultation", {}, labels={"description": REPORT})
+
+
+# Two futures of a dialogue --------------------------------------------------------------------------------------------
+
+
+async def futures(turns_max: int, said: str = "a?<|end|>", **of_lease: Any) -> tuple[LocalMesh, Episode, ChatServer]:
+    """Run the agent. Each `?` of the model is a drawn digit, and the reward of a dialogue is its last digit."""
+    async with talking(lambda body: "and then", lambda text: said) as (mesh, server):
+        mesh.scorer = FixedScorer(lambda text: (Reward(name="r", value=float(text[-1:] or 0)),))
+        episode = await run(mesh, "two_futures", {"turns_max": turns_max}, **of_lease)
+    return mesh, episode, server
+
+
+@pytest.mark.row("S110")
+async def test_two_futures_share_a_dialogue_and_are_a_pair_with_returns() -> None:
+    places = set()
+    for number in range(12):
+        mesh, episode, server = await futures(3, lease_id=str(number), seed=number)
+        one, other = (episode.path_segments(sample) for sample in episode.samples)
+        shared = [first for first, second in zip(one, other, strict=True) if first is second]
+        assert all(first is second for first, second in zip(one[: len(shared)], other, strict=False))
+        assert shared[-1].role is not Role.ACTION, "the dialogue before the turn"
+        assert not any(segment.num_trainable for segment in shared)
+        for path, sample in zip((one, other), episode.samples, strict=True):
+            trained = [n for n, segment in enumerate(path) if segment.num_trainable]
+            if sample.trainable:
+                assert trained == [len(shared)], "only the turn after it"
+            assert [s.role for s in path] == [Role.CONTEXT, *([Role.ACTION, Role.OBSERVATION] * 9)][: len(path)]
+            last = mesh.tokenizer.decode(path[-1].token_ids)
+            assert [r.value for r in sample.rewards] == [float(last[1])], "the return of this future"
+        num_turns = len(one) // 2
+        places.add((len(shared) // 2, num_turns))
+        assert len(server.requests) == (num_turns - 1) + (num_turns - 1 - len(shared) // 2)
+        assert sum(use.calls for use in episode.endpoints) == len(server.requests)
+    assert len(places) >= 4, "different turns of dialogues of different lengths"
+
+
+async def test_equal_turns_are_not_trained_and_evaluations_are_one_dialogue() -> None:
+    _, episode, _ = await futures(2, said="a1<|end|>")
+    assert [sample.trainable for sample in episode.samples] == [False, False]
+    _, episode, server = await futures(4, purpose=types_pb2.PURPOSE_EVAL)
+    assert len(episode.samples) == 1
+    assert len(server.requests) == 3
+    assert "User: 1+2\n\nAssistant: a" in server.requests[0]["messages"][0]["content"]

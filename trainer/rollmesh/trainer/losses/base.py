@@ -140,6 +140,7 @@ LOSSES = Registry(
         "rover": "rollmesh.trainer.losses.rover:Rover",
         "siren": "rollmesh.trainer.losses.siren:Siren",
         "drpo": "rollmesh.trainer.losses.drpo:Drpo",
+        "refuel": "rollmesh.trainer.losses.refuel:Refuel",
         "dsdr_entropy": "rollmesh.trainer.losses.dsdr_entropy:DsdrEntropy",
         "progress": "rollmesh.trainer.losses.progress:Progress",
         "lp_reg": "rollmesh.trainer.losses.lp_reg:LpReg",

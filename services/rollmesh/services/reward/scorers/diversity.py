@@ -37,9 +37,13 @@ from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import Reward
 
 Signal = Literal["lexical", "entropy", "length", "pattern", "adjacent", "yule", "bigrams", "function"]
-FUNCTION_WORDS = frozenset(
-    ["a", "an", "the", "and", "or", "but", "if", "because", "as", "until", "while", "of", "at", "by", "for", "with", "about", "against", "between", "into", "through", "to", "from", "in", "out", "on", "off", "over", "under", "again", "then", "once", "here", "there", "when", "where", "why", "how", "all", "any", "both", "each", "few", "more", "most", "other", "some", "such", "no", "nor", "not", "only", "own", "same", "so", "than", "too", "very", "can", "will", "just", "should", "now", "i", "you", "he", "she", "it", "we", "they", "this", "that", "is", "are", "was", "were"]
-)  # fmt: skip
+_FUNCTION_WORDS = """
+a an the and or but if because as until while of at by for with about against between into through to from in out on off
+over under again then once here there when where why how all any both each few more most other some such no nor not only
+own same so than too very can will just should now i you he she it we they this that is are was were
+"""
+FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
+"""Words that say little alone; part of the label of the reward, as `version`."""
 _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
 _SENTENCE = re.compile(r"[^.!?\n]+[.!?]*")
 
