@@ -96,7 +96,7 @@ async def test_all_samples_of_an_episode_have_the_reward_of_the_last(value: floa
     assert [(reward.value, reward.outcome) for reward in found] == [(value or 0.0, outcome)] * 3
 
 
-@pytest.mark.row("S093", missing="That raising the weight of the cost lowers the mean price of a trained router.")
+@pytest.mark.row("S093")
 @pytest.mark.parametrize(
     ("correct", "form", "price", "cost_weight", "reward"),
     [

@@ -270,53 +270,6 @@ async def test_each_turn_is_scored_by_its_own_answer() -> None:
     assert ignored.outcome is Outcome.NOT_APPLICABLE
 
 
-# Router-R1 ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.row("S093", missing="The reward that reads the price of the calls, and its recipe.")
-async def test_a_router_asks_the_models_that_it_names_and_each_call_is_metered() -> None:
-    turns = iter(
-        [
-            "<think>hm</think><search>small: what is 2+2</search>",
-            "<search>huge: what is 2+2</search>",
-            "<search>large what is 2+2</search>",
-            "<search>large: check 2+2</search>",
-            "<search>small: again</search>",
-            "<answer>4</answer><|end|>",
-        ]
-    )
-    asked: list[tuple[str, str]] = []
-
-    def model(body: dict[str, Any]) -> str:
-        asked.append((body["model"], body["messages"][0]["content"]))
-        return f"{body['model']} says 4"
-
-    options = {"descriptions": {"small": "price 1", "large": "price 9"}, "calls_max": 4}
-    async with chat_server(model) as server:
-        mesh = LocalMesh(script=lambda text: next(turns), endpoints=table(server, "small", "large"))
-        report = await mesh.runner(load_agent(Extension("router", options))).run(lease(messages=["2+2"]))
-        await mesh.endpoints.close()
-    assert not report.failure.message
-    (episode,) = mesh.samples.episodes
-    (sample,) = episode.samples
-    path = episode.path_segments(sample)
-    prompt_text = mesh.tokenizer.decode(path[0].token_ids)
-    assert "small: price 1\nlarge: price 9\n\n2+2<|end|>" in prompt_text
-    given = [segment for segment in path if segment.role is Role.OBSERVATION]
-    assert [
-        mesh.tokenizer.decode(s.token_ids).strip()[len("<information>") : -len("</information>")] for s in given
-    ] == [
-        "small says 4",
-        "error: there is no model 'huge'; models: small, large",
-        "error: a call must be NAME: QUESTION",
-        "large says 4",
-        "error: at most 4 calls; give the answer",
-    ]
-    assert all(segment.num_trainable == 0 for segment in given)
-    assert asked == [("small", "what is 2+2"), ("large", "check 2+2")]
-    assert {use.endpoint: use.calls for use in episode.endpoints} == {"small": 1, "large": 1}
-
-
 # All of them ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
@@ -17,10 +20,12 @@ from rollmesh.shared.domain.trajectory import Episode, Outcome, Reward, Role
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.testing.rollout import FixedScorer, LocalMesh, lease
+from rollmesh.trainer.recipe import find_recipe, read_recipe
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 from ..shared.chat_server import ChatServer, chat_server
 from .reward_service import ServicePort, environment
+from .scored_items import items_of
 
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
 Respond = Callable[[dict[str, Any]], Any]
@@ -178,3 +183,118 @@ async def test_equal_turns_are_not_trained_and_evaluations_are_one_dialogue() ->
     assert len(episode.samples) == 1
     assert len(server.requests) == 3
     assert "User: 1+2\n\nAssistant: a" in server.requests[0]["messages"][0]["content"]
+
+
+# Models of different prices -------------------------------------------------------------------------------------------
+
+PRICES = {"cheap": 500.0, "dear": 5000.0}
+"""Per million tokens; an answer of the server has two."""
+PLAYS = {
+    "direct": ["<answer>A</answer><|end|>"],
+    "cheap": ["hm <search>Cheap: which letter</search>", "<answer>A</answer><|end|>"],
+    "dear": ["<search>dear: which letter</search>", "<answer>A</answer><|end|>"],
+    "malformed": ["<search>dear: which letter</search>", "A<|end|>"],
+}
+
+
+async def routed(turns: list[str], **options: Any) -> tuple[LocalMesh, Episode, ChatServer]:
+    def script(text: str) -> str:
+        return turns[text.count("</information>")]
+
+    async with talking(lambda body: f"{body['model']} says B", script, **PRICES) as (mesh, server):
+        episode = await run(mesh, "router", options, messages=["Which letter?"])
+    return mesh, episode, server
+
+
+async def reward_of(mesh: LocalMesh, episode: Episode, key: str, cost_weight: float) -> float:
+    """The reward of the recipe, with the answer key `key`."""
+    _, settings = read_recipe(find_recipe("router_r1"))
+    scorers = [dict(scorer) for scorer in settings["reward"]["scorers"]]
+    scorers[-1]["options"] |= {"cost_weight": cost_weight}
+    engine = build_engine(config_from_dict(RewardConfig, {"scorers": scorers}))
+    (item,) = items_of(mesh.scorer.items[-1], answers=[key])
+    (rewards,) = await engine.score([replace(item, endpoints=episode.endpoints)])
+    await engine.close()
+    assert all(reward.outcome is Outcome.OK for reward in rewards), rewards
+    return next(reward.value for reward in rewards if reward.name == "routed")
+
+
+@pytest.mark.row("S093")
+async def test_the_model_asks_a_priced_model_in_its_text_and_goes_on() -> None:
+    mesh, episode, server = await routed(PLAYS["cheap"])
+    assert [(r["model"], r["messages"][0]["content"]) for r in server.requests] == [("cheap", "which letter")]
+    (sample,) = episode.samples
+    path = episode.path_segments(sample)
+    text = mesh.tokenizer.decode(np.concatenate([segment.token_ids for segment in path]))
+    assert text.endswith(
+        "<|assistant|>hm <search>Cheap: which letter</search>\n\n<information>cheap says B</information>\n\n"
+        "<answer>A</answer><|end|>"
+    )
+    assert [segment.num_trainable > 0 for segment in path] == [False, True, False, True]
+    assert [(use.endpoint, use.price) for use in episode.endpoints] == [("cheap", pytest.approx(0.001))]
+
+
+@pytest.mark.parametrize("asked", ["other: which letter", "cheap", "cheap: ", "llm-name: your query"])
+async def test_a_model_or_question_that_does_not_exist_costs_nothing(asked: str) -> None:
+    _, episode, server = await routed([f"<search>{asked}</search>", "<answer>A</answer><|end|>"])
+    assert not server.requests
+    shown = [message.content for segment in episode.segments for message in segment.messages if message.role == "tool"]
+    assert shown == ["None"]
+
+
+async def test_the_models_are_described_and_must_exist() -> None:
+    described = {"cheap": "small and fast", "dear": "large"}
+    mesh, episode, _ = await routed(PLAYS["direct"], models=described)
+    prompt = mesh.tokenizer.decode(episode.path_segments(episode.samples[0])[0].token_ids)
+    assert "Models:\ncheap: small and fast\ndear: large\n\nWhich letter?" in prompt
+    with pytest.raises(AssertionError, match="names other, which the table `endpoints` does not have"):
+        await routed(PLAYS["direct"], models={"other": ""})
+    _, _, server = await routed(["<search>cheap: again</search>"] * 3, asks_max=2)
+    assert len(server.requests) == 2
+
+
+@pytest.mark.row("S093")
+@pytest.mark.parametrize(
+    ("turns", "is_right"),
+    [
+        (PLAYS["direct"], True),
+        (PLAYS["cheap"], True),
+        (PLAYS["malformed"], False),
+        (["A<|end|>"], False),
+        (["<answer>A</answer> and more<|end|>"], False),
+        (["<answer>A</answer><answer>A</answer><|end|>"], False),
+        (["<search>cheap</search>", "<answer>A</answer><|end|>"], False),
+        (["</search><answer>A</answer><|end|>"], False),
+    ],
+)
+async def test_malformed_output_never_earns_the_reward_of_a_low_price(turns: list[str], is_right: bool) -> None:
+    mesh, episode, _ = await routed(turns)
+    for cost_weight in (0.0, 0.5, 1.0):
+        reward = await reward_of(mesh, episode, "A", cost_weight)
+        assert (reward > 0) if is_right else reward == -1
+
+
+@pytest.mark.row("S093")
+async def test_a_larger_weight_of_the_cost_lowers_the_mean_price_of_a_trained_router() -> None:
+    """A policy over four episodes, whose answers are right with 0.3 without help, 0.6 with the cheap model and 0.9 with
+    the dear one, is trained by the exact gradient of the reward of the recipe."""
+    success = np.array([0.3, 0.6, 0.9, 0.9])
+    played = [await routed(turns) for turns in PLAYS.values()]
+    price = np.array([sum(use.price for use in episode.endpoints) for _, episode, _ in played])
+    assert price.tolist() == pytest.approx([0.0, 0.001, 0.01, 0.01])
+    prices = []
+    for cost_weight in (0.0, 0.5, 0.9):
+        right, wrong = [
+            np.array([await reward_of(mesh, episode, key, cost_weight) for mesh, episode, _ in played]) for key in "AZ"
+        ]
+        reward = success * right + (1 - success) * wrong
+        logits = np.zeros(4)
+        for _ in range(300):
+            p = np.exp(logits - logits.max())
+            p /= p.sum()
+            logits += p * (reward - p @ reward)
+        prices.append(float(p @ price))
+        assert p[3] < 0.05, "malformed"
+    assert prices == sorted(prices, reverse=True)
+    assert prices[0] > 0.008
+    assert prices[-1] < 0.003

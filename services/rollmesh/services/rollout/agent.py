@@ -78,8 +78,8 @@ AGENTS = Registry(
         "consultation": "rollmesh.services.rollout.agents.consultation:ConsultationAgent",
         "perspectives": "rollmesh.services.rollout.agents.perspectives:PerspectivesAgent",
         "two_futures": "rollmesh.services.rollout.agents.two_futures:TwoFuturesAgent",
-        "search_self_play": "rollmesh.services.rollout.agents.search_self_play:SearchSelfPlayAgent",
         "router": "rollmesh.services.rollout.agents.router:RouterAgent",
+        "search_self_play": "rollmesh.services.rollout.agents.search_self_play:SearchSelfPlayAgent",
     },
     Agent,
 )

@@ -1,96 +1,92 @@
-"""The agent that routes questions to other models, by tags in its answer.
+"""Let the model ask other models of different prices, by a tag in its text, until it answers.
 
-Router-R1 (2025-06, arXiv:2506.09033; code: ulab-uiuc/Router-R1): the policy thinks, asks named models of different
-price, and aggregates what they return.
+Router-R1 (2025-06, arXiv:2506.09033; code: ulab-uiuc/Router-R1, `router_r1/llm_agent/generation.py`):
 
-    ... <search>NAME: QUESTION</search>                 the policy writes it; generation stops here
-    <information>TEXT</information>                     the answer of the endpoint NAME, given, without loss
-    ... <answer>...</answer>                            ends the episode
+    <search>MODEL: question</search>          the model asks; generation stops behind the tag
+    <information>answer</information>         is appended to its text, without loss, and it goes on
+    <answer>...</answer>                      ends the episode
 
-The models are endpoints of the configuration, so that each call is metered and priced with the episode. With
-`descriptions`, the conversation begins with `intro` and one line per model, such as its price and strengths, before the
-last message of the task. A call of an unknown model, without a colon or beyond `calls_max` gets an error in its place.
-An evaluation routes as training does. The reward, which reads the price of the calls, is not a part of the agent.
+MODEL is the name of an endpoint, in any case. Its price is metered and stored with the episode, where the scorer
+`routing` reads it. A model that does not exist, and a question that is empty, get <information>None</information>, as
+in the code, and cost nothing. A turn without a tag, or with another one after it, ends the episode, and is malformed:
+the reward of the format is that of the scorer `format` (recipe `router_r1`). `models` describes the models by name,
+such as by price, speed and strengths; the descriptions are written before the question.
 
-Deviations: the wording of the prompt is an option; answers are cut by `rollout.limits.observation_chars_max`, where the
-code counts tokens. The code ends an episode with malformed tags after a message; here the error is the message.
+Deviations: the code tells the model that its action was invalid and lets it try again. The questions of the code are
+wrapped in a further prompt per model; here they are sent as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from typing import ClassVar
 
-from rollmesh.services.rollout.agent import Agent, Task
-from rollmesh.services.rollout.environment import Environment
-from rollmesh.services.rollout.tools import shorten
-from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
-from rollmesh.shared.domain.trajectory import FinishReason, Message, Role, Source
+import msgspec
+from msgspec.structs import replace
 
-INTRO = (
-    "Answer the question. Reason inside <think>...</think>. To ask a model, write <search>NAME: QUESTION</search>; "
-    "what it returns follows inside <information>...</information>. Ask as often as you need, and prefer cheap models. "
-    "Give the answer inside <answer>...</answer>. The models:"
-)
+from rollmesh.services.rollout.agent import Agent, LimitReached, Task
+from rollmesh.services.rollout.environment import Environment
+from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.domain.trajectory import Message, Role, Source
+
+STOPS = ("</search>", "</answer>")
+_ASKED = re.compile(r"<search>([^:<]*):(.*)</search>", re.DOTALL)
+INFORMATION = "\n\n<information>{text}</information>\n\n"
 
 
 class RouterOptions(Settings):
     """Settings of the agent `router`."""
 
-    descriptions: Mapping[str, str] = {}
-    """Endpoint -> what the policy reads about it. Empty: all endpoints, and the prompt is that of the task."""
-    intro: str = INTRO
-    """Text before the descriptions."""
-    open: NonEmptyStr = "<search>"
-    """Begins a call."""
-    close: NonEmptyStr = "</search>"
-    """Ends a call."""
-    result: str = "\n\n<information>{text}</information>\n\n"
-    """What is appended after a call."""
-    calls_max: PositiveInt = 4
-    """Calls of an episode."""
-    observation_chars_max: PositiveInt = 2000
-    """Maximum length of the answer of a model, characters. The middle of a longer one is replaced by a mark."""
-
-    def check_fields(self) -> None:
-        if self.result.count("{text}") != 1:
-            raise ValueError(f"`result` must contain {{text}} exactly once, got {self.result!r}")
+    models: dict[NonEmptyStr, str] = {}
+    """Name of an endpoint -> its description. Empty: all endpoints, without descriptions."""
+    asks_max: PositiveInt = 4
+    """Most questions of an episode."""
+    answer_tokens: PositiveInt = 256
+    """Token limit of an answer of another model."""
 
 
 class RouterAgent(Agent):
-    """Generate up to a call, ask the model that it names, and continue after its answer."""
+    """See the module."""
 
-    Options: ClassVar[type[RouterOptions]] = RouterOptions
+    Options: ClassVar[type[msgspec.Struct]] = RouterOptions
 
     def __init__(self, *, options: RouterOptions) -> None:
         self._options = options
 
     async def run(self, task: Task, env: Environment) -> None:
         options = self._options
-        names = tuple(options.descriptions) or env.endpoints
-        if options.descriptions:
-            models = "\n".join(f"{name}: {text}" for name, text in options.descriptions.items())
+        known = {name.casefold(): name for name in options.models or env.endpoints}
+        missing = sorted(set(known.values()).difference(env.endpoints))
+        if missing:
+            raise ValueError(
+                f"`rollout.agent.options.models` names {', '.join(missing)}, which the table `endpoints` does not "
+                f"have; known: {', '.join(env.endpoints) or 'none'}"
+            )
+        if options.models:
             *before, last = task.messages
-            prompt = Message(role=last.role, content=f"{options.intro}\n{models}\n\n{last.content}")
-            env.context([*before, prompt])
-        calls = 0
-        while True:
-            turn = await env.generate(stop=[options.close, *env.format.turn_ends])
-            said, closed, _ = turn.text.rpartition(options.close)
-            if turn.finish is not FinishReason.STOP or not closed:
+            described = "\n".join(f"{name}: {text}" for name, text in options.models.items())
+            env.context([*before, replace(last, content=f"Models:\n{described}\n\n{last.content}")])
+        for _ in range(options.asks_max):
+            turn = await env.generate(stop=(*env.format.turn_ends, *STOPS))
+            if not turn.text.endswith(STOPS[0]):
                 return
-            calls += 1
-            text = await self._result(said.rpartition(options.open)[2], env, names, calls)
-            given = env.encode(options.result.replace("{text}", shorten(text, options.observation_chars_max)))
-            env.append(given, role=Role.OBSERVATION, source=Source.TOOL)
+            if not env.turns_left:
+                raise LimitReached("turns")
+            answer = await self._answer_of(env, turn.text, known)
+            text = INFORMATION.format(text=answer)
+            env.append(
+                env.encode(text),
+                role=Role.OBSERVATION,
+                source=Source.TOOL,
+                messages=[Message(role=env.format.tool_role, content=answer)],
+            )
+        await env.generate(stop=(*env.format.turn_ends, *STOPS))
 
-    async def _result(self, call: str, env: Environment, names: tuple[str, ...], calls: int) -> str:
-        """Return what a model answers to a call, or an error for the policy."""
-        name, colon, question = (part.strip() for part in call.partition(":"))
-        if calls > self._options.calls_max:
-            return f"error: at most {self._options.calls_max} calls; give the answer"
-        if not colon or not question:
-            return "error: a call must be NAME: QUESTION"
-        if name not in names:
-            return f"error: there is no model {name!r}; models: {', '.join(names)}"
-        return (await env.ask(name, question)).text
+    async def _answer_of(self, env: Environment, text: str, known: dict[str, str]) -> str:
+        """Return the answer of the model that a turn asks."""
+        found = _ASKED.search(text)
+        name, question = (found[1].strip().casefold(), found[2].strip()) if found else ("", "")
+        if name not in known or not question:
+            return "None"
+        said = await env.ask(known[name], question, max_tokens=self._options.answer_tokens)
+        return said.text.strip() or "None"
