@@ -21,12 +21,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from rollmesh.services.data.asking import AskingSource
 from rollmesh.services.data.jsonl_source import JsonlOptions, JsonlSource
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt
 from rollmesh.shared.domain.trajectory import Message
-from rollmesh.shared.endpoints.answer import AsksBlocking
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 
 INJECT = """\
@@ -76,7 +75,7 @@ class SynthesizedOptions(JsonlOptions):
             raise ValueError("`answer` must name a field, got '', because questions are checked with their answers")
 
 
-class SynthesizedSource(JsonlSource):
+class SynthesizedSource(AskingSource, JsonlSource):
     """See the module."""
 
     Options = SynthesizedOptions
@@ -85,10 +84,6 @@ class SynthesizedSource(JsonlSource):
         super().__init__(options=options, base_dir=base_dir)
         self._settings = options
         self._pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
-        self._endpoints: AsksBlocking | None = None
-
-    def use_endpoints(self, endpoints: AsksBlocking) -> None:
-        self._endpoints = endpoints
 
     def tasks(self) -> Iterator[PoolTask]:
         """Yield the tasks. Raise as `JsonlSource.tasks`, and as `AsksBlocking.ask`."""
@@ -110,7 +105,7 @@ class SynthesizedSource(JsonlSource):
         for number in range(settings.rounds):
             fact = facts[number] if number < len(facts) else ""
             asked = (INJECT if fact else FUZZ).format(question=question, fact=fact)
-            new = self._ask(settings.writer, asked)
+            new = self.ask(settings.writer, asked)
             has_answer = any(answer.casefold() in new.casefold() for answer in answers)
             if not new or new == question or len(new) > QUESTION_CHARS_MAX or has_answer:
                 continue
@@ -120,7 +115,7 @@ class SynthesizedSource(JsonlSource):
                 old=question,
                 new=new,
             )
-            if _is_yes(self._ask(settings.checker, check)):
+            if _is_yes(self.ask(settings.checker, check)):
                 question = new
         return question
 
@@ -129,13 +124,8 @@ class SynthesizedSource(JsonlSource):
         answers = record.extract_all(self._settings.answer, self._pattern)
         accepted = {answer.casefold() for answer in answers}
         asked = SOLVE.format(question=question)
-        said = [self._ask(self._settings.solver, asked) for _ in range(self._settings.solves)]
+        said = [self.ask(self._settings.solver, asked) for _ in range(self._settings.solves)]
         return bool(said) and all(answer.strip(" .").casefold() in accepted for answer in said)
-
-    def _ask(self, endpoint: str, question: str) -> str:
-        if self._endpoints is None:
-            raise ConfigError(f"the source synthesized needs the endpoint `{endpoint}` in the table `endpoints`")
-        return self._endpoints.ask(endpoint, question).text.strip()
 
 
 def _facts(record: JsonlRecord, field: str) -> list[str]:

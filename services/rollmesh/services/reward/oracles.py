@@ -3,6 +3,7 @@
 A reference is `scheme:rest`. Every scheme has one oracle:
     jsonl:NAME@DIGEST#LINE      a line of the JSONL file configured under NAME; DIGEST is the head of its SHA-256
     tests:REF                   the hidden tests REF in the oracle store of the sandbox nodes
+    masked:SEED-DIGEST-OPTIONS  multiple choice of the source `masked`, whose reference determines the letter
     calc:, code:, sql:          the task families of the demo
     other schemes               oracles of `reward.oracles`
 
@@ -23,6 +24,7 @@ from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 
@@ -43,6 +45,7 @@ ORACLES = Registry(
     "oracle",
     {
         "tests": "rollmesh.services.reward.oracles:StoredTestsOracle",
+        "masked": "rollmesh.services.reward.oracles:MaskedOracle",
         "calc": "rollmesh.demo.families.calc:CalcOracle",
         "code": "rollmesh.demo.families.code:CodeOracle",
         "sql": "rollmesh.demo.families.sql:SqlOracle",
@@ -110,6 +113,19 @@ class StoredTestsOracle(Oracle):
         if not rest:
             raise UnknownOracle("oracle `tests:`: the reference is empty", oracle_ref="tests:")
         return AnswerKey(tests=rest)
+
+
+class MaskedOracle(Oracle):
+    """Letters of the answers of masked multiple choice."""
+
+    def resolve(self, rest: str) -> AnswerKey:
+        num_options = rest.rpartition("-")[2]
+        if not num_options.isascii() or not num_options.isdecimal() or not 2 <= int(num_options) <= NUM_OPTIONS_MAX:
+            raise UnknownOracle(
+                f"oracle `masked:{rest[:100]}`: must end with the number of options, 2 to {NUM_OPTIONS_MAX}",
+                oracle_ref=f"masked:{rest[:100]}",
+            )
+        return AnswerKey(answers=(letter_of_answer(rest, int(num_options)),))
 
 
 class JsonlOracle(Oracle):
