@@ -107,6 +107,22 @@ async def test_a_reward_belongs_to_the_branch_on_which_it_is_given() -> None:
     assert outcomes == [Outcome.NOT_APPLICABLE]
 
 
+async def test_a_branch_can_be_scored_after_another_one_that_is_later_got_its_reward() -> None:
+    async def play(env: Environment) -> None:
+        other = await env.fork()
+        await env.generate()
+        await other.generate()
+        other.reward("score", 0.25)
+        other.reward("step", 0.5, turn=0)
+        env.reward("score", 0.75)
+        assert await env.score() == {"score": 0.75, "step": None}
+        assert await other.score("score") == {"score": 0.25}
+
+    free = environment("step", per="turn", required=False)
+    episode = await played(scored_mesh(environment(), free), playing(play))
+    assert values(episode) == [{-1: 0.75}, {-1: 0.25}]
+
+
 async def test_a_reward_before_a_fork_belongs_to_both_branches_and_one_of_the_episode_to_all_contexts() -> None:
     async def play(env: Environment) -> None:
         await env.generate()

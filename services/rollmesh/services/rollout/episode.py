@@ -35,6 +35,7 @@ from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_segment
+from rollmesh.shared.domain.environment_reward import EnvironmentReward
 from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Reward, Sample
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.metering import summed
@@ -217,7 +218,9 @@ class EpisodeRunner:
             finish=state.recorder.segments[leaf].finish,
         )
         segments = [encode_segment(segment) for segment in state.recorder.segments[: leaf + 1]]
-        (sample,) = await self._scored(lease, state, [asked], segments, names)
+        path = set(state.recorder.path(leaf))
+        rewards = [reward for reward in state.rewards if reward.of(path)]  # others may rate segments that are not sent
+        (sample,) = await self._scored(lease, state, [asked], segments, rewards, names)
         return sample.rewards
 
     async def _score(
@@ -236,7 +239,7 @@ class EpisodeRunner:
             )
             for sample in numbered_samples(lease.key.episode, marked)
         ]
-        return await self._scored(lease, state, samples, segments) if samples else ()
+        return await self._scored(lease, state, samples, segments, list(state.rewards)) if samples else ()
 
     async def _scored(
         self,
@@ -244,15 +247,14 @@ class EpisodeRunner:
         state: EnvironmentState,
         samples: Sequence[Sample],
         segments: Sequence[types_pb2.Segment],
+        rewards: Sequence[EnvironmentReward],
         names: Sequence[str] = (),
     ) -> tuple[Sample, ...]:
         with boundary("scorer"):
             columns = await self._parts.scorer.columns()
-            item = score_item(
-                lease, samples, segments, columns, rewards=state.rewards, uses=state.meter.uses, scorers=names
-            )
-            rewards = await self._parts.scorer.score(lease.key.run, item, state.scorer_uses)
-        return scored(samples, rewards)
+            item = score_item(lease, samples, segments, columns, rewards=rewards, uses=state.meter.uses, scorers=names)
+            given = await self._parts.scorer.score(lease.key.run, item, state.scorer_uses)
+        return scored(samples, given)
 
     # Append -----------------------------------------------------------------------------------------------------------
 
