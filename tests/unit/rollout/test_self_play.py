@@ -281,7 +281,8 @@ async def test_no_thought_is_public_whatever_the_form(said: str, public: str, fo
 
 
 async def test_a_judge_that_answers_nonsense_is_an_infra_failure_and_the_kind_must_be_known() -> None:
-    for answer in ({"request_harmful": True}, {**verdict(True, True, True), "refuses": 1}, [], "yes"):
+    nonsense: list[Any] = [{"request_harmful": True}, {**verdict(True, True, True), "refuses": 1}, [], "yes"]
+    for answer in nonsense:
         with pytest.raises(AssertionError, match="the judge must return JSON"):
             await game(answer)
     with pytest.raises(AssertionError, match="must be one of harmful"):

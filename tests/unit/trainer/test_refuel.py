@@ -65,12 +65,12 @@ def test_the_loss_falls_to_the_noise_of_the_returns() -> None:
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
         value, _ = term(eta).value(logits.log_softmax(0)[answers], columns)
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         found: torch.Tensor = value
         return found
 
     before = loss().item()
-    optimizer.step(loss)
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
     level = 2 * deviation**2
     assert before > 5 * level
     assert loss().item() == pytest.approx(level, rel=0.1)

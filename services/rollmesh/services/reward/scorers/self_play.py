@@ -3,7 +3,7 @@
     solver      R = r                                      r: the reward of the answer
     proposer    R = 1 - a                                  a: share of the solvers of the episode with r > 0
                 R = 4 a (1 - a)                            with `form: intermediate`: questions of medium difficulty
-                R = rejected                               if the episode has no solver, so that nobody was asked
+                R = rejected                               if the episode has no solver: the question was not accepted
 
 Source: SSP (2025-10, arXiv:2510.18821; code: Alibaba-Quark/SSP), in which `rejected` is 0: a question that cannot be
 answered earns nothing. The agent `search_self_play` gives the roles. A sample with another role has the reward r.

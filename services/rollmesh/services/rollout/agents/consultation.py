@@ -12,7 +12,7 @@ the model is a question, or a diagnosis, which begins with `marker` and ends the
 
 Their sum is the reward `inquiry` of the sample, which a scorer `environment` declares, and another scorer judges the
 diagnosis. A limit counts as a last turn without a diagnosis. The number of turns is drawn uniformly from `turns_min` to
-`turns_max` for each group, and the model is told which turn it is. The patient returns JSON, and another answer is an
+`turns_max` for each group, and the model observes which turn it is. The patient returns JSON, and another answer is an
 infra failure.
 
 Deviations: one request answers, and says whether the question was asked before or is unknown (the code has two, and
@@ -121,20 +121,20 @@ class ConsultationAgent(Agent):
                 return
             if said is None or len(re.findall("[?\N{FULLWIDTH QUESTION MARK}]", said)) != 1:
                 rewards.append(options.malformed)
-                told = "Ask exactly one question, between <answer> and </answer>."
+                shown = "Ask exactly one question, between <answer> and </answer>."
             else:
-                status, told = await self._patient(env, description, asked, said)
+                status, shown = await self._patient(env, description, asked, said)
                 rewards.append({"answered": options.answered, "unknown": options.unknown}.get(status, options.repeated))
                 asked.append(said)
-            env.observe(f"{told}\nTurn {turn} of {num_turns}.")
+            env.observe(f"{shown}\nTurn {turn} of {num_turns}.")
 
     async def _patient(self, env: Environment, description: str, asked: list[str], question: str) -> tuple[Known, str]:
         """Return how the patient takes a question, and what the model observes."""
         earlier = "\n".join(f"{number}. {text}" for number, text in enumerate(asked, 1)) or "none"
         prompt = PATIENT.format(description=description, asked=earlier, question=question)
         status, answer = _answer((await env.ask(self._options.endpoint, prompt, json=True, temperature=0.0)).value)
-        told = {"answered": answer, "unknown": "I do not know.", "repeated": "You have asked this before."}
-        return status, told[status]
+        shown = {"answered": answer, "unknown": "I do not know.", "repeated": "You have asked this before."}
+        return status, shown[status]
 
 
 def _said(text: str) -> str | None:
@@ -145,11 +145,12 @@ def _said(text: str) -> str | None:
 
 
 def _answer(value: Any) -> tuple[Known, str]:
-    status = value.get("status") if isinstance(value, dict) else None
-    answer = value.get("answer", "") if isinstance(value, dict) else None
-    if status not in get_args(Known) or not isinstance(answer, str) or (status == "answered" and not answer.strip()):
-        raise ValueError(
-            f'the patient must return JSON with "status" (one of {", ".join(get_args(Known))}) and the text "answer", '
-            f"got {str(value)[:100]!r}"
-        )
-    return status, answer
+    given = value if isinstance(value, dict) else {}
+    answer = given.get("answer", "")
+    for status in get_args(Known):
+        if given.get("status") == status and isinstance(answer, str) and (answer.strip() or status != "answered"):
+            return status, answer
+    raise ValueError(
+        f'the patient must return JSON with "status" (one of {", ".join(get_args(Known))}) and the text "answer", got '
+        f"{str(value)[:100]!r}"
+    )

@@ -2,7 +2,7 @@
 
 SSP, search self-play (2025-10, arXiv:2510.18821; code: Alibaba-Quark/SSP):
 
-    proposer    is told an answer (the prompt of the task), calls tools, and ends with <question>...</question>
+    proposer    gets an answer (in the prompt of the task), calls tools, and ends with <question>...</question>
     check       the question is accepted only if its form is right and a reader answers it from the results of the
                 proposer's own calls, without tools
     solvers     answer an accepted question, `num_solvers` times, each in a new context with the tools of the task
@@ -14,7 +14,7 @@ at least `searches_min` different calls, none repeated. The reader is an endpoin
 (`endpoint: ""`); its answer is judged by the reward `reward`. An evaluation has plain questions and one solver.
 
 Deviations: the check reads no results of other questions (the code adds four, against questions that fit many
-answers), and nobody answers a rejected question (the code draws an earlier one from a pool). All branches share the
+answers), and a rejected question has no solvers (the code draws an earlier one from a pool). All branches share the
 sessions of the tools, so the tools must be stateless.
 """
 
@@ -43,7 +43,7 @@ class SearchSelfPlayOptions(Settings):
     num_solvers: PositiveInt = 5
     """Answers to each accepted question. `rollout.limits` count the turns and tokens of all of them."""
     label: NonEmptyStr = "answer"
-    """Label of the task with the answer that the proposer is told."""
+    """Label of the task with the answer that the proposer gets."""
     reward: NonEmptyStr = "correct"
     """Name of the reward in `reward.scorers` that judges an answer."""
     success_min: float = 1.0
@@ -75,7 +75,7 @@ class SearchSelfPlayAgent(Agent):
         self._options = options
 
     async def run(self, task: Task, env: Environment) -> None:
-        if env.purpose is Purpose.EVAL:
+        if env.purpose is not Purpose.TRAIN:
             await act(task, env)
             return
         calls: list[tuple[ToolCall, ToolResult]] = []
@@ -106,7 +106,7 @@ class SearchSelfPlayAgent(Agent):
         answer = task.labels.get(options.label, "").strip()
         if not answer:
             raise ValueError(
-                f"the task {task.task_id} has no label `{options.label}` with the answer that the proposer is told; "
+                f"the task {task.task_id} has no label `{options.label}` with the answer that the proposer gets; "
                 "name the field in `data.source.options.labels`"
             )
         found = _QUESTION.search(env.messages[-1].content)
