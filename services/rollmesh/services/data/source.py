@@ -36,6 +36,7 @@ SOURCES = Registry(
         "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
         "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
         "masked": "rollmesh.services.data.masked_source:MaskedSource",
+        "trajectories": "rollmesh.services.data.trajectory_source:TrajectorySource",
         "calc": "rollmesh.demo.families.calc:CalcSource",
         "code": "rollmesh.demo.families.code:CodeSource",
         "sql": "rollmesh.demo.families.sql:SqlSource",

@@ -158,6 +158,7 @@ SCORERS = Registry(
         "control": "rollmesh.services.reward.scorers.control:ControlScorer",
         "turn_answer": "rollmesh.services.reward.scorers.turn_answer:TurnAnswerScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
+        "improvement": "rollmesh.services.reward.scorers.improvement:ImprovementScorer",
         "environment": "rollmesh.services.reward.scorers.environment:EnvironmentScorer",
         "squad": "rollmesh.services.reward.scorers.squad:SquadScorer",
         "choice": "rollmesh.services.reward.scorers.choice:ChoiceScorer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollmesh.services.reward.item import ScoreItem, Where
+from rollmesh.services.reward.item import TEXT_CHARS_MAX, ScoreItem, Where
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.store.jsonl import last_match
@@ -44,7 +44,11 @@ class Extractor:
 
     def find(self, item: ScoreItem) -> str | None:
         """Return the answer without surrounding space, or None if the pattern does not match."""
-        text = item.response(self._where)
+        return self.find_in(item.response(self._where))
+
+    def find_in(self, text: str) -> str | None:
+        """Return the same of a text of the model, of which the last TEXT_CHARS_MAX characters count."""
+        text = text[-TEXT_CHARS_MAX:]
         if self._pattern is not None and self._pattern.pattern == ANSWER_TAG:
             text = text[
                 : text.rfind(ANSWER_END) + len(ANSWER_END)

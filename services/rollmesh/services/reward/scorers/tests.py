@@ -1,5 +1,8 @@
 """Run hidden tests on the code of the model: 1 if every test accepts it, else 0, and the share of accepting tests.
 
+With `per: turn` the code of each turn is judged, and the rewards are those of the turns: for trajectories that are cut
+at a turn (source `trajectories`). A turn without code has 0.
+
 The tests run on sandbox nodes in another jail than the candidate, so its output and side effects cannot become a
 verdict. A failure of a jail or a node is an infra failure of the sample, never a reward of 0. The time that the
 candidate takes is limited by `timeout_s` of the entry. A wait for a sandbox is not: the client of the sandbox nodes
@@ -12,9 +15,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Sandbox, Scorer, not_applicable
@@ -39,6 +44,9 @@ class TestsOptions(AnswerOptions):
     wall_s: NonNegativeFloat = 0.0
     """Limit of one test, in wall seconds, if it is lower than that of the manifest. 0 means the limit of the
     manifest."""
+    per: Literal["sample", "turn"] = "sample"
+    """What is judged: the answer of the sample, or the text of each of its turns. `wall_s` and `timeout_s` hold for
+    each."""
 
 
 class TestsScorer(Scorer):
@@ -64,7 +72,17 @@ class TestsScorer(Scorer):
         tests = item.answer_key.tests if item.answer_key is not None else ""
         if not tests:
             return [not_applicable("the task has no hidden tests")]
-        code = self._extractor.find(item)
+        if self._options.per == "sample":
+            return await self._judge(item, tests, self._extractor.find(item))
+        if not item.turns:
+            return [not_applicable("the sample has no turn")]
+        rewards = []
+        for turn in item.turns:
+            judged = await self._judge(item, tests, self._extractor.find_in(turn.text))
+            rewards += [replace(reward, segment=turn.segment) for reward in judged]
+        return rewards
+
+    async def _judge(self, item: ScoreItem, tests: str | Mapping[str, object], code: str | None) -> list[Reward]:
         if code is None:
             return _rewards(0.0, 0.0, "no code found")
         if self._sandbox is None:
