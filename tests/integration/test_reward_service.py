@@ -257,6 +257,21 @@ async def test_a_scorer_reads_other_rewards_and_what_the_agent_asked_of_endpoint
             await stub.Score(request(item))
 
 
+async def test_two_questions_about_one_episode_in_a_message_are_answered_apart(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from rollmesh.services.reward.scorer import BatchScorer\n"
+        "class Others(BatchScorer):\n"
+        "    sees = 'episode'\n"
+        "    async def score_batch(self, items):\n"
+        "        return [float(len(items) - 1)] * len(items)\n"
+    )
+    both = episode("6", num_samples=2)
+    one, other = episode("6"), episode("6")
+    async with serving({"scorers": [{"name": "own.py:Others", "reward": "others"}]}, tmp_path) as stub:
+        response = await stub.Score(request(both, one, other))
+    assert [sample.rewards[0].value for sample in response.samples] == [1.0, 1.0, 0.0, 0.0]
+
+
 READING = """
 class Reads:
     columns = ("logprobs", "entropy")

@@ -109,6 +109,25 @@ def test_an_answer_that_every_task_pays_is_listed_once_and_a_lucky_one_is_not(fo
     assert probed(folder, {"name": "exact", "options": {"pattern": ""}}, num_tasks=8).paid == []
 
 
+def test_a_constant_that_is_the_answer_of_the_key_of_most_tasks_is_listed(folder: Path) -> None:
+    lines = [{"question": f"Question {n}", "answer": "B"} for n in range(12)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = probed(folder, {"name": "exact", "options": {"pattern": ""}})
+    assert report.paid == [PaidAnswer(task="*", kind="constant", answer="B", reward=1.0)]
+
+
+def test_only_the_scorers_that_a_task_names_judge_the_answers_to_it(folder: Path) -> None:
+    path = write(folder, {"name": "exact"})
+    tree = yaml.safe_load(path.read_text())
+    lines = [{"question": f"Question {n}", "answer": f"{n}00", "by": ["correct"]} for n in range(4)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tree["data"]["source"]["options"]["scorers"] = "by"
+    tree["reward"]["scorers"].append({"name": "own.py:Breaks", "reward": "other"})
+    path.write_text(yaml.safe_dump(tree))
+    report = probe(load_train_config(path), folder, num_tasks=2)
+    assert (report.failed, report.key_unpaid) == ({}, [])
+
+
 def test_a_scorer_that_fails_and_a_key_that_is_not_paid_are_counted(folder: Path) -> None:
     report = probed(folder, {"name": "own.py:Breaks"})
     assert list(report.failed) == ["correct: RuntimeError: down"]

@@ -78,6 +78,14 @@ def test_a_sample_of_another_source_brings_its_own_oracle_and_fields_of_a_later_
     assert values(score(config, SAMPLE)) == [(1, 1.0)]
 
 
+def test_only_the_scorers_that_the_task_or_the_line_names_score_it(config: Path) -> None:
+    scorers = "reward: {scorers: [{name: exact, reward: correct}, {name: length, reward: short}]}\n"
+    config.write_text(CALC.replace("num_train: 4", "num_train: 4, scorers: [short]") + scorers)
+    of_task, of_line = {"task": "calc-0-test-0", "response": "5"}, {**SAMPLE, "scorers": ["correct"]}
+    report = score(config, of_task, of_line)
+    assert [[reward.name for reward in line.rewards] for line in report.lines] == [["short"], ["correct"]]
+
+
 def test_scorers_that_the_task_or_the_line_names_must_exist(config: Path) -> None:
     assert values(score(config, {**SAMPLE, "scorers": ["correct"]})) == [(1, 1.0)]
     with pytest.raises(RecordError, match=r'field "scorers": .*names of rewards among \[correct\], got .short'):

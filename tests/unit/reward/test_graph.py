@@ -12,7 +12,7 @@ from msgspec import structs
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
 from rollmesh.services.reward.engine import RewardEngine
-from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import BatchScorer, Scorer, ScorerResult, not_applicable
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
@@ -142,6 +142,13 @@ async def test_only_the_asked_scorers_run_and_those_that_they_read() -> None:
     assert made.num_queued == 0
 
 
+async def test_the_scorers_of_a_task_run_unless_others_are_asked_for() -> None:
+    made = engine(scorer("a", Gives(1.0)), scorer("b", Gives(2.0)))
+    mine = structs.replace(item("x"), task=TaskView(task_id="t", scorers=("a",)))
+    asked, unasked = await made.score([structs.replace(mine, scorers=("b",)), mine])
+    assert (values(asked), values(unasked)) == ({"b": 2.0}, {"a": 1.0})
+
+
 class Ranks(BatchScorer):
     """Gives each sample of a call its place."""
 
@@ -170,6 +177,14 @@ async def test_a_scorer_of_episodes_gets_all_samples_of_one_in_a_call() -> None:
     found = await engine(scorer("rank", ranks)).score(samples("e0.0", "e0.1", "e1.0"))
     assert sorted(ranks.calls) == [["e0.0", "e0.1"], ["e1.0"]]
     assert [values(rewards)["rank"] for rewards in found] == [0.0, 1.0, 0.0]
+
+
+async def test_samples_of_one_episode_that_are_asked_for_apart_are_not_scored_together() -> None:
+    ranks = Ranks("episode")
+    first, second = samples("e0.0", "e0.1")
+    found = await engine(scorer("rank", ranks)).score([first, structs.replace(second, request=1)])
+    assert sorted(ranks.calls) == [["e0.0"], ["e0.1"]]
+    assert [values(rewards)["rank"] for rewards in found] == [0.0, 0.0]
 
 
 async def test_samples_of_several_requests_share_a_call_up_to_its_size() -> None:

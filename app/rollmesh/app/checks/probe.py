@@ -115,7 +115,7 @@ class _Probing:
         key = self._engine.oracles.resolve(task.oracle_ref)
         has_answer = key is not None and key.answers and not key.tests
         right = [frame.format(key.answers[0]) for frame in FRAMES] if key and has_answer else []
-        tried = [(kind, text) for kind, text in answers_of(task) if text not in right]
+        tried = [(kind, text) for kind, text in answers_of(task) if kind == CONSTANT or text not in right]
         items = [_item(task, key, text, place) for place, text in enumerate([*right, *(text for _, text in tried)])]
         sums: list[float | None] = []
         for start in range(0, len(items), self._batch):
@@ -124,7 +124,9 @@ class _Probing:
         if best_right <= 0:
             if any(value is not None for value in sums[: len(right)]):
                 self._key_unpaid.append(task.task_id)
-            best_right = sum(max(0.0, weight_of(name, self._weights)) for name in self._engine.graph.reward_names)
+            scorers = [self._engine.scorers[number] for number in self._engine.graph.chosen(task.scorers)]
+            names = [name for scorer in scorers for name in scorer.reward_names]
+            best_right = sum(max(0.0, weight_of(name, self._weights)) for name in names)
         best: dict[str, PaidAnswer] = {}
         for (kind, text), value in zip(tried, sums[len(right) :], strict=True):
             if value is None or value <= 0 or value < PAID_SHARE * best_right:
@@ -189,7 +191,12 @@ def _item(task: PoolTask, key: AnswerKey | None, text: str, place: int) -> Score
     return ScoreItem(
         key=EpisodeKey(run="probe", task=task.task_id, group=task.task_id, episode=name),
         task=TaskView(
-            task_id=task.task_id, messages=task.messages, tools=task.tools, split=task.split, labels=task.labels
+            task_id=task.task_id,
+            messages=task.messages,
+            tools=task.tools,
+            split=task.split,
+            labels=task.labels,
+            scorers=task.scorers,
         ),
         answer_key=key,
         messages=(*task.messages, Message(role="assistant", content=text)),

@@ -61,13 +61,14 @@ class RewardEngine:
         return self._num_queued
 
     async def score(self, items: Sequence[ScoreItem], uses: Uses | None = None) -> list[tuple[Reward, ...]]:
-        """Return the rewards of each item, in order. The samples of an episode must be one after the other.
+        """Return the rewards of each item, in order. The samples of one request for an episode must be one after the
+        other.
 
         What the scorers asked of endpoints is added to `uses`, by the id of the sample. Raise Overloaded if more
-        samples than `queue_samples_max` wait, or InvalidInput for an unknown name in `ScoreItem.scorers`.
+        samples than `queue_samples_max` wait, or InvalidInput for an unknown name of a reward in an item or its task.
         """
-        episodes = [list(found) for _, found in groupby(items, key=lambda item: (item.key, item.scorers))]
-        orders = [self.graph.chosen(episode[0].scorers) for episode in episodes]
+        episodes = [list(found) for _, found in groupby(items, key=lambda item: (item.key, item.request, item.scorers))]
+        orders = [self.graph.chosen(episode[0].scorers or episode[0].task.scorers) for episode in episodes]
         if self._num_queued + len(items) > self._queue_samples_max:
             raise Overloaded(
                 f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add "

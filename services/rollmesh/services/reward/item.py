@@ -126,7 +126,9 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[EndpointUse, ...] = ()
     """What the agent asked of endpoints in the episode: calls, tokens, price and latency by endpoint."""
     scorers: tuple[str, ...] = ()
-    """Names of the rewards that are asked for. Empty: all."""
+    """Names of the rewards that are asked for. Empty: those of the task."""
+    request: int = 0
+    """Number of its request. An agent may ask for rewards of several branches of an episode at the same time."""
     rewards: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)
     """The rewards that the scorer reads, by the names in its `reads`: of the whole sample and of segments."""
     environment: tuple[EnvironmentReward, ...] = ()

@@ -97,7 +97,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         for index, item in enumerate(request.items):
             check_task_scorers(item.task.scorers, known, f"items[{index}].task.scorers")
             self._check_declared(item)
-            yield from decode_items(item, self._engine.oracles, f"items[{index}]")
+            yield from decode_items(item, self._engine.oracles, f"items[{index}]", number=index)
 
     def _check_declared(self, item: reward_pb2.ScoreItem) -> None:
         """Reject a reward of the environment that no scorer reads, because the run would train without it."""
@@ -112,8 +112,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 )
 
 
-def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "item") -> Iterator[ScoreItem]:
-    """Yield the samples of an episode as the input of scorers. Raises InvalidInput or UnknownOracle."""
+def decode_items(
+    item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "item", number: int = 0
+) -> Iterator[ScoreItem]:
+    """Yield the samples of an episode as the input of scorers. `number` is that of the request. Raises InvalidInput or
+    UnknownOracle."""
     _check_item(item, field)
     key = decode_key(item.key, f"{field}.key")
     task = _task_view(item.task)
@@ -146,7 +149,8 @@ def decode_items(item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "ite
             finish=FinishReason(sample.finish),
             path=path,
             endpoints=endpoints,
-            scorers=tuple(item.scorers) or task.scorers,
+            scorers=tuple(item.scorers),
+            request=number,
             environment=tuple(reward for reward in given if reward.of(indices)),
         )
 
