@@ -48,7 +48,9 @@ KINDS: dict[str, Registry] = {
 
 def rows() -> list[list[str]]:
     """Return the cells of the rows of the table."""
-    table = PAGE.read_text(encoding="utf-8").partition("| kind | key | built in | base class |\n")[2].partition("\n\n")[0]
+    table = (
+        PAGE.read_text(encoding="utf-8").partition("| kind | key | built in | base class |\n")[2].partition("\n\n")[0]
+    )
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
 
 

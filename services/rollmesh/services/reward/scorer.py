@@ -157,6 +157,8 @@ SCORERS = Registry(
         "routing": "rollmesh.services.reward.scorers.routing:RoutingScorer",
         "control": "rollmesh.services.reward.scorers.control:ControlScorer",
         "turn_answer": "rollmesh.services.reward.scorers.turn_answer:TurnAnswerScorer",
+        "flawed_positives": "rollmesh.services.reward.scorers.flawed_positives:FlawedPositivesScorer",
+        "reward_ensemble": "rollmesh.services.reward.scorers.reward_ensemble:RewardEnsembleScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
         "improvement": "rollmesh.services.reward.scorers.improvement:ImprovementScorer",
         "environment": "rollmesh.services.reward.scorers.environment:EnvironmentScorer",

@@ -9,13 +9,21 @@ without a weight in the recipe. Where members disagree, the policy has probably 
 earns less.
 """
 
-import asyncio
-from statistics import fmean, pvariance
-from typing import Literal
+from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from statistics import fmean, pvariance
+from typing import ClassVar, Literal
+
+import msgspec
+
+from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.config.settings import NonNegativeFloat, Settings
 from rollmesh.shared.domain.trajectory import Reward
+from rollmesh.shared.endpoints.answer import Asks
+from rollmesh.shared.errors import FailedPrecondition
 
 QUESTION = """\
 Rate the answer from 0 to 1. Return the number only.
@@ -29,36 +37,48 @@ MEMBERS_MAX = 8
 
 
 class RewardEnsembleOptions(Settings):
-    endpoints: tuple[str, ...] = ("rater_0", "rater_1", "rater_2")
-    combine: Literal["mean", "worst", "uncertainty"] = "uncertainty"
-    penalty: NonNegativeFloat = 0.5
+    """Settings of the scorer `reward_ensemble`."""
 
-    def check_fields(self):
+    endpoints: tuple[str, ...] = ("rater_0", "rater_1", "rater_2")
+    """Names of the members in the table `endpoints`."""
+    combine: Literal["mean", "worst", "uncertainty"] = "uncertainty"
+    """The formula."""
+    penalty: NonNegativeFloat = 0.5
+    """Weight of the variance, with `uncertainty`."""
+
+    def check_fields(self) -> None:
         if not 2 <= len(self.endpoints) <= MEMBERS_MAX:
             raise ValueError(f"`endpoints` must have 2 to {MEMBERS_MAX} names, got {len(self.endpoints)}")
 
 
-def combined(scores, how, penalty):
+def _combined(scores: Sequence[float], how: str, penalty: float) -> float:
     """Return the reward for the scores of the members, [k]."""
     if how == "worst":
         return min(scores)
     return fmean(scores) - (penalty * pvariance(scores) if how == "uncertainty" else 0.0)
 
 
-class RewardEnsemble(Scorer):
-    Options = RewardEnsembleOptions
+class RewardEnsembleScorer(Scorer):
+    """See the module."""
+
+    Options: ClassVar[type[msgspec.Struct]] = RewardEnsembleOptions
+    version = "1"
     rewards = tuple(f"member_{number}" for number in range(MEMBERS_MAX))
 
-    def __init__(self, *, options):
-        self.options = options
+    def __init__(self, *, options: RewardEnsembleOptions) -> None:
+        self._options = options
+        self._endpoints: Asks | None = None
 
-    def use_endpoints(self, endpoints):
-        self.endpoints = endpoints
+    def use_endpoints(self, endpoints: Asks) -> None:
+        self._endpoints = endpoints
 
-    async def score(self, item):
+    async def score(self, item: ScoreItem) -> Sequence[Reward]:
+        options, endpoints = self._options, self._endpoints
+        if endpoints is None:
+            raise FailedPrecondition(f"the scorer reward_ensemble needs the endpoints {', '.join(options.endpoints)}")
         question = QUESTION.format(task=item.task.messages[-1].content, answer=item.response())
-        asking = [self.endpoints.ask(name, question, json=True) for name in self.options.endpoints]
+        asking = [endpoints.ask(name, question, json=True) for name in options.endpoints]
         scores = [float(answer.value) for answer in await asyncio.gather(*asking)]
-        value = combined(scores, self.options.combine, self.options.penalty)
+        value = _combined(scores, options.combine, options.penalty)
         members = [Reward(name=f"member_{number}", value=score) for number, score in enumerate(scores)]
-        return [Reward(name="", value=value, evidence=f"{self.options.combine} of {scores}"), *members]
+        return [Reward(name="", value=value, evidence=f"{options.combine} of {scores}"), *members]

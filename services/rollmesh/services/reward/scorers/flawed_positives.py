@@ -10,9 +10,20 @@ no weight. Deviations: the judge does not get the answer key, because the answer
 is an infra failure, where the code counts it as clean.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer, not_applicable
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor
+from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.domain.trajectory import Outcome, Reward
+from rollmesh.shared.endpoints.answer import Asks
+from rollmesh.shared.errors import FailedPrecondition
 
 QUESTION = """\
 [Problem]
@@ -25,25 +36,34 @@ Review the solution step by step. Return JSON: {{"first_error": INDEX}}, the ind
 
 
 class FlawedPositivesOptions(AnswerOptions):
-    endpoint: str = "judge"
+    """Settings of the scorer `flawed_positives`."""
+
+    endpoint: NonEmptyStr = "judge"
+    """Name of the judge in the table `endpoints`."""
     flawed: float = 0.0
     """Reward of a flawed positive."""
 
 
-class FlawedPositives(Scorer):
-    Options = FlawedPositivesOptions
+class FlawedPositivesScorer(Scorer):
+    """See the module."""
+
+    Options: ClassVar[type[msgspec.Struct]] = FlawedPositivesOptions
+    version = "1"
     rewards = ("flawed",)
 
-    def __init__(self, *, options):
-        self.options, self.extractor = options, Extractor(options)
+    def __init__(self, *, options: FlawedPositivesOptions) -> None:
+        self._options, self._extractor = options, Extractor(options)
+        self._endpoints: Asks | None = None
 
-    def use_endpoints(self, endpoints):
-        self.endpoints = endpoints
+    def use_endpoints(self, endpoints: Asks) -> None:
+        self._endpoints = endpoints
 
-    async def score(self, item):
+    async def score(self, item: ScoreItem) -> Reward | Sequence[Reward]:
+        if self._endpoints is None:
+            raise FailedPrecondition(f"the scorer flawed_positives needs the endpoint `{self._options.endpoint}`")
         if item.answer_key is None or not item.answer_key.answers:
             return not_applicable("the task has no answer key")
-        answer = self.extractor.find(item)
+        answer = self._extractor.find(item)
         if answer not in item.answer_key.answers:
             not_judged = Reward(name="flawed", value=0.0, outcome=Outcome.NOT_APPLICABLE)
             return [Reward(name="", value=-1.0, answer=answer or ""), not_judged]
@@ -51,11 +71,11 @@ class FlawedPositives(Scorer):
         question = QUESTION.format(
             task=item.task.messages[-1].content, steps="\n".join(f"[{n}] {step}" for n, step in enumerate(steps))
         )
-        said = await self.endpoints.ask(self.options.endpoint, question, json=True)
+        said = await self._endpoints.ask(self._options.endpoint, question, json=True)
         first = int(said.value["first_error"])
         if not -1 <= first < len(steps):
             raise ValueError(f"the judge returned step {first} of {len(steps)} steps")
-        value = 1.0 if first == -1 else self.options.flawed
+        value = 1.0 if first == -1 else self._options.flawed
         return [
             Reward(name="", value=value, evidence=f"first wrong step: {first}", answer=answer),
             Reward(name="flawed", value=float(first != -1)),
