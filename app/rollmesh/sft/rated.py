@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from rollmesh.shared.config.settings import Settings, Share
 from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE
 from rollmesh.shared.errors import InvalidInput, field_error
 
 CRITIQUE = "{problem}\n\nA solution:\n{solution}\n\nCriticize the solution: say whether it is right, and why."
@@ -51,12 +52,23 @@ class RatedConfig(Settings):
             raise ValueError("`reward` must name the reward by which `share_min` and `share_max` are counted, got ''")
 
 
+class _Reward(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a reward that is read here."""
+
+    name: str
+    value: float
+    outcome: str = "ok"
+    """The evidence of another one is its cause."""
+    segment: int = WHOLE_SAMPLE
+    evidence: str = ""
+
+
 class _Rated(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a line that is read here."""
 
     task: str
     messages: list[dict[str, Any]]
-    rewards: list[dict[str, Any]]
+    rewards: list[_Reward]
 
 
 def chosen_lines(path: Path, config: RatedConfig) -> Iterator[tuple[int, bytes]]:
@@ -102,18 +114,12 @@ def chosen_lines(path: Path, config: RatedConfig) -> Iterator[tuple[int, bytes]]
 
 def _value(one: _Rated, name: str) -> float | None:
     """Return the value of a reward of the whole sample; None without one that counts."""
-    return next(
-        (
-            float(reward["value"])
-            for reward in one.rewards
-            if reward.get("name") == name and reward.get("outcome", "ok") == "ok" and reward.get("segment", -1) == -1
-        ),
-        None,
-    )
+    found = (reward for reward in one.rewards if reward.name == name and reward.segment == WHOLE_SAMPLE)
+    return next((reward.value for reward in found if reward.outcome == "ok"), None)
 
 
 def _critique(one: _Rated, name: str) -> str:
-    found = (reward.get("evidence", "") for reward in one.rewards if reward.get("name") == name)
+    found = (reward.evidence for reward in one.rewards if reward.name == name and reward.outcome == "ok")
     return next((text for text in found if text.strip()), "")
 
 

@@ -99,6 +99,12 @@ def test_solutions_with_critiques_are_trained_on_the_critique_alone(tmp_path: Pa
     assert tokenizer.format.without_end(trained) == "It is wrong in the sum."
 
 
+def test_the_cause_of_a_reward_without_a_value_is_no_critique(tmp_path: Path) -> None:
+    judged, unjudged = line("one", "4", 1.0, "It is right."), line("one", "5", 0.0, "the judge did not answer")
+    unjudged["rewards"][1]["outcome"] = "not_applicable"
+    assert answers(write(tmp_path, judged, unjudged), critique="judged") == ["It is right."]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -116,6 +122,9 @@ def test_a_line_without_rewards_and_a_choice_of_nothing_name_the_file(tmp_path: 
     path = write(tmp_path, {"messages": []})
     with pytest.raises(InvalidInput, match=r"samples.jsonl:1: not a rated sample: .*remove `rated` for plain"):
         answers(path)
+    for reward in ({"name": "correct"}, {"name": "judged", "value": 1.0, "evidence": None}):
+        with pytest.raises(InvalidInput, match=r"samples.jsonl:1: not a rated sample: .*`\$.rewards\[0\]"):
+            answers(write(tmp_path, {**line("t", "a", 1.0), "rewards": [reward]}), critique="judged")
     with pytest.raises(InvalidInput, match="none of 4 samples is chosen by `rated`"):
         answers(write(tmp_path, *HARD), reward="correct")
     no_solution = {**line("t", "a", 1.0, "good"), "messages": [{"role": "user", "content": "q"}]}
