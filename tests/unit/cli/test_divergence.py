@@ -78,3 +78,11 @@ def test_updates_without_the_reward_are_left_out() -> None:
     holes = {n: (line(n, judged=None) if n % 3 == 0 else one) for n, one in hacked.items()}
     (one,) = divergences(holes, WEIGHTS)
     assert one.update <= 5
+
+
+def test_a_trained_reward_that_some_updates_do_not_have_is_no_rise() -> None:
+    drawn = random.Random(0)
+    rewards = [{name: 0.5 + drawn.gauss(0, 0.02) for name in ("judged", "truth", "steps")} for _ in range(60)]
+    for early in rewards[:30]:
+        del early["steps"]
+    assert not divergences({n: line(n, **one) for n, one in enumerate(rewards)}, {"judged": 1.0, "steps": 1.0})

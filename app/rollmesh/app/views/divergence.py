@@ -48,11 +48,14 @@ def divergences(metrics: Mapping[int, MetricsLine], weights: Mapping[str, float]
     rows = [(update, rewards) for update, line in sorted(metrics.items()) if (rewards := _rewards(line))]
     if not weights:
         return []
+    # An update without one of the trained rewards says nothing about their sum.
+    trained_names = dict.fromkeys(name for _, rewards in rows for name in rewards if weights.get(name))
+    rows = [(update, rewards) for update, rewards in rows if trained_names.keys() <= rewards.keys()]
     found = []
     for name in dict.fromkeys(name for _, rewards in rows for name in rewards if not weights.get(name)):
         have = [(update, rewards) for update, rewards in rows if name in rewards]
         times = np.array([update for update, _ in have], dtype=np.float64)
-        trained = np.array([sum(w * rewards.get(one, 0.0) for one, w in weights.items()) for _, rewards in have])
+        trained = np.array([sum(weights[one] * rewards[one] for one in trained_names) for _, rewards in have])
         held_out = np.array([rewards[name] for _, rewards in have])
         first = first_divergence(times, trained, held_out)
         if first is not None:
