@@ -246,6 +246,51 @@ async def test_a_call_ends_when_all_that_wait_for_it_are_cancelled() -> None:
         await cancelled.wait()
 
 
+@pytest.mark.parametrize("base", [Scorer, BatchScorer])
+async def test_a_scorer_that_awaits_what_others_have_cancelled_is_an_infra_failure(base: type[Scorer]) -> None:
+    class Awaits(base):  # type: ignore[misc, valid-type]
+        async def score(self, item: ScoreItem) -> float:
+            answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+            answer.cancel()
+            return await answer
+
+        async def score_batch(self, items: Sequence[ScoreItem]) -> list[float]:
+            return [await self.score(one) for one in items]
+
+    made = engine(scorer("mine", Awaits()), scorer("other", Gives(1.0)))
+    async with asyncio.timeout(10):
+        (rewards,) = await made.score([item("x")])
+    assert [(r.name, r.outcome) for r in rewards] == [("mine", Outcome.INFRA_FAILURE), ("other", Outcome.OK)]
+    assert rewards[0].evidence.startswith("CancelledError")
+
+
+async def test_an_error_that_cannot_be_recorded_ends_the_wait_of_its_samples() -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    made = engine(scorer("rank", Ranks(results=Unreadable())), scorer("other", Gives(1.0)))
+    with pytest.raises(ExceptionGroup):
+        async with asyncio.timeout(10):
+            await made.score(samples("e0.0"))
+
+
+async def test_samples_that_wait_when_the_engine_closes_are_cancelled() -> None:
+    entered = asyncio.Event()
+
+    class Enters(Scorer):
+        async def score(self, item: ScoreItem) -> float:
+            entered.set()
+            return 1.0
+
+    made = engine(scorer("rank", Ranks(), batch_max=2, batch_wait_s=60.0), scorer("other", Enters()))
+    waiting = asyncio.ensure_future(made.score(samples("e0.0")))
+    await entered.wait()
+    await made.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
 def test_what_a_scorer_says_about_itself_is_checked(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from rollmesh.services.reward.scorer import BatchScorer, Scorer\n"

@@ -44,7 +44,9 @@ class Batcher:
         """Cancel the calls in progress, and the samples that wait."""
         if self._timer is not None:
             self._timer.cancel()
-        for _, answer in self._waiting:
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for _, answer in waiting:
             answer.cancel()
         for task in self._running:
             task.cancel()
@@ -70,6 +72,11 @@ class Batcher:
         except asyncio.CancelledError:
             for _, answer in batch:
                 answer.cancel()
+            raise
+        except BaseException as error:
+            for _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(error)
             raise
         for (_, answer), result in zip(batch, results, strict=True):
             if not answer.done():

@@ -107,18 +107,16 @@ class RewardEngine:
         """Return the results of the scorers `order` for the samples of one episode."""
         if len(order) == 1:  # the common case, without further tasks
             return await self._score_by(order[0], items, {})
-        found: dict[int, list[Scored]] = {}
-        running: dict[int, asyncio.Task[None]] = {}
+        running: dict[int, asyncio.Task[list[Scored]]] = {}
 
-        async def run(number: int) -> None:
-            for read in self.graph.reads[number]:
-                await running[read]
-            found[number] = await self._score_by(number, items, found)
+        async def run(number: int) -> list[Scored]:
+            return await self._score_by(number, items, {read: await running[read] for read in self.graph.reads[number]})
 
         async with asyncio.TaskGroup() as group:
             for number in order:
                 running[number] = group.create_task(run(number))
-        return [joined(of_sample) for of_sample in zip(*(found[number] for number in sorted(order)), strict=True)]
+        results = [running[number].result() for number in sorted(order)]
+        return [joined(of_sample) for of_sample in zip(*results, strict=True)]
 
     async def _score_by(
         self, number: int, items: Sequence[ScoreItem], found: Mapping[int, Sequence[Scored]]

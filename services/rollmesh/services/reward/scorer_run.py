@@ -122,7 +122,9 @@ async def run_scorer(configured: ConfiguredScorer, items: Sequence[ScoreItem]) -
                 results = await _results(configured.scorer, [items[number] for number in sound])
         label = _label(configured, meter.uses)
         found |= {n: _rewards(configured, label, result, items[n]) for n, result in zip(sound, results, strict=True)}
-    except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; it is recorded here
+    except (Exception, asyncio.CancelledError) as error:  # a user's scorer may raise anything; it is recorded here
+        if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+            raise
         late = isinstance(error, TimeoutError) and limit.expired()
         waited = f"; it awaited endpoint `{meter.cut}`" if meter.cut else ""
         cause = f"no result within {configured.timeout_s} s{waited}" if late else explain(error)
@@ -132,6 +134,12 @@ async def run_scorer(configured: ConfiguredScorer, items: Sequence[ScoreItem]) -
         failed = any(reward.outcome is Outcome.INFRA_FAILURE for reward in rewards)
         count(SCORES, configured.label, "failed" if failed else "ok")
     return [Scored(found[n], meter.uses if n == 0 else ()) for n in range(len(items))]
+
+
+def _is_cancelled() -> bool:
+    """Return whether the caller has cancelled the call. A scorer may also await what others have cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _results(scorer: Scorer, items: Sequence[ScoreItem]) -> Sequence[ScorerResult]:
