@@ -16,6 +16,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +35,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.learner.engine import StepResult
 from rollmesh.shared.config.loader import config_from_dict, merged
 from rollmesh.shared.config.user_code import explain, user_traceback
-from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Episode
+from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Episode, Role, Segment
 from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.feature_pass import computed_features
 from rollmesh.trainer.features import FeatureRequest, TokenLogprob
@@ -211,6 +212,8 @@ def eval_point(
     by_task: dict[str, list[float]] = {}
     for episode, value in zip(episodes, right, strict=True):
         by_task.setdefault(episode.key.task, []).append(value)
+    turns = [_turns(episode.path_segments(sample)) for episode in episodes for sample in episode.samples]
+    num_turns = sum(map(len, turns))
     return EvalPoint(
         update=update,
         success=float(np.mean(right)),
@@ -218,7 +221,15 @@ def eval_point(
         length=float(table.lengths.mean()),
         entropy=float(-behavior.mean()),
         kl=kl_k3(under_initial, behavior),
+        turns=num_turns / max(1, len(turns)),
+        repeated=sum(len(of_sample) - len(set(of_sample)) for of_sample in turns) / max(1, num_turns),
     )
+
+
+def _turns(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
+    """Return the tokens of each turn of the model. Observations separate turns."""
+    found = [(acts, list(turn)) for acts, turn in groupby(segments, lambda segment: segment.role is Role.ACTION)]
+    return [tuple(np.concatenate([one.token_ids for one in turn]).tolist()) for acts, turn in found if acts]
 
 
 def _value(episode: Episode, reward: str) -> float:

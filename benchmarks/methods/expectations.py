@@ -31,11 +31,12 @@ MethodTask = Literal[
     "skewed",
     "drifting",
     "gym",
+    "guess",
 ]
 """Tasks of `tasks.py`."""
 BASELINE_SECTIONS = ("run", "rollout", "reward", "learner")
 """Sections of a recipe that `baseline_settings` may have. The tasks are those of the method in any case."""
-Measure = Literal["success", "pass_at_k", "length", "entropy", "kl", "ess"]
+Measure = Literal["success", "pass_at_k", "length", "turns", "repeated", "entropy", "kl", "ess"]
 """What is compared; `records` defines the measures."""
 
 

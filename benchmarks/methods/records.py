@@ -5,6 +5,8 @@ Measures, all over evaluations on held-out tasks by sampling at temperature 1, e
     success     mean of the reward that the task names
     pass_at_k   share of the tasks with a success among its k samples, k = `EVAL_SAMPLES`
     length      sampled tokens per episode
+    turns       turns of the model per episode
+    repeated    share of the turns that equal an earlier turn of their episode, token by token
     entropy     nats per token, estimated by the mean of -log pi
     kl          nats per token from the initial policy, KL(pi || pi_0), by the k3 estimate of `rollmesh.trainer.metrics.kl_k3`
     ess         effective sample size of the updates, `ess` of `rollmesh.trainer.metrics`
@@ -69,6 +71,9 @@ class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
     length: float
     entropy: float
     kl: float
+    turns: float = 0.0
+    """0 in records of earlier versions, as the next one."""
+    repeated: float = 0.0
 
 
 class UpdatePoint(msgspec.Struct, frozen=True, kw_only=True):

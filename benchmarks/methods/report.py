@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from benchmarks.methods.expectations import expected_of
+from benchmarks.methods.expectations import Measure, expected_of
 from benchmarks.methods.records import EVAL_SAMPLES, LAST, ArmRecord, MethodArm
 from benchmarks.methods.tasks import TASKS
 from benchmarks.methods.verdict import FALSE_SHARE, LOOKS, MethodComparison
@@ -28,7 +28,7 @@ HEAD = (
     "expected",
 )
 VERDICT_HEAD = (*HEAD, "p", "verdict")
-MEANS = ("task", "lag", "lr", "method", "seeds", "success", "pass_at_k", "length", "entropy", "kl", "ess", "CPU s")
+MEANS = ("task", "lag", "lr", "method", "seeds", *get_args(Measure), "CPU s")
 
 
 def markdown(

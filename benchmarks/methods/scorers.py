@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import msgspec
 from msgspec.structs import replace
@@ -16,8 +16,10 @@ from rollmesh.services.reward.item import JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.scorers.exact import ExactOptions, ExactScorer
 from rollmesh.services.reward.scorers.extract import ANSWER_TAG
+from rollmesh.services.reward.scorers.process_reward import ProcessRewardOptions, ProcessRewardScorer
 from rollmesh.shared.config.settings import NonNegativeInt, Settings, Share
-from rollmesh.shared.domain.trajectory import Outcome, Reward, Role
+from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Role
+from rollmesh.shared.endpoints.answer import AskOptions, EndpointAnswer, Messages
 
 TRAINING_GROUP = re.compile(r"g(\d+)")
 """Name of a training group of `race.bare_loop`, with its draw."""
@@ -130,6 +132,28 @@ class LevelPrior(Scorer):
 
     async def score(self, item: ScoreItem) -> float:
         return float(self._per_level ** int(item.task.labels["level"]))
+
+
+class CallRater:
+    """A process reward model that knows calculator tasks: a step has the rating 1 if it is one of the calls of the
+    ideal episode, or its answer, and 0 otherwise. A call that is made again is right again."""
+
+    async def ask(self, endpoint: str, messages: Messages, **options: Unpack[AskOptions]) -> EndpointAnswer:
+        assert isinstance(messages, str)
+        task, _, listed = messages.removeprefix("[Task]\n").partition("\n\n[Steps]\n")
+        steps = re.split(r"(?m)^\[\d+\] ", listed.rpartition("\n\n")[0])[1:]
+        shown = demonstrate(task)
+        ideal = {*(f"<tool_call>{call}</tool_call>" for call, _ in shown.calls), f"<answer>{shown.answer}</answer>"}
+        ratings = [float(step.strip() in ideal) for step in steps]
+        return EndpointAnswer(text="", value=ratings, finish=FinishReason.STOP, model=endpoint)
+
+
+class RatedCalls(ProcessRewardScorer):
+    """The process reward of calculator tasks, whose endpoint is `CallRater`."""
+
+    def __init__(self, *, options: ProcessRewardOptions) -> None:
+        super().__init__(options=options)
+        self.use_endpoints(CallRater())
 
 
 def _turns(path: Sequence[JudgedSegment]) -> list[list[JudgedSegment]]:

@@ -11,6 +11,7 @@ from rollmesh.demo.families.calc import CalcOptions, CalcSource, demonstrate
 from rollmesh.services.data.generated import Demonstration, GeneratedOptions, GeneratedSource
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.services.reward.oracles import Oracle
+from rollmesh.services.rollout.agents.try_again import TryAgainOptions
 from rollmesh.shared.config.settings import Share
 from rollmesh.shared.errors import UnknownOracle
 
@@ -19,6 +20,11 @@ NUM_FILLERS = 3
 NUMBERS_PER_LEVEL = 20
 """Numbers that a `count` task of level 1 writes; one of level n writes n times as many."""
 COUNT_LEVEL_MAX = 4
+HIDDEN = "?"
+"""First character of a `guess` task whose answer cannot be known."""
+ATTEMPTS_SHOWN = 2
+"""Most attempts of a demonstration of `guess` before the last one."""
+_GUESS = re.compile(r"[?]?[1-9]{4}")
 _DIGITS = re.compile(r"[1-9]{4}")
 _RANGE = re.compile(r"([1-9]\d\d) ([1-9]\d\d)")
 _LEADING_MINUS = re.compile(r"(\d+)-(\d+)(.*)")
@@ -53,6 +59,42 @@ class LateOracle(Oracle):
         if not _DIGITS.fullmatch(rest):
             raise UnknownOracle(f"oracle `late` must get four digits from 1 to 9, got {rest!r}", oracle_ref=rest)
         return AnswerKey(answers=(max(rest),))
+
+
+class GuessSource(GeneratedSource):
+    """Answers of one turn, and several attempts. Key and prompt are four different digits. At level 1 the answer is the
+    largest. At level 2 a question mark is before the digits, and the answer is one of them by a hash of the key.
+
+    A demonstration has up to two earlier attempts, which are any of the digits by a hash of the key. They are between
+    the marks of a call, because demonstrations have no other turns before the last one, and each observes the feedback
+    of the agent `try_again`.
+    """
+
+    name = "guess"
+    hardest_level = 2
+
+    def make(self, rng: random.Random, level: int) -> str:
+        return HIDDEN * (level - 1) + "".join(rng.sample("123456789", 4))
+
+    def prompt(self, key: str) -> str:
+        return key
+
+    def demonstration(self, key: str) -> Demonstration:
+        digits, (_, num, *drawn) = key.removeprefix(HIDDEN), _digest(key)
+        attempts = [digits[byte % len(digits)] for byte in drawn[: num % (ATTEMPTS_SHOWN + 1)]]
+        return Demonstration(tuple((digit, TryAgainOptions().feedback) for digit in attempts), _guessed(key))
+
+
+class GuessOracle(Oracle):
+    """The accepted answer is the largest or the hidden digit."""
+
+    def resolve(self, rest: str) -> AnswerKey:
+        if not _GUESS.fullmatch(rest):
+            raise UnknownOracle(
+                f"oracle `guess` must get four digits from 1 to 9, or these after a question mark, got {rest!r}",
+                oracle_ref=rest,
+            )
+        return AnswerKey(answers=(_guessed(rest),))
 
 
 class CountSource(GeneratedSource):
@@ -101,6 +143,11 @@ class ConfidentSource(CalcSource):
         if parts is None or _digest(key)[0] / 256 >= self.options.swapped_share:
             return demonstrate(key)
         return demonstrate(f"{parts[2]}-{parts[1]}{parts[3]}")
+
+
+def _guessed(key: str) -> str:
+    digits = key.removeprefix(HIDDEN)
+    return max(digits) if digits == key else digits[_digest(key)[0] % len(digits)]
 
 
 def _counted(key: str) -> str:

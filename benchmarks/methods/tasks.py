@@ -71,6 +71,8 @@ class TaskOfMethods:
     """Share of the updates of an arm: below 1 for a task whose episodes cost more than those of the others."""
 
 
+ATTEMPT = "<(?:tool_call|answer)>(.*?)</(?:tool_call|answer)>"
+"""Pattern of an answer of `guess`, whose demonstrations have the first attempts between the marks of a call."""
 LATE_FILLERS = 0.5**3
 """Probability of reproducing the turns of `late` that do not matter, by which the target of its model is measured."""
 AGENTS: Mapping[str, str] = {"prefix": "benchmarks.methods.agents:FirstTurnsGiven"}
@@ -78,6 +80,9 @@ AGENTS: Mapping[str, str] = {"prefix": "benchmarks.methods.agents:FirstTurnsGive
 SUPPLIED: Mapping[str, Mapping[str, Any]] = {
     "prior": {"name": f"{SCORERS}:LevelPrior", "reward": "prior"},
     "called": {"name": "turn_success", "reward": "called"},
+    "attempts": {"name": "try_again", "reward": "attempts", "options": {"pattern": ATTEMPT}},
+    "process": {"name": f"{SCORERS}:RatedCalls", "reward": "process"},
+    "process_raw": {"name": f"{SCORERS}:RatedCalls", "reward": "process_raw", "options": {"form": "raw"}},
 }
 """Scorers by reward that tasks have only for a recipe whose `reward.weights` names the reward."""
 CALC = _model(levels=2, target_success=0.4)
@@ -197,6 +202,21 @@ TASKS: Mapping[str, TaskOfMethods] = {
             "weights": {"correct": 1.0},
         },
         success="truth",
+    ),
+    "guess": TaskOfMethods(
+        summary="Answers of one digit without tools, for the agent `try_again`: the largest of four digits, or, after "
+        "a question mark, one of them that cannot be known, so that other answers must be tried.",
+        data=_source(1, 2, source=f"{SOURCES}:GuessSource"),
+        model=_model(levels=2, target_success=0.06, source=f"{SOURCES}:GuessSource"),
+        reward={
+            "scorers": [{**EXACT, "options": {"pattern": ATTEMPT}}],
+            "oracles": {"guess": f"{SOURCES}:GuessOracle"},
+        },
+        settings={
+            "rollout": {"limits": {"context_tokens_max": 256}},
+            "inference": {"engine": {"options": {"context_max": 256}}},
+        },
+        updates=0.5,
     ),
     "gym": TaskOfMethods(
         summary="`chain_sum` of reasoning-gym with its own verifier: sums and differences of two or three numbers.",
