@@ -212,7 +212,7 @@ def eval_point(
     by_task: dict[str, list[float]] = {}
     for episode, value in zip(episodes, right, strict=True):
         by_task.setdefault(episode.key.task, []).append(value)
-    turns = [_turns(episode.path_segments(sample)) for episode in episodes for sample in episode.samples]
+    turns = [turns_of(episode.path_segments(sample)) for episode in episodes for sample in episode.samples]
     num_turns = sum(map(len, turns))
     return EvalPoint(
         update=update,
@@ -226,7 +226,7 @@ def eval_point(
     )
 
 
-def _turns(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
+def turns_of(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
     """Return the tokens of each turn of the model. Observations separate turns."""
     found = [(acts, list(turn)) for acts, turn in groupby(segments, lambda segment: segment.role is Role.ACTION)]
     return [tuple(np.concatenate([one.token_ids for one in turn]).tolist()) for acts, turn in found if acts]

@@ -216,7 +216,7 @@ TASKS: Mapping[str, TaskOfMethods] = {
             "rollout": {"limits": {"context_tokens_max": 256}},
             "inference": {"engine": {"options": {"context_max": 256}}},
         },
-        updates=0.5,
+        updates=0.25,
     ),
     "gym": TaskOfMethods(
         summary="`chain_sum` of reasoning-gym with its own verifier: sums and differences of two or three numbers.",

@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.methods import bench as methods
 from benchmarks.methods.agents import FirstGiven
-from benchmarks.methods.arm import MODEL_SEED, ArmWork, Size, resolved, run_work, settings_digest
+from benchmarks.methods.arm import MODEL_SEED, ArmWork, Size, resolved, run_work, settings_digest, turns_of
 from benchmarks.methods.bench import MethodsOptions, planned, read_outcome
 from benchmarks.methods.expectations import FOLDER, Expectation, Expected, MethodTask, expected_of
 from benchmarks.methods.records import (
@@ -43,8 +44,17 @@ from benchmarks.methods.scorers import (
     IdealTurns,
     LevelPrior,
     LevelPriorOptions,
+    RatedCalls,
 )
-from benchmarks.methods.sources import ConfidentSource, CountOracle, CountSource, LateOracle, LateSource
+from benchmarks.methods.sources import (
+    ConfidentSource,
+    CountOracle,
+    CountSource,
+    GuessOracle,
+    GuessSource,
+    LateOracle,
+    LateSource,
+)
 from benchmarks.methods.tasks import NUM_TEST, TASKS
 from benchmarks.methods.verdict import (
     CONFIRM_SEED,
@@ -68,8 +78,9 @@ from rollmesh.services.data.task import Split
 from rollmesh.services.reward.item import AnswerKey, JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.reward.scorers.exact import ExactOptions
 from rollmesh.services.reward.scorers.extract import AnswerOptions
+from rollmesh.services.reward.scorers.process_reward import ProcessRewardOptions
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Role, Source, text_view
+from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, Message, Role, Segment, Source, text_view
 from rollmesh.shared.errors import ConfigError, InvalidInput, UnknownOracle
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.model_files import write_model_folder
@@ -510,6 +521,42 @@ async def test_turn_rewards_are_those_of_the_ideal_turns() -> None:
     assert [one.value for one in rewards] == [0.0, 1.0, 0.0]
 
 
+async def test_a_call_that_is_made_again_is_rated_right_again_and_only_raw_ratings_pay_for_it() -> None:
+    """The ideal episode of 12+7-3 has the calls 12+7 and 19-3, and the answer 16."""
+    raw = RatedCalls(options=ProcessRewardOptions(form="raw"))
+
+    async def sums(*calls: str) -> tuple[float, float]:
+        scored = item("16", calls=calls)
+        scored = replace(scored, leaf=scored.path[-2].index, path=tuple(stopped(scored.path)))
+        found = [await scorer.score(scored) for scorer in (raw, RatedCalls(options=ProcessRewardOptions()))]
+        raw_sum, bounded = (sum(one.value for one in rewards) for rewards in found)
+        return raw_sum, bounded
+
+    assert await sums("12+7", "19-3") == (3.0, 0.0)
+    assert await sums("12+7", "12+7", "12+7", "19-3") == (5.0, 0.0)
+    assert await sums("12+8", "19-3") == (2.0, -0.5)
+
+
+def stopped(path: Sequence[JudgedSegment]) -> list[JudgedSegment]:
+    """Return the path with turns that the model ended."""
+    return [replace(one, finish=FinishReason.STOP) if one.role is Role.ACTION else one for one in path]
+
+
+def test_answers_of_guess_are_the_largest_digit_or_one_that_the_prompt_does_not_tell() -> None:
+    source = GuessSource(options=GuessSource.Options(level_max=2))
+    rng, keys = random.Random(0), {1: list[str](), 2: list[str]()}
+    for level, found in keys.items():
+        found += [source.make(rng, level) for _ in range(400)]
+    assert all(GuessOracle().resolve(key).answers == (max(key),) for key in keys[1])
+    places = Counter(key.index(GuessOracle().resolve(key).answers[0]) for key in keys[2])
+    assert set(places) == {1, 2, 3, 4}
+    assert min(places.values()) > 60
+    shown = [source.demonstration(key) for key in keys[1]]
+    assert {len(one.calls) for one in shown} == {0, 1, 2}
+    with pytest.raises(UnknownOracle, match="must get four digits from 1 to 9, or these after a question mark, got"):
+        GuessOracle().resolve("!1234")
+
+
 async def test_a_recipe_that_assumes_a_prediction_gets_it_from_the_level() -> None:
     scorers = {name: resolved(arm(name))[0].reward.scorers for name in ("grpo", "v05")}
     assert [[one.reward_name for one in of] for of in scorers.values()] == [["correct"], ["correct", "prior"]]
@@ -629,6 +676,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def work(of: MethodArm, models: Path) -> ArmWork:
     return ArmWork(arm=of, commit="c", settings=settings_digest(of, TINY), size=TINY, models=str(models))
+
+
+def test_turns_of_an_evaluation_are_counted_with_those_that_repeat_an_earlier_one() -> None:
+    def segment(role: Role, *token_ids: int) -> Segment:
+        source = Source.POLICY if role is Role.ACTION else Source.TOOL
+        return Segment(parent=-1, role=role, source=source, token_ids=np.array(token_ids, np.int32))
+
+    act, seen = (lambda *ids: segment(Role.ACTION, *ids)), segment(Role.OBSERVATION, 9)
+    turns = turns_of([segment(Role.CONTEXT, 1, 2), act(1), act(2), seen, act(1, 2), seen, act(3)])
+    assert turns == [(1, 2), (1, 2), (3,)]
 
 
 def test_an_arm_records_its_curves(models: Path) -> None:
