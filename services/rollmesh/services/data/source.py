@@ -37,6 +37,7 @@ SOURCES = Registry(
         "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
         "masked": "rollmesh.services.data.masked_source:MaskedSource",
         "trajectories": "rollmesh.services.data.trajectory_source:TrajectorySource",
+        "raw_text": "rollmesh.services.data.raw_text_source:RawTextSource",
         "calc": "rollmesh.demo.families.calc:CalcSource",
         "code": "rollmesh.demo.families.code:CodeSource",
         "sql": "rollmesh.demo.families.sql:SqlSource",

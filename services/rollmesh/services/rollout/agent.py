@@ -71,6 +71,7 @@ AGENTS = Registry(
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
         "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
+        "continuation": "rollmesh.services.rollout.agents.continuation:ContinuationAgent",
         "maze": "rollmesh.demo.families.maze:MazeAgent",
         "latr": "rollmesh.services.rollout.agents.latr:LatrAgent",
         "text_feedback": "rollmesh.services.rollout.agents.text_feedback:TextFeedbackAgent",
