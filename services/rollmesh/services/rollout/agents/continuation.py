@@ -62,7 +62,7 @@ class ContinuationOptions(Settings):
     """Length of a candidate, in tokens."""
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class RankedText(msgspec.Struct, frozen=True, kw_only=True):
     """A continuation."""
 
     text: str
@@ -95,19 +95,19 @@ class ContinuationAgent(Agent):
         order = await self._ranking(env, prefix, [candidate.text for candidate in candidates])
         self._mark(env, [candidates[index] for index in order])
 
-    def _given(self, env: Environment, label: str, text: str) -> Candidate:
+    def _given(self, env: Environment, label: str, text: str) -> RankedText:
         """Return a candidate from a label, cut to the length of a sample."""
         branch = env.branch()
         tokens = env.encode(text)[: self._options.tokens]
         if env.purpose is Purpose.TRAIN:
             branch.append(tokens, role=Role.ACTION, source=Source.DATASET, train=True)
-        return Candidate(text=env.decode(np.asarray(tokens)), source=label, env=branch)
+        return RankedText(text=env.decode(np.asarray(tokens)), source=label, env=branch)
 
-    async def _sampled(self, env: Environment) -> Candidate:
+    async def _sampled(self, env: Environment) -> RankedText:
         branch = env.branch()
         turn = await branch.generate(max_tokens=self._options.tokens)
         text = env.format.without_end(turn.text) if turn.finish is FinishReason.STOP else turn.text
-        return Candidate(text=text, source="rollout", env=branch)
+        return RankedText(text=text, source="rollout", env=branch)
 
     async def _ranking(self, env: Environment, prefix: str, texts: Sequence[str]) -> list[int]:
         """Return the indices of the texts, best first. Raise ValueError if the judge does not rank them."""
@@ -118,7 +118,7 @@ class ContinuationAgent(Agent):
         said = await env.ask(self._options.endpoint, question, json=True, temperature=0.0)
         return [letters.index(letter) for letter in _checked(said.value, letters)]
 
-    def _mark(self, env: Environment, ranked: Sequence[Candidate]) -> None:
+    def _mark(self, env: Environment, ranked: Sequence[RankedText]) -> None:
         """Make the candidates samples with their rewards. The first one is trained."""
         for position, candidate in enumerate(ranked):
             if candidate.source == "rollout" or env.purpose is Purpose.TRAIN:

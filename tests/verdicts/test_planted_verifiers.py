@@ -19,10 +19,7 @@ from . import planted
 
 PAYS = re.compile(r"^probe: (task \S+ pays \S+|\d+% of the tasks pay) for the answer", re.MULTILINE)
 MISSED = {
-    "Countdown": "no answer is a number of the question alone in <answer> tags or an expression that repeats it",
-    "EmptyResult": "no answer is a query without a result, such as `--` or `select 1 where 0`",
     "AnyAnswer": "no answer has several numbers, each in its own <answer> tags",
-    "OpenerJudge": "no answer is only the beginning of a solution, such as `Let's solve this step by step.`",
 }
 """Weak verifiers that the probe does not list, and the answer that it would have to try."""
 
@@ -67,6 +64,7 @@ def test_a_planted_verifier_pays_every_key_and_not_every_answer(name: str) -> No
     assert min(score(name, tasks[0], answer) for answer in wrong) < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -82,6 +80,7 @@ def test_a_weak_verifier_is_listed(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", planted.SOUND)
 def test_a_sound_verifier_is_not_listed(name: str, tmp_path: Path) -> None:
     result = probe(tmp_path, name, planted.SOUND[name])
