@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.demo.families.maze import LEVEL_MAX, SIDE, Maze, MazeSource, make_maze
+from rollmesh.demo.families.maze import (
+    LEVEL_MAX,
+    SIDE,
+    Maze,
+    MazeAgent,
+    MazeOptions,
+    MazeSource,
+    MazeSourceOptions,
+    make_maze,
+)
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.services.data.generated import GeneratedOptions
-from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.data.task import PoolTask
+from rollmesh.services.rollout.agent import Task, Turn, load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.codec.trajectory import decode_summary
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import Episode, GroupContext, MemberOutcome
+from rollmesh.shared.domain.trajectory import Episode, FinishReason, GroupContext, MemberOutcome
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.turns import TurnEstimator
 
 from ..rollout.reward_service import ServicePort, environment
 
+MOVES = ("north", "east", "south", "west")
+Policy = dict[tuple[str, str], dict[str, float]]
+"""Logits of the moves by what the model has read last and its last move."""
 CORRIDOR = "1110000000000000-1-3"
 """Four cells from west to east; the start is the second, the goal the fourth."""
 SCORERS = [environment("solved"), environment("step", min=-4, max=0, per="turn", at_limit=-4)]
@@ -38,7 +52,7 @@ async def game(
         script=lambda text: f"{said[text.count('<|assistant|>') - 1]}<|end|>", config=config or RolloutConfig()
     )
     mesh.scorer = ServicePort(SCORERS)  # type: ignore[assignment]
-    message = lease([MazeSource(options=GeneratedOptions()).prompt(key)], lease_id=episode)
+    message = lease([MazeSource(options=MazeSourceOptions()).prompt(key)], lease_id=episode)
     message.task.task_id = f"maze-{key}"
     report = await mesh.runner(load_agent(Extension("maze", {"moves_max": moves_max}))).run(message)
     assert report.HasField("payload"), report.failure
@@ -80,7 +94,7 @@ def test_a_maze_of_a_level_has_a_shortest_path_of_that_length_and_all_cells(seed
     assert len(cells) == SIDE * SIDE
     assert sum(len(maze.exits(cell)) for cell in cells) == 2 * (SIDE * SIDE - 1), "a tree"
     cell = maze.start
-    for move, view in MazeSource(options=GeneratedOptions()).demonstration(maze.key).calls:
+    for move, view in MazeSource(options=MazeSourceOptions()).demonstration(maze.key).calls:
         cell = maze.exits(cell)[move]
         assert view == maze.view(cell)
     assert cell == maze.goal
@@ -100,7 +114,7 @@ def test_a_goal_that_cannot_be_reached_is_named() -> None:
 
 
 def test_a_task_has_the_maze_in_its_id_the_first_cell_in_its_prompt_and_no_key() -> None:
-    source = MazeSource(options=GeneratedOptions(num_train=40, num_validation=10, num_test=10))
+    source = MazeSource(options=MazeSourceOptions(num_train=40, num_validation=10, num_test=10))
     tasks = list(source.tasks())
     assert len({task.task_id for task in tasks}) == 60
     for task in tasks:
@@ -168,3 +182,107 @@ async def test_credit_of_the_turns_of_a_game_is_assigned_without_a_gpu() -> None
 
     whole = make_estimator("grpo", {"solved": 1.0}).of_group(group)
     assert list(whole.values()) == [0.0, 0.0], "the reward of the whole game does not tell them apart"
+
+
+# Relaxed tasks --------------------------------------------------------------------------------------------------------
+
+
+def relaxed(level: int, num_mazes: int) -> list[PoolTask]:
+    options = MazeSourceOptions(
+        level_min=level, level_max=level, num_train=num_mazes, num_validation=2, num_test=0, prefilled_max=LEVEL_MAX
+    )
+    return list(MazeSource(options=options).tasks())
+
+
+async def test_a_relaxed_task_begins_with_moves_and_the_game_goes_on_behind_them() -> None:
+    tasks = relaxed(3, 2)
+    assert [dict(task.labels) for task in tasks[:4]] == [
+        {"level": "3", "remaining": remaining} for remaining in ("3", "2", "1", "3")
+    ]
+    assert [dict(task.labels) for task in tasks[6:]] == [{"level": "3"}] * 2, "held-out tasks are whole"
+    last = tasks[2]
+    assert last.task_id == f"{tasks[0].task_id}-prefilled-2"
+    maze = Maze.parse(tasks[0].task_id.removeprefix("maze-"))
+    path = maze.path()
+    first = maze.exits(maze.start)[path[0]]
+    second = maze.exits(first)[path[1]]
+    assert [(message.role, message.content) for message in last.messages] == [
+        ("user", tasks[0].messages[0].content),
+        ("assistant", path[0]),
+        ("tool", maze.view(first)),
+        ("assistant", path[1]),
+        ("tool", maze.view(second)),
+    ]
+    walk = Walk(last, {}, random.Random(0), forced=path[2])
+    await walk.play(moves_max=1)
+    assert walk.rewards == {"step": 0.0, "solved": 1.0}
+
+
+class Walk:
+    """The environment of an episode whose policy draws a move by weights that depend on the view and the last move."""
+
+    def __init__(self, task: PoolTask, weights: Policy, rng: random.Random, forced: str = "") -> None:
+        self._task, self._weights, self._rng, self._forced = task, weights, rng, forced
+        said = [message.content for message in task.messages if message.role == "assistant"]
+        self._seen = (task.messages[-1].content.splitlines()[-1], said[-1] if said else "")
+        self.moves: list[tuple[tuple[str, str], str]] = []
+        self.rewards: dict[str, float] = {}
+
+    def probs(self, seen: tuple[str, str]) -> dict[str, float]:
+        logits = self._weights.setdefault(seen, dict.fromkeys(MOVES, 0.0))
+        total = sum(map(math.exp, logits.values()))
+        return {move: math.exp(logit) / total for move, logit in logits.items()}
+
+    async def generate(self) -> Turn:
+        probs = self.probs(self._seen)
+        move = self._forced or self._rng.choices(list(probs), list(probs.values()))[0]
+        self.moves.append((self._seen, move))
+        empty = np.zeros(0, np.int32)
+        return Turn(text=move, finish=FinishReason.STOP, token_ids=empty, logprobs=empty.astype(np.float32))
+
+    def observe(self, text: str) -> None:
+        self._seen = (text, self.moves[-1][1])
+
+    def reward(self, name: str, value: float, **_: Any) -> None:
+        self.rewards[name] = float(value)
+
+    async def play(self, moves_max: int) -> float:
+        """Play the game, and return whether it is solved."""
+        task = Task(task_id=self._task.task_id, messages=self._task.messages)
+        await MazeAgent(options=MazeOptions(moves_max=moves_max)).run(task, self)  # type: ignore[arg-type]
+        return self.rewards["solved"]
+
+    def learn(self, advantage: float) -> None:
+        """Take a step of the policy gradient."""
+        for seen, move in self.moves:
+            probs = self.probs(seen)
+            for other in MOVES:
+                self._weights[seen][other] += advantage * ((other == move) - probs[other])
+
+
+@pytest.mark.row("S178")
+async def test_the_success_of_whole_games_rises_along_a_curriculum_of_relaxed_ones() -> None:
+    """Games of 4 moves that allow no detour. Without relaxed tasks, the policy rarely gets a reward to learn from."""
+    tasks = relaxed(4, 60)[:-2]
+    by_remaining = {n: [task for task in tasks if task.labels["remaining"] == str(n)] for n in range(1, 5)}
+    assert {n: len(found) for n, found in by_remaining.items()} == dict.fromkeys(range(1, 5), 60)
+
+    async def success(weights: Policy) -> float:
+        rng = random.Random(1)
+        return sum([await Walk(task, weights, rng).play(4) for task in by_remaining[4]]) / 60
+
+    async def trained(stages: Sequence[int]) -> list[float]:
+        weights: Policy = {}
+        rng, rates = random.Random(0), [await success(weights)]
+        for remaining in stages:
+            for _ in range(5):
+                for task in by_remaining[remaining]:
+                    walk = Walk(task, weights, rng)
+                    walk.learn(0.5 * await walk.play(remaining))
+            rates.append(await success(weights))
+        return rates
+
+    curriculum, whole = await trained([1, 2, 3, 4]), await trained([4, 4, 4, 4])
+    assert curriculum[0] < 0.05
+    assert curriculum[-1] > curriculum[2] > curriculum[0]
+    assert curriculum[-1] > whole[-1] + 0.1

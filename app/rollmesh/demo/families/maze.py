@@ -15,6 +15,12 @@ back from the one that did not. A level is the length of the shortest path.
 Deviations: each task is another maze, a random spanning tree of 16 cells, where the authors have one maze and random
 starts, so a path cannot be learned by heart. Observations name open directions instead of walls, and `solved` is added
 for methods that read rewards of the whole sample only.
+
+With `prefilled_max`, the source also relaxes each training task: the conversation begins with the first k moves of the
+shortest path and what the model would have read after them, and the game goes on from there. The label `remaining` is
+the number of moves that are left, so a selector of categories can draw the tasks as a curriculum from the last move to
+the whole game (QWeb, 2018-12, arXiv:1812.09195: a part of a task is done already, and the policy gets more of it by and
+by). Deviation: the paper relaxes web forms and schedules the share by hand.
 """
 
 from __future__ import annotations
@@ -24,11 +30,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from rollmesh.services.data.generated import Demonstration, GeneratedSource
-from rollmesh.services.data.task import PoolTask
+from rollmesh.services.data.generated import Demonstration, GeneratedOptions, GeneratedSource
+from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.services.rollout.agent import Agent, Environment, Task
-from rollmesh.shared.config.settings import PositiveInt, Settings
-from rollmesh.shared.domain.trajectory import FinishReason
+from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings
+from rollmesh.shared.domain.trajectory import FinishReason, Message
 
 SIDE = 4
 """Cells per side."""
@@ -39,6 +45,8 @@ _MOVES: Mapping[str, tuple[int, int]] = {"north": (0, -1), "east": (1, 0), "sout
 _MOVE = re.compile(rf"\b({'|'.join(_MOVES)})\b")
 _KEY = re.compile(rf"([0-3]{{{SIDE * SIDE}}})-(\d{{1,2}})-(\d{{1,2}})")
 _EAST, _SOUTH = 1, 2
+_PREFILLED = "-prefilled-"
+"""In the id of a relaxed task, before the number of moves that are made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +125,21 @@ def make_maze(rng: random.Random, level: int) -> Maze:
             return rng.choice(far)
 
 
+class MazeSourceOptions(GeneratedOptions):
+    """Settings of the source `maze`."""
+
+    prefilled_max: NonNegativeInt = 0
+    """Greatest number of moves that a relaxed training task has made already. Each maze becomes a task with 0, 1, ...
+    such moves, of which at least one is left. 0: tasks are not relaxed."""
+
+
 class MazeSource(GeneratedSource):
     """The prompt shows the first cell. The id of a task is the whole maze, for the agent. The tasks have no answer
     key."""
 
     name = "maze"
     hardest_level = LEVEL_MAX
+    Options = MazeSourceOptions
 
     def make(self, rng: random.Random, level: int) -> str:
         return make_maze(rng, level).key
@@ -142,14 +159,40 @@ class MazeSource(GeneratedSource):
 
     def tasks(self) -> Iterator[PoolTask]:
         for task in super().tasks():
-            yield replace(task, task_id=task.oracle_ref.replace(":", "-"), oracle_ref="")
+            whole = replace(task, task_id=task.oracle_ref.replace(":", "-"), oracle_ref="")
+            yield from self._relaxed(whole) if task.split is Split.TRAIN else (whole,)
+
+    def _relaxed(self, whole: PoolTask) -> Iterator[PoolTask]:
+        """Yield a task with no move made, one move made, and so on."""
+        assert isinstance(self.options, MazeSourceOptions)
+        if not self.options.prefilled_max:
+            yield whole
+            return
+        calls = self.demonstration(maze_key(whole.task_id)).calls
+        for made in range(min(self.options.prefilled_max, len(calls) - 1) + 1):
+            turns = [turn for move, view in calls[:made] for turn in (("assistant", move), ("tool", view))]
+            yield replace(
+                whole,
+                task_id=f"{whole.task_id}{_PREFILLED}{made}" if made else whole.task_id,
+                messages=(
+                    *whole.messages,
+                    *(Message(role=role, content=text) for turn in turns for role, text in turn),
+                ),
+                labels={**whole.labels, "remaining": str(len(calls) - made)},
+            )
+
+
+def maze_key(task_id: str) -> str:
+    """Return the key of the maze of a task."""
+    return task_id.removeprefix(f"{MazeSource.name}-").partition(_PREFILLED)[0]
 
 
 class MazeOptions(Settings):
     """Options of the agent `maze`."""
 
     moves_max: PositiveInt = 12
-    """Most moves of a game. `rollout.limits.turns_max` should not be lower."""
+    """Most moves of a game, beside those that a relaxed task has made. `rollout.limits.turns_max` should not be
+    lower."""
 
 
 class MazeAgent(Agent):
@@ -161,8 +204,11 @@ class MazeAgent(Agent):
         self._options = options
 
     async def run(self, task: Task, env: Environment) -> None:
-        maze = Maze.parse(task.task_id.removeprefix(f"{MazeSource.name}-"))
+        maze = Maze.parse(maze_key(task.task_id))
         cell, moves = maze.start, 0
+        for message in task.messages:
+            if message.role == "assistant":
+                cell = maze.exits(cell)[message.content]
         try:
             while cell != maze.goal and moves < self._options.moves_max:
                 turn = await env.generate()
