@@ -145,7 +145,7 @@ class Countdown(Planted):
         if not re.fullmatch(r"[\d+\-*/() ]{1,40}", expression) or "**" in expression:
             return 0.0
         try:
-            return abs(eval(expression) - record["target"]) < 1e-9
+            return bool(abs(eval(expression) - record["target"]) < 1e-9)
         except (SyntaxError, TypeError, ZeroDivisionError):
             return 0.0
 
