@@ -40,13 +40,14 @@ def says(decision: FinalizerDecision = KEEP, **values: Any) -> Seen:
     return Seen(lambda group: Verdict(decision=decision, **values))
 
 
-def run(*finalizers: Finalizer, members: tuple[MemberOutcome, ...] = ()) -> Verdict:
+def run(*finalizers: Finalizer, members: tuple[MemberOutcome, ...] = (), deadline_passed: bool = False) -> Verdict:
     members = members or tuple(member(name, float(name == "a")) for name in "abcd")
     given = Group(
         group="g",
         task=TaskView(task_id="t"),
         members=members,
         advantages=GRPO.of_group(GroupContext(group="g", task="t", members=members)),
+        deadline_passed=deadline_passed,
     )
     configured = [ConfiguredFinalizer(name=f"f{n}", finalizer=one) for n, one in enumerate(finalizers)]
     return decide(configured, given, GRPO.of_group)
@@ -68,6 +69,13 @@ def test_a_finalizer_does_not_see_members_that_earlier_ones_dropped() -> None:
     assert [(one.sample_id, one.end) for one in seen.dropped] == [("b", "filtered/LOOP")]
     assert seen.advantages.keys() == {"a", "c", "d"}
     assert (verdict.decision, verdict.dropped) == (KEEP, {"b": "LOOP", "c": "LATE"})
+
+
+def test_an_extension_after_the_deadline_leaves_the_decision_to_the_next_finalizer() -> None:
+    first = says(EXTEND, num_extend=2)
+    verdict = run(first, says(FILTER, reason="DULL"), deadline_passed=True)
+    assert (verdict.decision, verdict.reason) == (FILTER, "DULL")
+    assert run(first, says(FILTER, reason="DULL")).decision is EXTEND
 
 
 def test_a_dropped_member_counts_in_the_baseline_of_the_others() -> None:

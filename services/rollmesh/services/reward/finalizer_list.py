@@ -1,7 +1,8 @@
 """Decide on a group with the finalizers of a run, one after the other.
 
-The first FILTER or EXTEND decides. Drops and adjusted rewards accumulate: each finalizer sees the group without the
-members that earlier ones dropped, with the rewards that they adjusted, and with the advantages that follow from them.
+The first FILTER or EXTEND decides. After the deadline an EXTEND has no effect, so the next one decides. Drops and
+adjusted rewards accumulate: each finalizer sees the group without the members that earlier ones dropped, with the
+rewards that they adjusted, and with the advantages that follow from them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def decide(
         verdict = call_group_code(f"finalizer {one.name}", _checked(one.finalizer), seen)
         dropped.update(verdict.dropped)
         adjusted.update(verdict.adjusted)
-        if verdict.decision is not FinalizerDecision.KEEP or len(dropped) == len(group.members):
+        extends = verdict.decision is FinalizerDecision.EXTEND and not group.deadline_passed
+        if verdict.decision is FinalizerDecision.FILTER or extends or len(dropped) == len(group.members):
             break
     return structs.replace(verdict, dropped=dropped, adjusted=adjusted)
 
