@@ -245,6 +245,7 @@ async def test_a_value_that_is_not_a_finite_number_fails_the_agent(value: float,
     [
         (("score", "much"), {}, "the value of the reward 'score' must be a number, got 'much'"),
         (("score", None), {}, "must be a number, got None"),
+        (("score", 10**400), {}, "must be a number, got 1000"),
         (("", 1), {}, "`reward.name` must have 1 to 64 characters, got ''"),
         (("n" * 65, 1), {}, "`reward.name` must have 1 to 64 characters"),
         ((7, 1), {}, "the name of a reward must be a text, got 7"),

@@ -85,5 +85,5 @@ def _text(what: str, text: object) -> str:
 def _number(name: str, value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"the value of the reward {name!r} must be a number, got {value!r:.100}") from None
