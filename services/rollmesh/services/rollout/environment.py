@@ -351,9 +351,10 @@ class Environment:
         """Return rewards of this branch, up to its last action, as they are now: name -> value of the whole sample, or
         None for one that is not applicable.
 
-        `names` are those of `reward.scorers`; no names mean all. The rewards of the episode are computed again at its
-        end. A scorer that fails is an infra failure of the episode. Raises `LimitReached` after
-        `limits.score_calls_max` calls, and ValueError for a branch without an action.
+        `names` are those of `reward.scorers`; no names mean those that score the task. The result also has the rewards
+        that their scorers read. The rewards of the episode are computed again at its end. A scorer that fails is an
+        infra failure of the episode. Raises `LimitReached` after `limits.score_calls_max` calls, and ValueError for a
+        branch without an action.
         """
         state = self._state
         state.check()
