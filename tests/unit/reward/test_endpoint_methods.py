@@ -265,6 +265,10 @@ async def test_each_turn_is_scored_by_its_own_answer() -> None:
     assert [(reward.segment, reward.value) for reward in rewards] == [(0, 0.0), (2, 1.0)]
     ((ignored,),) = await engine.score([replace(whole, role="critique")])
     assert ignored.outcome is Outcome.NOT_APPLICABLE
+    plain = replace(whole, path=(replace(path[0], text="42 "), between, replace(path[1], text="41")))
+    engine = build_engine(RewardConfig(scorers=(replace(scorer, options={"pattern": ""}),)), FOLDER)
+    (rewards,) = await engine.score([plain])
+    assert [(reward.segment, reward.value) for reward in rewards] == [(0, 1.0), (2, 0.0)], "the whole text of a turn"
 
 
 # All of them ----------------------------------------------------------------------------------------------------------

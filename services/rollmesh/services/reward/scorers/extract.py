@@ -14,17 +14,22 @@ ANSWER_TAG = f"<answer>(.*?){ANSWER_END}"
 EVIDENCE_CHARS_MAX = 200
 
 
-class AnswerOptions(Settings):
-    """Location of the answer in the text of the model."""
+class PatternOptions(Settings):
+    """Location of the answer in a text of the model."""
 
     pattern: str = ANSWER_TAG
     """Regular expression of the answer. The last match counts, and its group 1 if the expression has one. `.` matches
     newlines. Empty means the whole text."""
-    where: Where = "final"
-    """`final`: the last assistant message; `episode`: all assistant messages."""
 
     def check_fields(self) -> None:
         compile_pattern("pattern", self.pattern)
+
+
+class AnswerOptions(PatternOptions):
+    """Location of the answer in the messages of the model."""
+
+    where: Where = "final"
+    """`final`: the last assistant message; `episode`: all assistant messages."""
 
 
 def compile_pattern(field: str, pattern: str) -> re.Pattern[str]:
@@ -36,11 +41,11 @@ def compile_pattern(field: str, pattern: str) -> re.Pattern[str]:
 
 
 class Extractor:
-    """Finds answers by `AnswerOptions`."""
+    """Finds answers by `AnswerOptions`, or by `PatternOptions` in the final message."""
 
-    def __init__(self, options: AnswerOptions) -> None:
+    def __init__(self, options: PatternOptions) -> None:
         self._pattern = compile_pattern("pattern", options.pattern) if options.pattern else None
-        self._where = options.where
+        self._where: Where = options.where if isinstance(options, AnswerOptions) else "final"
 
     def find(self, item: ScoreItem) -> str | None:
         """Return the answer without surrounding space, or None if the pattern does not match."""

@@ -16,13 +16,12 @@ import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer, not_applicable
-from rollmesh.services.reward.scorers.extract import ANSWER_TAG, compile_pattern
-from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, PositiveFloat, Settings
+from rollmesh.services.reward.scorers.extract import Extractor, PatternOptions
+from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, PositiveFloat
 from rollmesh.shared.domain.trajectory import Reward
-from rollmesh.shared.store.jsonl import last_match
 
 
-class TryAgainScorerOptions(Settings):
+class TryAgainScorerOptions(PatternOptions):
     """Settings of the scorer `try_again`."""
 
     reward: NonEmptyStr = "correct"
@@ -33,11 +32,6 @@ class TryAgainScorerOptions(Settings):
     """Factor of the reward for each attempt before the right one."""
     repetition: NonNegativeFloat = 0.5
     """Penalty if all answers are equal and many."""
-    pattern: str = ANSWER_TAG
-    """Regular expression of the answer in a turn, as in `exact`. Empty: the whole turn."""
-
-    def check_fields(self) -> None:
-        compile_pattern("pattern", self.pattern)
 
 
 class TryAgainScorer(Scorer):
@@ -48,7 +42,7 @@ class TryAgainScorer(Scorer):
 
     def __init__(self, *, options: TryAgainScorerOptions) -> None:
         self._options = options
-        self._pattern = compile_pattern("pattern", options.pattern) if options.pattern else None
+        self._extractor = Extractor(options)
         self.reads = (options.reward,)
 
     async def score(self, item: ScoreItem) -> Reward:
@@ -59,7 +53,7 @@ class TryAgainScorer(Scorer):
         found = [
             "".join(answer.lower().split())
             for turn in item.turns
-            if (answer := turn.text if self._pattern is None else last_match(self._pattern, turn.text)) is not None
+            if (answer := self._extractor.find_in(turn.text)) is not None
         ]
         answers = [answer for answer in found if answer]
         success = options.discount ** max(len(answers) - 1, 0) if last >= options.success_min else 0.0

@@ -13,13 +13,12 @@ import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer, not_applicable
-from rollmesh.services.reward.scorers.extract import AnswerOptions, compile_pattern
+from rollmesh.services.reward.scorers.extract import Extractor, PatternOptions, shorten
 from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.domain.trajectory import Reward
-from rollmesh.shared.store.jsonl import last_match
 
 
-class TurnAnswerOptions(AnswerOptions):
+class TurnAnswerOptions(PatternOptions):
     """Settings of the scorer `turn_answer`."""
 
     ignored_role: NonEmptyStr = "critique"
@@ -34,7 +33,7 @@ class TurnAnswerScorer(Scorer):
 
     def __init__(self, *, options: TurnAnswerOptions) -> None:
         self._options = options
-        self._pattern = compile_pattern("pattern", options.pattern)
+        self._extractor = Extractor(options)
 
     async def score(self, item: ScoreItem) -> Reward | Sequence[Reward]:
         if item.role == self._options.ignored_role:
@@ -43,7 +42,7 @@ class TurnAnswerScorer(Scorer):
             return not_applicable("the task has no answer key")
         rewards = []
         for turn in item.turns:
-            answer = (last_match(self._pattern, turn.text) or "").strip()
+            answer = self._extractor.find_in(turn.text)
             value = float(answer in item.answer_key.answers)
-            rewards.append(Reward(name="", value=value, segment=turn.segment, answer=answer))
+            rewards.append(Reward(name="", value=value, segment=turn.segment, answer=shorten(answer or "")))
         return rewards
