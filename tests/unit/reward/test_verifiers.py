@@ -16,9 +16,10 @@ from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_en
 from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
 from rollmesh.services.reward.schema_worker import Validator
 from rollmesh.services.reward.scorer import SCORERS, Scorer
-from rollmesh.services.reward.scorers.ngram import chrf, common_length, rouge_l
+from rollmesh.services.reward.scorers.ngram import chrf, rouge_l_of_words
 from rollmesh.services.reward.scorers.repetition import repetition_rate
 from rollmesh.services.reward.scorers.squad import same_words, word_f1, words_of
+from rollmesh.shared.common_subsequence import common_length
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Outcome, Reward
@@ -69,8 +70,8 @@ def test_f1_and_exact_match_by_hand() -> None:
 def test_rouge_l_and_chrf_by_hand() -> None:
     # ROUGE-L of "police killed the gunman" (Lin, 2004): "police kill the gunman" has L = 3 of 4 and 4 words, and "the
     # gunman kill police" has L = 2.
-    assert rouge_l("police kill the gunman", "police killed the gunman") == 0.75
-    assert rouge_l("the gunman kill police", "police killed the gunman") == 0.5
+    assert rouge_l_of_words("police kill the gunman", "police killed the gunman") == 0.75
+    assert rouge_l_of_words("the gunman kill police", "police killed the gunman") == 0.5
     # chrF of "abc" against "abd": n = 1: 2 of 3, n = 2: 1 of 2, n = 3: 0 of 1; P = R = (2/3 + 1/2 + 0) / 3 = F.
     assert chrf("abc", "abd") == pytest.approx(7 / 18)
     # "ab" against "abab": n = 1: P 2/2, R 2/4; n = 2: P 1/1, R 1/3. P = 1, R = 5/12, F = 5 P R / (4 P + R).

@@ -10,7 +10,8 @@ import pytest
 
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
-from rollmesh.services.rollout.sequence_match import rouge_l, suffix_match
+from rollmesh.services.rollout.sequence_match import suffix_match
+from rollmesh.shared.common_subsequence import rouge_l
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward, SampleSummary, TurnSummary
 from rollmesh.shared.errors import ConfigError

@@ -1,4 +1,4 @@
-"""How much two short sequences of tokens match: by a common suffix, and by a common subsequence."""
+"""How much two short sequences of tokens match, by a common suffix."""
 
 from __future__ import annotations
 
@@ -14,14 +14,3 @@ def suffix_match(one: Sequence[int], other: Sequence[int]) -> float:
         longest = max(longest, runs[-1], *(runs if row == len(one) - 1 else ())) if runs else 0
         above = runs
     return longest / max(len(one), len(other), 1)
-
-
-def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
-    """Return ROUGE-L: the harmonic mean of the shares of the two sequences that their longest common subsequence is."""
-    above = [0] * (len(other) + 1)
-    for token in one:
-        row = [0]
-        for column, there in enumerate(other):
-            row.append(above[column] + 1 if token == there else max(row[-1], above[column + 1]))
-        above = row
-    return 2 * above[-1] / max(len(one) + len(other), 1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import msgspec
@@ -23,6 +22,7 @@ import msgspec
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer, not_applicable
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, shorten
+from rollmesh.shared.common_subsequence import rouge_l
 from rollmesh.shared.domain.trajectory import Reward
 
 _WORD = re.compile(r"[^\W_]+")
@@ -45,7 +45,7 @@ class NgramScorer(Scorer):
 
     def __init__(self, *, options: NgramOptions) -> None:
         self._extractor = Extractor(options)
-        self._measure = rouge_l if options.form == "rouge_l" else chrf
+        self._measure = rouge_l_of_words if options.form == "rouge_l" else chrf
 
     async def score(self, item: ScoreItem) -> Reward:
         if item.answer_key is None or not item.answer_key.answers:
@@ -57,11 +57,9 @@ class NgramScorer(Scorer):
         return Reward(name="", value=value, evidence=f"answer {shorten(found)!r}", answer=shorten(found))
 
 
-def rouge_l(answer: str, key: str) -> float:
+def rouge_l_of_words(answer: str, key: str) -> float:
     """Return the F1 of ROUGE-L of two sentences."""
-    said, wanted = _WORD.findall(answer.lower()), _WORD.findall(key.lower())
-    length = common_length(said, wanted)
-    return 2 * length / (len(said) + len(wanted)) if length else 0.0  # 2 P R / (P + R)
+    return rouge_l(_WORD.findall(answer.lower()), _WORD.findall(key.lower()))
 
 
 def chrf(answer: str, key: str) -> float:
@@ -78,23 +76,6 @@ def chrf(answer: str, key: str) -> float:
         return 0.0
     mean_precision, mean_recall, factor = precision / len(precisions), recall / len(recalls), CHRF_BETA**2
     return (1 + factor) * mean_precision * mean_recall / (factor * mean_precision + mean_recall)
-
-
-def common_length(left: Sequence[str], right: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence.
-
-    A bit of `row` is 0 where the length grows at this word of `right`, so a word of `left` costs one addition of
-    integers instead of a pass over `right` (Hyyro, 2004).
-    """
-    places: dict[str, int] = {}
-    for place, word in enumerate(right):
-        places[word] = places.get(word, 0) | 1 << place
-    whole = (1 << len(right)) - 1
-    row = whole
-    for word in left:
-        matches = row & places.get(word, 0)
-        row = ((row + matches) | (row - matches)) & whole
-    return len(right) - row.bit_count()
 
 
 def _ngrams(text: str, order: int) -> Counter[str]:

@@ -33,7 +33,8 @@ import numpy as np
 
 from rollmesh.services.rollout.agent import Agent, LimitReached, Task
 from rollmesh.services.rollout.environment import Environment
-from rollmesh.services.rollout.sequence_match import rouge_l, suffix_match
+from rollmesh.services.rollout.sequence_match import suffix_match
+from rollmesh.shared.common_subsequence import rouge_l
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings, Share
 from rollmesh.shared.domain.trajectory import Purpose, Role, Segment
 from rollmesh.shared.errors import InvalidInput
