@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
 from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView, judged_path
@@ -23,7 +25,7 @@ from rollmesh.shared.domain.trajectory import (
 )
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators import make_estimator
-from rollmesh.v1 import coordinator_pb2, reward_pb2
+from rollmesh.v1 import coordinator_pb2, reward_pb2, types_pb2
 
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
 INFRA_FAILURE = coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
@@ -46,8 +48,8 @@ def mesh(script: Callable[[str], str] = works, result: str = "result " + "x" * 4
     return LocalMesh(script=script, functions={"call": lambda text: result}, config=config)
 
 
-async def finished(local: LocalMesh, options: SummarizingOptions = OPTIONS) -> Episode:
-    report = await local.runner(SummarizingAgent(options=options)).run(lease(["go"], tools=["calculator"]))
+async def finished(local: LocalMesh, options: SummarizingOptions = OPTIONS, **of_lease: Any) -> Episode:
+    report = await local.runner(SummarizingAgent(options=options)).run(lease(["go"], tools=["calculator"], **of_lease))
     assert report.outcome == COMPLETED, report.failure
     (episode,) = local.samples.episodes
     return episode
@@ -129,6 +131,20 @@ async def test_an_episode_ends_at_its_number_of_summaries() -> None:
     episode = await finished(mesh(never_done))
     assert len(episode.samples) == 3, "two summaries, and the context after them"
     assert {sample.finish for sample in episode.samples} == {FinishReason.LENGTH}, "the recipe does not train them"
+
+
+@pytest.mark.row("S069")
+async def test_an_evaluation_may_have_more_summaries_than_training() -> None:
+    """The episode needs two summaries."""
+    options = replace(OPTIONS, summaries_max=1, eval_summaries_max=2)
+    trained, evaluated = [
+        await finished(mesh(), options, purpose=purpose)
+        for purpose in (types_pb2.PURPOSE_TRAIN, types_pb2.PURPOSE_EVAL)
+    ]
+    assert [sample.finish for sample in trained.samples] == [FinishReason.LENGTH] * 2
+    assert [sample.finish for sample in evaluated.samples] == [FinishReason.STOP] * 3
+    as_trained = await finished(mesh(), replace(OPTIONS, summaries_max=1), purpose=types_pb2.PURPOSE_EVAL)
+    assert len(as_trained.samples) == 2
 
 
 async def test_a_prompt_without_room_is_an_error_that_names_the_option() -> None:

@@ -8,8 +8,9 @@ one reward. No sample is longer than `context_tokens + turn_tokens`:
     continue after a result     if  context + result <= context_tokens - turn_tokens - request
     so that a turn ends         at most at  context_tokens - request,  and the summary at  context_tokens + turn_tokens
 
-An episode that needs more than `summaries_max` summaries reaches a limit, which ends its last sample. Not established:
-the form of the request and of the next context; these are our own.
+An episode that needs more than `summaries_max` summaries reaches a limit, and all of its samples end with LENGTH. In an
+evaluation `eval_summaries_max` may allow more. Not established: the form of the request and of the next context; these
+are our own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.agents.tool_calling import parse_call
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt, Settings
-from rollmesh.shared.domain.trajectory import FinishReason, Message
+from rollmesh.shared.domain.trajectory import FinishReason, Message, Purpose
 
 
 class SummarizingOptions(Settings):
@@ -36,6 +37,8 @@ class SummarizingOptions(Settings):
     """Maximum number of tokens of a turn, and of a summary."""
     summaries_max: NonNegativeInt = 8
     """Maximum number of summaries of an episode."""
+    eval_summaries_max: NonNegativeInt | None = None
+    """The same in an evaluation. None: as in training."""
     request: NonEmptyStr = "Summarize your work so far: what you know, and what is left to do. Call no tool."
     """What the model observes instead of a result for which there is no room."""
     heading: NonEmptyStr = "Your summary of the work so far:"
@@ -52,7 +55,9 @@ class SummarizingAgent(Agent):
 
     async def run(self, task: Task, env: Environment) -> None:
         options = self._options
-        num_summaries = 0
+        num_summaries, summaries_max = 0, options.summaries_max
+        if env.purpose is Purpose.EVAL and options.eval_summaries_max is not None:
+            summaries_max = options.eval_summaries_max
         if not self._has_room(env, ""):
             raise ValueError(
                 f"`context_tokens` = {options.context_tokens} has no room for the prompt of task {task.task_id} with "
@@ -69,7 +74,7 @@ class SummarizingAgent(Agent):
             if self._has_room(env, result.text):
                 env.observe(result)
                 continue
-            if num_summaries == options.summaries_max:
+            if num_summaries == summaries_max:
                 raise LimitReached("summaries")
             num_summaries += 1
             env.observe(replace(result, text=options.request))
