@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from rollmesh.services.rollout.agents.diverse_answers import (
     most_diverse,
     pooled,
 )
+from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.domain.trajectory import text_view
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.v1 import types_pb2
@@ -18,11 +21,15 @@ from rollmesh.v1 import types_pb2
 STATES = {"a": 0.0, "b": 10.0, "c": -4.0}
 
 
-async def answers(purpose: types_pb2.Purpose.ValueType) -> list[str]:
+async def answers(purpose: types_pb2.Purpose.ValueType, **limits: Any) -> list[str]:
     """Return the samples of an episode whose model answers a, a, b, c. The state of a token is a number, 0 at the end
     of a turn."""
     said = iter("aabc")
-    mesh = LocalMesh(script=lambda _: f"{next(said)}<|end|>", column=lambda name, text: STATES.get(text, 0.0))
+    mesh = LocalMesh(
+        script=lambda _: f"{next(said)}<|end|>",
+        column=lambda name, text: STATES.get(text, 0.0),
+        config=RolloutConfig(limits=LimitsConfig(**limits)),
+    )
     agent = DiverseAnswersAgent(options=DiverseAnswersOptions(answers=4, keep=2))
     report = await mesh.runner(agent).run(lease(messages=["q"], purpose=purpose))
     episode = mesh.samples.episodes[report.payload.sequence - 1]
@@ -34,6 +41,11 @@ async def test_the_answers_that_differ_most_are_the_samples_of_an_evaluation() -
     mean than the copies of a."""
     assert await answers(types_pb2.PURPOSE_EVAL) == ["b", "c"]
     assert await answers(types_pb2.PURPOSE_TRAIN) == ["a"]
+
+
+async def test_no_more_answers_than_turns_are_left_are_sampled() -> None:
+    """The limit of three turns leaves a, a, b, so that c is never said."""
+    assert await answers(types_pb2.PURPOSE_EVAL, turns_max=3) == ["b", "a"]
 
 
 @pytest.mark.row("S037")

@@ -10,6 +10,9 @@ A copy of a chosen answer has a small bonus, and one that differs from all chose
 are the samples of an evaluation or of an export; while training the agent is `single_turn`. That the answers are chosen
 one after the other is not established from the code of the paper, which has the training alone.
 
+There are no more answers than turns are left. If another limit ends the episode, the choice is of the answers whose
+states are known by then.
+
 The engine must return `hidden` for given tokens, as the torch engine does (docs/engines.md); its arrays have a largest
 size, which bounds the length of an answer. `rollout.limits` must allow all answers. Name the agent as
 `rollmesh.services.rollout.agents.diverse_answers:DiverseAnswersAgent`.
@@ -57,17 +60,21 @@ class DiverseAnswersAgent(Agent):
             await env.generate()
             return
         states: dict[int, NDArray[np.float64]] = {}
-        branches = [env.branch() for _ in range(self._options.answers)]
+        branches = [env.branch() for _ in range(min(self._options.answers, env.turns_left))]
 
         async def answer(number: int) -> None:
             turn = await branches[number].generate()
             scored = await env.logprobs(turn.token_ids, outputs=["hidden"])
             states[number] = pooled(scored.arrays["hidden"])
 
-        await together(answer(number) for number in range(len(branches)))
-        in_order = np.stack([states[number] for number in range(len(branches))])
-        for number in most_diverse(in_order, self._options.keep, self._options.ridge):
-            branches[number].sample()
+        try:
+            await together(answer(number) for number in range(len(branches)))
+        finally:
+            known = sorted(states)
+            if known:
+                rows = np.stack([states[number] for number in known])
+                for row in most_diverse(rows, self._options.keep, self._options.ridge):
+                    branches[known[row]].sample()
 
 
 def pooled(states: NDArray[np.generic]) -> NDArray[np.float64]:
