@@ -179,7 +179,9 @@ def test_the_gradient_is_that_of_the_answer_after_the_task_alone() -> None:
     assert [one.token_ids.tolist() for one in made] == [[20, 21, 30, 31], [20, 21, 50, 51, 52]]
 
 
-async def critiqued(purpose: types_pb2.Purpose.ValueType, **options: Any) -> tuple[LocalMesh, Episode, list[str]]:
+async def critiqued(
+    purpose: types_pb2.Purpose.ValueType, task: str = "2+2", **options: Any
+) -> tuple[LocalMesh, Episode, list[str]]:
     asked: list[str] = []
 
     def critic(body: dict[str, Any]) -> str:
@@ -189,7 +191,7 @@ async def critiqued(purpose: types_pb2.Purpose.ValueType, **options: Any) -> tup
     async with chat_server(critic) as server:
         mesh = LocalMesh(script=lambda text: "<answer>4</answer><|end|>", endpoints=table(server, "critic"))
         agent = load_agent(Extension("text_feedback", options))
-        await mesh.runner(agent).run(lease(messages=["2+2"], purpose=purpose))
+        await mesh.runner(agent).run(lease(messages=[task], purpose=purpose))
         await mesh.endpoints.close()
     (episode,) = mesh.samples.episodes
     return mesh, episode, asked
@@ -213,6 +215,8 @@ async def test_the_agent_reads_a_critique_and_answers_again_and_gives_the_critiq
     assert (given.source, given.num_trainable, given.logprobs) == (Source.DATASET, given.num_tokens, None)
     _, episode, _ = await critiqued(types_pb2.PURPOSE_TRAIN, feedback_weight=0.0)
     assert [sample.role for sample in episode.samples] == [""], "RLTF-SD"
+    _, _, (question,) = await critiqued(types_pb2.PURPOSE_TRAIN, task="What is {answer}?")
+    assert question.startswith("Task: What is {answer}?\nAnswer: <answer>4</answer>\n"), "texts are not filled again"
 
 
 async def test_an_evaluation_has_no_critique() -> None:

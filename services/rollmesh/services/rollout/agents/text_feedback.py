@@ -16,6 +16,7 @@ estimator is `first_turn_baseline`, the loss term `first_prompt`. The wording of
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from rollmesh.services.rollout.agent import Agent, Task
@@ -25,6 +26,7 @@ from rollmesh.shared.domain.trajectory import FinishReason, Message, Purpose, Ro
 
 CRITIQUE = "critique"
 """Role of the samples that are critiques."""
+_PART = re.compile(r"\{(?:task|answer)\}")
 
 
 class TextFeedbackOptions(Settings):
@@ -56,7 +58,8 @@ class TextFeedbackAgent(Agent):
         if env.purpose is not Purpose.TRAIN or turn.finish is not FinishReason.STOP:
             return
         answer = env.format.without_end(turn.text)
-        question = options.question.replace("{task}", task.messages[-1].content).replace("{answer}", answer)
+        parts = {"{task}": task.messages[-1].content, "{answer}": answer}
+        question = _PART.sub(lambda found: parts[found[0]], options.question)
         critique = await env.ask(options.endpoint, question)
         feedback = env.branch()
         env.observe(critique.text)
