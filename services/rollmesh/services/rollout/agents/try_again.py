@@ -3,7 +3,8 @@ lichengliu03/unary-feedback, `ragen/env/metamathqa/env.py`).
 
 The agent asks the reward service after each answer. It stops at the first right one, without an observation, and
 after `attempts_max` answers. After a wrong one the model observes a fixed text. Any task with one turn can be wrapped.
-The scorer `try_again` rewards early success and answers that differ. Deviation: the text is an observation with the
+The scorer `try_again` rewards early success and answers that differ. An evaluation has the same attempts, as that of
+the paper, so `correct` is the success within `attempts_max`. Deviation: the text is an observation with the
 tool role of the chat format, where the authors write a message of the user.
 """
 
