@@ -103,6 +103,7 @@ def test_rows_are_drawn_independently_of_other_rows() -> None:
         assert int(sample(logits[row : row + 1], alone)[0]) == int(tokens[row])
 
 
+@pytest.mark.row("S075")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -288,6 +288,35 @@ def test_tokens_do_not_depend_on_batch_composition(stepper: Build) -> None:
     np.testing.assert_allclose(crowd.logprobs("r"), alone.logprobs("r"), atol=1e-4)
 
 
+@pytest.mark.row("S083")
+def test_a_branch_of_a_running_sequence_copies_its_cache_and_a_cancelled_one_frees_it(
+    stepper: Build, tiny: TinyModel
+) -> None:
+    run = stepper(flush_tokens=1)
+    prompt = random_prompt(7, 40)
+    run.submit("parent", prompt, max_tokens=20)
+    for _ in range(8):
+        run.step()
+    before = run.tokens("parent")
+    assert 2 < len(before) < 20, "it is running"
+    branch = [*prompt, *before[:-1], (before[-1] + 1) % 90]
+    run.submit("branch", branch, max_tokens=30)
+    run.step()
+    run.step()
+    first = run.deltas["branch"][0]
+    assert first.num_prompt_cached == len(branch) - 1, "only the other token is computed"
+    assert run.core.load().num_running == 2
+    run.core.cancel("branch")
+    run.step()
+    assert run.core.load().num_running == 1
+    run.run()
+    assert len(run.tokens("parent")) == 20
+    expected = tiny.logprobs(0, prompt + run.tokens("parent"))[40:]
+    np.testing.assert_allclose(run.logprobs("parent"), expected, atol=1e-4)
+    load = run.core.load()
+    assert load.kv_tokens_used == load.kv_tokens_reusable, "nothing holds the cache of the cancelled branch"
+
+
 def test_slots_are_reused_under_pressure_without_mixing_sequences(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(slots_max=3)
     prompts = {f"r{i}": random_prompt(i % 5, 4 + 3 * (i % 7)) for i in range(24)}
