@@ -17,11 +17,7 @@ from rollmesh.shared.domain.trajectory import EpisodeKey, Message
 
 from . import planted
 
-PAYS = re.compile(r"^probe: (task \S+ pays \S+|\d+% of the tasks pay) for the answer", re.MULTILINE)
-MISSED = {
-    "AnyAnswer": "no answer has several numbers, each in its own <answer> tags",
-}
-"""Weak verifiers that the probe does not list, and the answer that it would have to try."""
+PAYS = re.compile(r"^probe: (task \S+ pays \S+ for the answer|\d+ answers that are the same for every task)", re.MULTILINE)
 
 
 def probe(folder: Path, name: str, tasks: list[planted.Task]) -> Result:
@@ -53,7 +49,8 @@ def score(name: str, task: planted.Task, response: str) -> float:
         messages=said,
         sample_id="s",
     )
-    return asyncio.run(getattr(planted, name)().score(item))
+    value: float = asyncio.run(getattr(planted, name)().score(item))
+    return value
 
 
 @pytest.mark.parametrize("name", [*planted.WEAK, *planted.SOUND])
@@ -65,15 +62,7 @@ def test_a_planted_verifier_pays_every_key_and_not_every_answer(name: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=MISSED[name]))
-        if name in MISSED
-        else name
-        for name in planted.WEAK
-    ],
-)
+@pytest.mark.parametrize("name", planted.WEAK)
 def test_a_weak_verifier_is_listed(name: str, tmp_path: Path) -> None:
     result = probe(tmp_path, name, planted.WEAK[name])
     assert PAYS.search(result.output), result.output[-2000:]

@@ -166,18 +166,22 @@ class _Probing:
 
 def report_lines(report: ProbeReport) -> list[str]:
     """Return the result as text, one line per finding."""
-    tasks = {one.task for one in report.paid if one.task != ALL_TASKS}
-    nothing = {one.task for one in report.paid if one.kind == NOTHING}
+    constants = [one for one in report.paid if one.task == ALL_TASKS]
+    of_tasks = [one for one in report.paid if one.task != ALL_TASKS]
+    nothing = {one.task for one in of_tasks if one.kind == NOTHING}
+    tricked = {one.task for one in of_tasks} - nothing
     summary = (
         f"{report.num_answers} answers that solve nothing, to {report.num_tasks} tasks: {len(nothing)} tasks pay for "
-        f"no answer, and {len(tasks - nothing)} others for a trick"
+        f"no answer, and {len(tricked)} others for a trick"
     )
     found = [summary]
-    for one in report.paid:
-        where = f"task {one.task} pays {one.reward:g}"
-        if one.task == ALL_TASKS:
-            where = f"{one.reward:.0%} of the tasks pay"
-        found.append(f"{where} for the answer {one.answer!r} ({one.kind})")
+    if constants:
+        best = max(constants, key=lambda one: one.reward)
+        found.append(
+            f"{len(constants)} answers that are the same for every task are paid by {CONSTANT_SHARE_MIN:.0%} of the "
+            f"tasks or more; {best.reward:.0%} of the tasks pay for the answer {best.answer!r}"
+        )
+    found += [f"task {one.task} pays {one.reward:g} for the answer {one.answer!r} ({one.kind})" for one in of_tasks]
     for task in report.key_unpaid:
         found.append(
             f"task {task} does not pay the first answer of its key; compare its form with what the scorer looks for"

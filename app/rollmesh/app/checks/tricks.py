@@ -105,8 +105,9 @@ def _several(question: str) -> Iterator[tuple[str, str]]:
         for joint in (", ", " or ", " ", "") if values else ():
             for frame in FRAMES:
                 yield kind, frame.format(joint.join(values))
-        yield kind, "\n".join(f"<answer>{value}</answer>" for value in values)
-        yield kind, " ".join(f"\\boxed{{{value}}}" for value in values)
+        tagged = values if values is not many else [str(number) for number in range(100, -11, -1)]
+        yield kind, "\n".join(f"<answer>{value}</answer>" for value in tagged)  # the end of a long text is read
+        yield kind, " ".join(f"\\boxed{{{value}}}" for value in tagged)
     for number in numbers[:_SINGLE_NUMBERS_MAX]:
         for frame in FRAMES[:3]:
             yield "a number of the question", frame.format(number)

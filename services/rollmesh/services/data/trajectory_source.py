@@ -16,7 +16,7 @@ stays, so the reward service resolves the same answer key.
 
 Perturbed trajectories, against copying of tests that the prompt shows: if `public` matches the public tests in a text
 that is not of the model, such as `in: (?P<input>.*) out: (?P<output>.*)`, the outputs of the first two tests that
-differ are swapped in all such texts, and the prompt is added once more with the wrong tests in the label `wrong_tests`.
+differ are swapped in all such texts, and the prompt is added again with the wrong tests in the label `wrong_tests`.
 
 Source: Cobalt (2026-02; code: OSU-NLP-Group/cobalt, preproc/process_multi_turn_taco.py and run_perturbation.py): 3
 turns, at most 4 trajectories per task, context of 10,000 tokens, and two swapped outputs. Deviations: the variance is

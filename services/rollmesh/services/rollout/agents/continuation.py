@@ -1,4 +1,4 @@
-"""Continue raw text, and train on the continuation that a judge prefers, whoever wrote it.
+"""Continue raw text, and train on the continuation that a judge prefers, of the policy or given.
 
 The context is the text of the task alone, without a chat template. The candidates for the next `tokens` tokens are
 `rollouts` samples of the policy and, from the labels of the task, its `original` and its `rewritten` continuation, both
