@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.codec.trajectory import decode_segment
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.trajectory import Outcome, Reward, Role
 from rollmesh.testing.rollout import LocalMesh, lease
-from rollmesh.v1 import coordinator_pb2
+from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
 INFRA_FAILURE = coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
@@ -39,9 +43,9 @@ class TriesAgain(Agent):
             env.observe("no")
 
 
-def mesh(answers: str, **limits: int) -> LocalMesh:
+def mesh(answers: str, **limits: float) -> LocalMesh:
     turns = iter(answers)
-    config = RolloutConfig(limits=LimitsConfig(**limits))
+    config = RolloutConfig(limits=config_from_dict(LimitsConfig, limits))
     return LocalMesh(script=lambda text: f"{next(turns)}<|end|>", rewards=rewards, config=config)
 
 
@@ -80,6 +84,21 @@ async def test_a_scorer_that_fails_is_an_infra_failure_even_if_the_agent_goes_on
     report = await local.runner(Catches()).run(lease())
     assert report.outcome == INFRA_FAILURE
     assert "judge is down" in report.failure.message
+
+
+async def test_a_time_limit_while_the_agent_awaits_a_reward_is_no_failure_of_the_model() -> None:
+    local = mesh("22", run_s_max=0.5)
+    score = local.scorer.score
+
+    async def slow(run: str, item: reward_pb2.ScoreItem, uses: Any = None) -> list[tuple[Reward, ...]]:
+        if item.scorers:  # asked by the agent
+            await asyncio.Event().wait()
+        return await score(run, item, uses)
+
+    local.scorer.score = slow  # type: ignore[method-assign]
+    report = await local.runner(TriesAgain()).run(lease())
+    assert report.outcome == INFRA_FAILURE
+    assert "env.score had no reward before the end of rollout.limits.run_s_max = 0.5 s" in report.failure.message
 
 
 async def test_a_branch_without_an_answer_cannot_be_scored() -> None:

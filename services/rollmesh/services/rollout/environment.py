@@ -144,6 +144,8 @@ class EnvironmentState:
     """Asks the reward service for rewards of the path to a segment."""
     num_turns: int = 0
     num_score_calls: int = 0
+    score_cut_s: float = 0.0
+    """When the agent was cancelled while it awaited rewards, by the clock of the event loop. 0: never."""
     num_tokens: int = 0
     """Sampled tokens so far."""
     limit: str = ""
@@ -365,7 +367,11 @@ class Environment:
             raise state.end_at("score_calls")
         state.num_score_calls += 1
         with _Crossing(state, "score", "scorer", "ask_scorers"):
-            rewards = await state.judge(leaf, names)
+            try:
+                rewards = await state.judge(leaf, names)
+            except asyncio.CancelledError:
+                state.score_cut_s = asyncio.get_running_loop().time()
+                raise
         count(SCORE_CALLS)
         return {
             reward.name: reward.value if reward.outcome is Outcome.OK else None

@@ -184,6 +184,12 @@ class EpisodeRunner:
                     endpoint=endpoint,
                 )
                 raise EpisodeFailed("ask", late) from err
+            if state.score_cut_s >= late_s:
+                unscored = DeadlineExceeded(
+                    f"env.score had no reward before the end of rollout.limits.run_s_max = {limit_s:g} s; lower "
+                    "timeout_s of the scorers, add reward nodes, or raise the limit"
+                )
+                raise EpisodeFailed("scorer", unscored) from err
             state.end_at("seconds")
         if state.failure is not None:
             raise state.failure
