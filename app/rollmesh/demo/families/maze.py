@@ -17,7 +17,7 @@ starts, so a path cannot be learned by heart. Observations name open directions 
 for methods that read rewards of the whole sample only.
 
 With `prefilled_max`, the source also relaxes each training task: the conversation begins with the first k moves of the
-shortest path and what the model would have read after them, and the game continues from there. The label `remaining` is
+shortest path and what the model would have read after them, and the game resumes there. The label `remaining` is
 the number of moves that are left, so a selector of categories can draw the tasks as a curriculum from the last move to
 the whole game (QWeb, 2018-12, arXiv:1812.09195: a part of a task is done already, and the policy gets more of it by and
 by). Deviation: the paper relaxes web forms and schedules the share by hand.
@@ -176,7 +176,7 @@ class MazeSource(GeneratedSource):
                 task_id=f"{whole.task_id}{_PREFILLED}{made}" if made else whole.task_id,
                 messages=(
                     *whole.messages,
-                    *(Message(role=role, content=text) for turn in turns for role, text in turn),
+                    *(Message(role=role, content=text) for role, text in turns),
                 ),
                 labels={**whole.labels, "remaining": str(len(calls) - made)},
             )
