@@ -17,7 +17,9 @@ from rollmesh.shared.domain.trajectory import EpisodeKey, Message
 
 from . import planted
 
-PAYS = re.compile(r"^probe: (task \S+ pays \S+ for the answer|\d+ answers that are the same for every task)", re.MULTILINE)
+PAYS = re.compile(
+    r"^probe: (task \S+ pays \S+ for the answer|\d+ answers that are the same for every task)", re.MULTILINE
+)
 
 
 def probe(folder: Path, name: str, tasks: list[planted.Task]) -> Result:
