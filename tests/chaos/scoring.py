@@ -10,6 +10,9 @@ from rollmesh.services.rollout.agent import Environment, Task
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
 
 DROPPED = "EVERY_EIGHTH"
+"""Reason of the dropped members."""
+DROPPER = "tests.chaos.scoring:DropsLast"
+"""The finalizer that drops them."""
 
 
 class AsksForReward(ToolCallingAgent):

@@ -86,7 +86,7 @@ class ScoreItem(_message.Message):
     @_builtins.property
     def scorers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the rewards that are asked for, as in ScorerInfo.rewards. The scorers that give them run, and those whose rewards they read.
-        Empty: all scorers.
+        Empty: those that the task names, or all.
         """
 
     @_builtins.property
