@@ -50,6 +50,7 @@ CONFIGURED = {
     "services/rollmesh/services/data/jsonl_source.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/data/synthesized_source.py": 1,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/scorer_run.py": 1,  # an escaped answer
+    "services/rollmesh/services/data/trajectory_source.py": 2,  # of the operator, on prompts of the operator's samples
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/regex_worker.py": 1,  # of the operator, in a process with a limit of CPU time
     "services/rollmesh/services/reward/scorers/extract.py": 1,  # of the operator, on at most 16,384 characters
