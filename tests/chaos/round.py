@@ -318,9 +318,9 @@ class _Round:
             raise RoundFailed(
                 f"the final list has {len(ids)} samples, {len(set(ids))} different; the ledger {samples.trained}"
             )
-        if any(finalizer.name == DROPPER for finalizer in self._config.reward.finalizers):
-            if not audit.reasons.get(f"filtered/{DROPPED}"):
-                raise RoundFailed(f"the finalizer has dropped no member: {audit.reasons}")
+        drops = any(finalizer.name == DROPPER for finalizer in self._config.reward.finalizers)
+        if drops and not audit.reasons.get(f"filtered/{DROPPED}"):
+            raise RoundFailed(f"the finalizer has dropped no member: {audit.reasons}")
         if self._programs is not None:
             self._programs.check(ids, at_once=at_once_min(self._config))
         out.lags = check_witness(self.command.run_dir, trained, eta=self._config.run.max_staleness)
