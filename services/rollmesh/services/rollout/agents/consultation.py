@@ -31,6 +31,7 @@ from rollmesh.services.rollout.agent import Agent, LimitReached, Task
 from rollmesh.services.rollout.agents.draws import drawing
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
+from rollmesh.shared.domain.text import elements
 from rollmesh.shared.domain.trajectory import Purpose
 
 Known = Literal["answered", "unknown", "repeated"]
@@ -48,7 +49,6 @@ You are a patient. Answer the question of the doctor in one sentence, from your 
 
 Return JSON: {{"status": "answered", "answer": TEXT}}, with the status "repeated" if an earlier question has the same
 meaning, or "unknown" if the report does not say."""
-_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL)
 
 
 class ConsultationOptions(Settings):
@@ -139,9 +139,8 @@ class ConsultationAgent(Agent):
 
 def _said(text: str) -> str | None:
     """Return the answer at the end of a turn, or None if the turn does not have exactly one there."""
-    found = _ANSWER.search(text)
-    is_right = found is not None and found.end() == len(text) and text.count("<answer>") == 1
-    return found[1].strip() if found is not None and is_right else None
+    is_right = text.count("<answer>") == text.count("</answer>") == 1 and text.rstrip().endswith("</answer>")
+    return elements(text, "answer")[0].strip() if is_right else None
 
 
 def _answer(value: Any) -> tuple[Known, str]:

@@ -17,7 +17,6 @@ Deviations: the embedding similarity of roles is not used to choose them, and ch
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -28,6 +27,7 @@ from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.agents.draws import drawing
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.domain.text import elements
 from rollmesh.shared.domain.trajectory import Message, Purpose, Role, Source
 
 ROLES = """\
@@ -38,7 +38,6 @@ Name {num} roles or groups of people with conflicting views on the question. It 
 
 Return a JSON list of {num} short names."""
 VIEW = "{question}\n\nAnswer from the perspective of: {role}. Write the answer between <answer> and </answer>."
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class PerspectivesOptions(Settings):
@@ -92,7 +91,7 @@ class PerspectivesAgent(Agent):
 
 def consistent(texts: Sequence[str]) -> tuple[str, str] | None:
     """Return the first text whose answer is the most frequent one, and this answer; None if no text has one."""
-    found = [(text, answers[-1].strip()) for text in texts if (answers := _ANSWER.findall(text))]
+    found = [(text, answers[-1].strip()) for text in texts if (answers := elements(text, "answer"))]
     if not found:
         return None
     ((most, _),) = Counter(answer.casefold() for _, answer in found).most_common(1)
@@ -101,7 +100,7 @@ def consistent(texts: Sequence[str]) -> tuple[str, str] | None:
 
 def merged(views: Sequence[tuple[str, str, str]], merge: Literal["convergent", "divergent"]) -> str:
     """Return the chain of (role, text, answer). The texts keep their words, and only the end has an answer element."""
-    plain = [_ANSWER.sub(lambda found: found[1], text).strip() for _, text, _ in views]
+    plain = [text.replace("<answer>", "").replace("</answer>", "").strip() for _, text, _ in views]
     parts = [f"From the perspective of {view[0]}: {text}" for view, text in zip(views, plain, strict=True)]
     if merge == "divergent":
         answer = "; ".join(f"{role}: {answer}" for role, _, answer in views)

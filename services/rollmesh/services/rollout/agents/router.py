@@ -18,7 +18,6 @@ wrapped in a further prompt per model; here they are sent as they are.
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 import msgspec
@@ -27,10 +26,10 @@ from msgspec.structs import replace
 from rollmesh.services.rollout.agent import Agent, LimitReached, Task
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.domain.text import elements
 from rollmesh.shared.domain.trajectory import Message, Role, Source
 
 STOPS = ("</search>", "</answer>")
-_ASKED = re.compile(r"<search>([^:<]*):(.*)</search>", re.DOTALL)
 INFORMATION = "\n\n<information>{text}</information>\n\n"
 
 
@@ -84,8 +83,8 @@ class RouterAgent(Agent):
 
     async def _answer_of(self, env: Environment, text: str, known: dict[str, str]) -> str:
         """Return the answer of the model that a turn asks."""
-        found = _ASKED.search(text)
-        name, question = (found[1].strip().casefold(), found[2].strip()) if found else ("", "")
+        name, _, question = (elements(text, "search") or [""])[-1].partition(":")
+        name, question = name.strip().casefold(), question.strip()
         if name not in known or not question:
             return "None"
         said = await env.ask(known[name], question, max_tokens=self._options.answer_tokens)

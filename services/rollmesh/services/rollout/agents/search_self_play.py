@@ -20,7 +20,6 @@ sessions of the tools, so the tools must be stateless.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -31,10 +30,10 @@ from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, act
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.domain.text import elements
 from rollmesh.shared.domain.trajectory import Message, Purpose, Role, Source
 
 PROPOSER, SOLVER = "proposer", "solver"
-_QUESTION = re.compile(r"<question>(.*?)</question>", re.DOTALL)
 
 
 class SearchSelfPlayOptions(Settings):
@@ -109,8 +108,7 @@ class SearchSelfPlayAgent(Agent):
                 f"the task {task.task_id} has no label `{options.label}` with the answer that the proposer gets; "
                 "name the field in `data.source.options.labels`"
             )
-        found = _QUESTION.search(env.messages[-1].content)
-        question = found[1].strip() if found else ""
+        question = next(iter(elements(env.messages[-1].content, "question")), "").strip()
         texts = [call.text for call, _ in calls]
         is_right = (
             options.chars_min <= len(question) <= options.chars_max
