@@ -10,6 +10,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
@@ -528,9 +529,12 @@ async def test_a_call_that_is_made_again_is_rated_right_again_and_only_raw_ratin
     async def sums(*calls: str) -> tuple[float, float]:
         scored = item("16", calls=calls)
         scored = replace(scored, leaf=scored.path[-2].index, path=tuple(stopped(scored.path)))
-        found = [await scorer.score(scored) for scorer in (raw, RatedCalls(options=ProcessRewardOptions()))]
-        raw_sum, bounded = (sum(one.value for one in rewards) for rewards in found)
-        return raw_sum, bounded
+        found = []
+        for scorer in (raw, RatedCalls(options=ProcessRewardOptions())):
+            rewards = await scorer.score(scored)
+            assert isinstance(rewards, list)
+            found.append(float(sum(one.value for one in rewards)))
+        return found[0], found[1]
 
     assert await sums("12+7", "19-3") == (3.0, 0.0)
     assert await sums("12+7", "12+7", "12+7", "19-3") == (5.0, 0.0)
@@ -683,7 +687,7 @@ def test_turns_of_an_evaluation_are_counted_with_those_that_repeat_an_earlier_on
         source = Source.POLICY if role is Role.ACTION else Source.TOOL
         return Segment(parent=-1, role=role, source=source, token_ids=np.array(token_ids, np.int32))
 
-    act, seen = (lambda *ids: segment(Role.ACTION, *ids)), segment(Role.OBSERVATION, 9)
+    act, seen = partial(segment, Role.ACTION), segment(Role.OBSERVATION, 9)
     turns = turns_of([segment(Role.CONTEXT, 1, 2), act(1), act(2), seen, act(1, 2), seen, act(3)])
     assert turns == [(1, 2), (1, 2), (3,)]
 

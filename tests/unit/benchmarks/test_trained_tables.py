@@ -18,16 +18,18 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from benchmarks.methods.scorers import RatedCalls
 from rollmesh.services.reward.item import AnswerKey, JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.reward.scorers.process_reward import Form, ProcessRewardOptions
+from rollmesh.services.reward.scorers.routing import RoutingOptions, RoutingScorer
 from rollmesh.services.reward.scorers.try_again import TryAgainScorer, TryAgainScorerOptions
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import (
+    EndpointUse,
     EpisodeKey,
     FinishReason,
-    FloatArray,
     GroupContext,
     MemberOutcome,
     Message,
@@ -40,6 +42,7 @@ from rollmesh.shared.domain.trajectory import (
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.estimators.trloo import Trloo
 
+Logits = NDArray[np.float64]
 Attempts = Literal["correct", "attempts"]
 Accumulate = Literal["gated", "direct"]
 SEEDS = (0, 1, 2)
@@ -73,13 +76,13 @@ class Figures:
     repeated: float
 
 
-def softmax(logits: FloatArray) -> FloatArray:
+def softmax(logits: Logits) -> Logits:
     odds = np.exp(logits - logits.max(-1, keepdims=True))
-    found: FloatArray = odds / odds.sum(-1, keepdims=True)
+    found: Logits = odds / odds.sum(-1, keepdims=True)
     return found
 
 
-def climb(logits: FloatArray, played: Sequence[Played], advantages: Sequence[Sequence[float]], lr: float) -> None:
+def climb(logits: Logits, played: Sequence[Played], advantages: Sequence[Sequence[float]], lr: float) -> None:
     """Make a step of the policy gradient. `advantages` has those of each turn."""
     p, step = softmax(logits), np.zeros_like(logits)
     for episode, of_turns in zip(played, advantages, strict=True):
@@ -92,7 +95,7 @@ def climb(logits: FloatArray, played: Sequence[Played], advantages: Sequence[Seq
 # Attempts -------------------------------------------------------------------------------------------------------------
 
 
-def play_attempts(logits: FloatArray, rng: np.random.Generator) -> Played:
+def play_attempts(logits: Logits, rng: np.random.Generator) -> Played:
     """Answer one of four digits up to five times, until it is right. Half of the questions have the answer 0, and half
     one that cannot be known. The state is the kind of the question and the number of the attempt."""
     is_hidden = int(rng.integers(2))
@@ -100,7 +103,7 @@ def play_attempts(logits: FloatArray, rng: np.random.Generator) -> Played:
     return attempts(logits, rng, is_hidden, right)
 
 
-def attempts(logits: FloatArray, rng: np.random.Generator, is_hidden: int, right: int) -> Played:
+def attempts(logits: Logits, rng: np.random.Generator, is_hidden: int, right: int) -> Played:
     turns, choices = list[str](), list[tuple[int, int]]()
     p = softmax(logits)
     for attempt in range(ATTEMPTS_MAX):
@@ -144,7 +147,7 @@ async def test_decay_and_the_penalty_of_repetition_make_answers_fewer(seed: int)
 # Rewards of steps -----------------------------------------------------------------------------------------------------
 
 
-def play_calls(logits: FloatArray, rng: np.random.Generator) -> Played:
+def play_calls(logits: Logits, rng: np.random.Generator) -> Played:
     """Play 12+7-3. The state is the number of ideal calls so far, and the choices are the next one, the last one again,
     a wrong call, and an answer, which is right after both ideal calls."""
     done, turns, choices = 0, list[str](), list[tuple[int, int]]()
@@ -244,7 +247,7 @@ async def test_raw_rewards_of_steps_teach_to_repeat_a_right_step_and_bounded_one
 # Rewards of turns behind a gate ---------------------------------------------------------------------------------------
 
 
-def play_sums(logits: FloatArray, rng: np.random.Generator) -> Played:
+def play_sums(logits: Logits, rng: np.random.Generator) -> Played:
     """Answer a question, or call the calculator first. The state is the number of calls so far, and the choices are a
     call and three answers, of which the first is the right one."""
     turns, choices = list[str](), list[tuple[int, int]]()
@@ -267,7 +270,7 @@ async def trained_by_outcome_and_calls(
     rng, logits, questions = np.random.default_rng(seed), np.zeros((TURNS_MAX, 4)), chain_sum(1)
 
     def verified(number: int, episode: Played) -> float:
-        """Return the score of the answer: the right one, or a neighbour of it. An episode without an answer has 0."""
+        """Return the score of the answer: the right one, or a neighbor of it. An episode without an answer has 0."""
         entry = questions[number]
         last = episode.turns[-1]
         return (
@@ -311,18 +314,75 @@ async def test_without_a_gate_rewards_of_calls_take_the_place_of_the_outcome(see
     assert direct.success < (0.1 if seed < 2 else 1.0)
 
 
-Train = Callable[[int], Coroutine[Any, Any, Figures]]
+# Prices ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Means of a trained router."""
+
+    success: float
+    price: float
+
+
+PRICES = np.array([0.0, 0.001, 0.01])
+"""Price of a question: no model, a cheap one, a dear one."""
+SUCCESS = np.array([[0.8, 0.85, 0.9], [0.1, 0.4, 0.9]])
+"""Probability of a right answer: [kind of question, model]."""
+
+
+async def trained_router(cost_weight: float, seed: int, *, updates: int = 150, lr: float = 0.5) -> Routed:
+    """Train a choice of the model for each kind of question with the scorer `routing`, by `grpo`."""
+    scorer = RoutingScorer(options=RoutingOptions(cost_weight=cost_weight, price_max=0.01))
+    rewards = []
+    for price in PRICES.tolist():
+        for value in (0.0, 1.0):
+            known = {"correct": (Reward(name="correct", value=value),)}
+            uses = (EndpointUse(endpoint="model", price=price),)
+            scored = await scorer.score(replace(item_of([RIGHT]), rewards=known, endpoints=uses))
+            rewards.append((replace(scored, name="routed"),))
+    estimator, rng, logits = make_estimator("grpo"), np.random.default_rng(seed), np.zeros(SUCCESS.shape)
+    for _ in range(updates):
+        for kind in range(len(SUCCESS)):
+            asked = rng.choice(len(PRICES), size=GROUP_SIZE, p=softmax(logits[kind])).tolist()
+            right = (rng.random(GROUP_SIZE) < SUCCESS[kind, asked]).tolist()
+            played = [
+                Played(("",), ((kind, choice),), is_right=is_right)
+                for choice, is_right in zip(asked, right, strict=True)
+            ]
+            members = [
+                member(number, rewards[2 * one.choices[0][1] + one.is_right], 1) for number, one in enumerate(played)
+            ]
+            advantages = estimator.of_group(group_of(members))
+            climb(logits, played, [[advantages[str(number)]] for number in range(GROUP_SIZE)], lr)
+    chosen = softmax(logits)
+    return Routed(success=float((chosen * SUCCESS).sum(1).mean()), price=float((chosen @ PRICES).mean()))
+
+
+@pytest.mark.row("S093")
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_larger_weight_of_the_cost_lowers_the_mean_price_of_a_router_that_is_trained_from_samples(
+    seed: int,
+) -> None:
+    found = [await trained_router(cost_weight, seed) for cost_weight in (0.0, 0.5, 0.9)]
+    prices = [one.price for one in found]
+    assert prices == sorted(prices, reverse=True)
+    assert prices[0] > 3 * prices[-1]
+    assert found[0].success > found[-1].success, "the price is paid for right answers"
+
+
+Train = Callable[[int], Coroutine[Any, Any, Figures | Routed]]
 
 
 def report(method: tuple[str, Train], baseline: tuple[str, Train]) -> None:
     """Print the measures of both sides by seed, and their mean difference with its standard error over the seeds."""
     sides = [(name, [asyncio.run(train(seed)) for seed in SEEDS]) for name, train in (method, baseline)]
-    for measure in ("success", "turns", "repeated"):
+    for measure in Figures.__slots__ if isinstance(sides[0][1][0], Figures) else Routed.__slots__:
         values = [[float(getattr(one, measure)) for one in found] for _, found in sides]
         for (name, _), of_seeds in zip(sides, values, strict=True):
-            print(f"{name:16} {measure:9}", " ".join(f"{value:.3f}" for value in of_seeds))
+            print(f"{name:16} {measure:9}", " ".join(f"{value:.4f}" for value in of_seeds))
         differences = [one - other for one, other in zip(*values, strict=True)]
-        print(f"{'difference':16} {measure:9} {fmean(differences):+.3f} ± {stdev(differences) / len(SEEDS) ** 0.5:.3f}")
+        print(f"{'difference':16} {measure:9} {fmean(differences):+.4f} ± {stdev(differences) / len(SEEDS) ** 0.5:.4f}")
 
 
 if __name__ == "__main__":
@@ -331,3 +391,6 @@ if __name__ == "__main__":
     for worth in (0.5, 1.0):
         train = partial(trained_by_outcome_and_calls, weight=worth)
         report((f"gated {worth}", partial(train, "gated")), (f"direct {worth}", partial(train, "direct")))
+    for cost_weight in (0.5, 0.9):
+        train_router = partial(trained_router, cost_weight)
+        report((f"cost_weight {cost_weight}", train_router), ("cost_weight 0", partial(trained_router, 0.0)))

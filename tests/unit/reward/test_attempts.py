@@ -12,18 +12,7 @@ from msgspec.structs import replace
 from rollmesh.services.reward.item import JudgedSegment, ScoreItem
 from rollmesh.services.reward.scorer import SCORERS, BatchScorer
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import (
-    EndpointUse,
-    FinishReason,
-    FloatArray,
-    GroupContext,
-    MemberOutcome,
-    Outcome,
-    Reward,
-    Role,
-    Source,
-)
-from rollmesh.trainer.estimators import make_estimator
+from rollmesh.shared.domain.trajectory import EndpointUse, FinishReason, Outcome, Reward, Role, Source
 
 from .builders import item
 
@@ -129,56 +118,6 @@ async def test_a_low_price_is_rewarded_only_for_a_right_answer_in_the_right_form
     scored = replace(read(item("x"), correct=correct, format=form), endpoints=uses)
     found = await made("routing", format="format", cost_weight=cost_weight, price_max=1.0).score(scored)
     assert found.value == pytest.approx(reward)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-async def test_a_router_that_is_trained_from_samples_pays_less_with_a_larger_weight_of_the_cost(seed: int) -> None:
-    """By reinforcement learning with this scorer and the estimator `grpo`, from groups of eight samples."""
-    found = [await trained_router(cost_weight, seed) for cost_weight in (0.0, 0.5, 0.9)]
-    prices = [price for price, _ in found]
-    assert prices == sorted(prices, reverse=True)
-    assert prices[0] > 3 * prices[-1]
-    assert found[0][1] > found[-1][1], "and it is right less often"
-
-
-async def trained_router(cost_weight: float, seed: int, *, updates: int = 150, lr: float = 0.5) -> tuple[float, float]:
-    """Return the mean price and success of a table over two kinds of questions and three models."""
-    price = np.array([0.0, 0.001, 0.01])
-    success = np.array([[0.8, 0.85, 0.9], [0.1, 0.4, 0.9]])
-    scorer = made("routing", cost_weight=cost_weight, price_max=0.01)
-    values = np.array(
-        [
-            [
-                (
-                    await scorer.score(
-                        replace(
-                            read(item("x"), correct=float(right)), endpoints=(EndpointUse(endpoint="m", price=paid),)
-                        )
-                    )
-                ).value
-                for right in (0, 1)
-            ]
-            for paid in price.tolist()
-        ]
-    )
-    rng, grpo, logits = np.random.default_rng(seed), make_estimator("grpo"), np.zeros(success.shape)
-    for _ in range(updates):
-        for kind, row in enumerate(logits):
-            p = softmax(row)
-            asked = rng.choice(len(price), size=8, p=p)
-            right = (rng.random(8) < success[kind, asked]).astype(int)
-            rewards = [(Reward(name="routed", value=value),) for value in values[asked, right].tolist()]
-            members = [MemberOutcome(sample_id=str(n), rewards=one, end="ready") for n, one in enumerate(rewards)]
-            advantages = grpo.of_group(GroupContext(group="g", task="t", members=tuple(members)))
-            for number, one in enumerate(asked.tolist()):
-                row += lr / 8 * advantages[str(number)] * (np.eye(len(price))[one] - p)
-    chosen = np.array([softmax(row) for row in logits])
-    return float((chosen @ price).mean()), float((chosen * success).sum(1).mean())
-
-
-def softmax(logits: FloatArray) -> FloatArray:
-    odds = np.exp(logits - logits.max())
-    return odds / odds.sum()
 
 
 async def test_control_rewards_say_nothing_true() -> None:
