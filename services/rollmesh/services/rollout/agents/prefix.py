@@ -1,9 +1,9 @@
 """The tool-calling agent that gives the beginning of a solution while training. The model finishes it.
 
 PrefixRL (2026-01, arXiv:2601.18795, no public code): y is a correct trace of the prompt x, and h a length. The model is
-trained on y' ~ pi(. | x, y[:h]), with the reward of the whole text (y[:h], y'). Prompts without a prefix are mixed in if
-`probability` is below 1; the share of the paper is not established.
-All episodes of a group have the same prefix, because their baseline is that of one prompt: `draw: group`.
+trained on y' ~ pi(. | x, y[:h]), with the reward of the whole text (y[:h], y'). Prompts without a prefix are mixed in
+if `probability` is below 1; the share of the paper is not established. All episodes of a group have the same prefix,
+because their baseline is that of one prompt: `draw: group`.
 
 DR-PO (2024-04, arXiv:2404.08495; code: Cornell-RL/drpo): with probability beta an episode starts from a random prefix
 of a preferred response of the data set, else from the prompt. `draw: episode` is the mixture of the code: each episode

@@ -2,13 +2,17 @@
 
 A command that wakes a sleeping thread costs two switches of the interpreter lock. While a step is held, the thread
 therefore sleeps through the commands that only add to the step, until enough of them wait.
+
+The signal is a lock and not a `queue.SimpleQueue`: in CPython 3.11, its `get(timeout)` waits for ever if the thread is
+not scheduled for as long as the timeout between two of its steps, as on a loaded machine.
 """
 
 from __future__ import annotations
 
-import queue
 import sys
+import threading
 from collections import deque
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -19,7 +23,9 @@ class CommandQueue(Generic[_T]):
 
     def __init__(self) -> None:
         self._commands: deque[_T] = deque()
-        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._no_signal = threading.Lock()
+        """Held while nothing was announced. `put` releases it."""
+        self._no_signal.acquire()
         self._wake_at = sys.maxsize
         """Number of waiting commands that wakes the thread."""
 
@@ -30,7 +36,8 @@ class CommandQueue(Generic[_T]):
         """Add a command. It wakes the thread if it is urgent or if as many wait as `wait` named."""
         self._commands.append(command)
         if urgent or len(self._commands) >= self._wake_at:
-            self._signals.put(None)
+            with suppress(RuntimeError):  # another command has announced itself already
+                self._no_signal.release()
 
     def take(self) -> _T:
         """Return the oldest command. Raises IndexError without one."""
@@ -42,10 +49,7 @@ class CommandQueue(Generic[_T]):
         self._wake_at = num
         try:
             if len(self._commands) < num:
-                self._signals.get(timeout=timeout_s)
-        except queue.Empty:
-            pass
+                self._no_signal.acquire(timeout=-1 if timeout_s is None else timeout_s)
         finally:
             self._wake_at = sys.maxsize
-        while not self._signals.empty():  # what they announced waits in the queue
-            self._signals.get()
+        self._no_signal.acquire(blocking=False)  # what it announced waits in the queue
