@@ -3,7 +3,7 @@
 A command that wakes a sleeping thread costs two switches of the interpreter lock. While a step is held, the thread
 therefore sleeps through the commands that only add to the step, until enough of them wait.
 
-The signal is a lock and not a `queue.SimpleQueue`: in CPython 3.11, its `get(timeout)` waits for ever if the thread is
+The signal is a lock and not a `queue.SimpleQueue`: in CPython 3.11, its `get(timeout)` never returns if the thread is
 not scheduled for as long as the timeout between two of its steps, as on a loaded machine.
 """
 
