@@ -389,6 +389,11 @@ ROLLOUTS = Section(
             rare="the agent must call tools",
         ),
         Panel(
+            title="Calls of env.score per second",
+            queries=[Query(expr=_rate(rollout.SCORE_CALLS, "job").expr, legend="calls")],
+            rare="the agent must ask for rewards in its episode",
+        ),
+        Panel(
             title="Infrastructure failures by boundary",
             queries=[_rate(rollout.FAILURES, "boundary")],
             rare="an attempt must have failed",

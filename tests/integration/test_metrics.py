@@ -106,6 +106,7 @@ def _assert_complete(series: Series, services: list[str]) -> None:
     absent = {
         "rollmesh_coordinator_heldout_success_ratio",
         "rollmesh_rollout_failures_total",
+        "rollmesh_rollout_score_calls_total",
         "rollmesh_learner_effective_sample_size_ratio",
         "rollmesh_sandbox_egress_requests_total",
         "rollmesh_sandbox_egress_bytes_total",
