@@ -195,6 +195,9 @@ async def test_a_group_is_kept_or_filtered_with_its_reason() -> None:
     async with serving({"finalizers": [{"name": "zero_variance", "options": {"extend_by": 3}}]}) as stub:
         extended = await stub.FinalizeGroup(group(1.0, 1.0))
         assert (extended.decision, extended.num_extend) == (reward_pb2.GROUP_DECISION_EXTEND, 3)
+        full = group(1.0, 1.0)
+        full.num_extend_max = 0
+        assert (await stub.FinalizeGroup(full)).decision == reward_pb2.GROUP_DECISION_FILTER
 
 
 async def test_a_finalizer_may_adjust_rewards_by_looking_at_the_group(tmp_path: Path) -> None:

@@ -714,7 +714,7 @@ class GroupFinalized(_message.Message):
     """Why the finalizers decided so, e.g. "ZERO_VARIANCE". Empty for KEEP. If they dropped all members, the most frequent reason of a drop."""
     @_builtins.property
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.SampleRewards]:
-        """Rewards that the finalizer changed, without evidence."""
+        """Rewards that the finalizers changed, without evidence. Empty for EXTEND."""
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[_reward_pb2.SampleRewards]:

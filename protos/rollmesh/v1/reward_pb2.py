@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/reward.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xf6\x02\n\tScoreItem\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.rollmesh.v1.EpisodeKey\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmesh.v1.Task\x12$\n\x07samples\x18\x04 \x03(\x0b\x32\x13.rollmesh.v1.Sample\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x08segments\x18\t \x03(\x0b\x32\x14.rollmesh.v1.Segment\x12\x0f\n\x07scorers\x18\x0b \x03(\t\x12+\n\tendpoints\x18\x0c \x03(\x0b\x32\x18.rollmesh.v1.EndpointUse\x12;\n\x13\x65nvironment_rewards\x18\n \x03(\x0b\x32\x1e.rollmesh.v1.EnvironmentRewardJ\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x08\x10\tR\x08messagesR\x11num_action_tokensR\x08\x66inishesR\x05views\"c\n\x11\x45nvironmentReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07segment\x18\x03 \x01(\x05\x12\x0e\n\x06\x62ranch\x18\x04 \x01(\x05\x12\x10\n\x08\x65vidence\x18\x05 \x01(\t\"O\n\x19RewardServiceScoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.rollmesh.v1.ScoreItem\"H\n\rSampleRewards\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12$\n\x07rewards\x18\x02 \x03(\x0b\x32\x13.rollmesh.v1.Reward\"z\n\x1aRewardServiceScoreResponse\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.rollmesh.v1.SampleRewards\x12/\n\tendpoints\x18\x02 \x03(\x0b\x32\x1c.rollmesh.v1.SampleEndpoints\"L\n\x0fSampleEndpoints\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12&\n\x04uses\x18\x02 \x03(\x0b\x32\x18.rollmesh.v1.EndpointUse\"\x9d\x01\n\x14\x46inalizeGroupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmesh.v1.Task\x12(\n\x05group\x18\x03 \x01(\x0b\x32\x19.rollmesh.v1.GroupContext\x12\x14\n\x0cnum_unscored\x18\x04 \x01(\x05\x12\x17\n\x0f\x64\x65\x61\x64line_passed\x18\x05 \x01(\x08\"2\n\rDroppedMember\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc4\x01\n\x15\x46inalizeGroupResponse\x12,\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0e\x32\x1a.rollmesh.v1.GroupDecision\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nnum_extend\x18\x03 \x01(\x05\x12,\n\x08\x61\x64justed\x18\x04 \x03(\x0b\x32\x1a.rollmesh.v1.SampleRewards\x12+\n\x07\x64ropped\x18\x05 \x03(\x0b\x32\x1a.rollmesh.v1.DroppedMember\"\x14\n\x12ListScorersRequest\"p\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0f\n\x07rewards\x18\x03 \x03(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x05 \x03(\t\x12\r\n\x05reads\x18\x06 \x03(\t\"R\n\x13ListScorersResponse\x12(\n\x07scorers\x18\x01 \x03(\x0b\x32\x17.rollmesh.v1.ScorerInfo\x12\x11\n\tfinalizer\x18\x02 \x01(\t*~\n\rGroupDecision\x12\x1e\n\x1aGROUP_DECISION_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_DECISION_KEEP\x10\x01\x12\x19\n\x15GROUP_DECISION_FILTER\x10\x02\x12\x19\n\x15GROUP_DECISION_EXTEND\x10\x03\x32\x93\x02\n\rRewardService\x12X\n\x05Score\x12&.rollmesh.v1.RewardServiceScoreRequest\x1a\'.rollmesh.v1.RewardServiceScoreResponse\x12V\n\rFinalizeGroup\x12!.rollmesh.v1.FinalizeGroupRequest\x1a\".rollmesh.v1.FinalizeGroupResponse\x12P\n\x0bListScorers\x12\x1f.rollmesh.v1.ListScorersRequest\x1a .rollmesh.v1.ListScorersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollmesh/v1/reward.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\xf6\x02\n\tScoreItem\x12$\n\x03key\x18\x01 \x01(\x0b\x32\x17.rollmesh.v1.EpisodeKey\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmesh.v1.Task\x12$\n\x07samples\x18\x04 \x03(\x0b\x32\x13.rollmesh.v1.Sample\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12&\n\x08segments\x18\t \x03(\x0b\x32\x14.rollmesh.v1.Segment\x12\x0f\n\x07scorers\x18\x0b \x03(\t\x12+\n\tendpoints\x18\x0c \x03(\x0b\x32\x18.rollmesh.v1.EndpointUse\x12;\n\x13\x65nvironment_rewards\x18\n \x03(\x0b\x32\x1e.rollmesh.v1.EnvironmentRewardJ\x04\x08\x03\x10\x04J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x08\x10\tR\x08messagesR\x11num_action_tokensR\x08\x66inishesR\x05views\"c\n\x11\x45nvironmentReward\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0f\n\x07segment\x18\x03 \x01(\x05\x12\x0e\n\x06\x62ranch\x18\x04 \x01(\x05\x12\x10\n\x08\x65vidence\x18\x05 \x01(\t\"O\n\x19RewardServiceScoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12%\n\x05items\x18\x02 \x03(\x0b\x32\x16.rollmesh.v1.ScoreItem\"H\n\rSampleRewards\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12$\n\x07rewards\x18\x02 \x03(\x0b\x32\x13.rollmesh.v1.Reward\"z\n\x1aRewardServiceScoreResponse\x12+\n\x07samples\x18\x01 \x03(\x0b\x32\x1a.rollmesh.v1.SampleRewards\x12/\n\tendpoints\x18\x02 \x03(\x0b\x32\x1c.rollmesh.v1.SampleEndpoints\"L\n\x0fSampleEndpoints\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12&\n\x04uses\x18\x02 \x03(\x0b\x32\x18.rollmesh.v1.EndpointUse\"\xcd\x01\n\x14\x46inalizeGroupRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmesh.v1.Task\x12(\n\x05group\x18\x03 \x01(\x0b\x32\x19.rollmesh.v1.GroupContext\x12\x14\n\x0cnum_unscored\x18\x04 \x01(\x05\x12\x17\n\x0f\x64\x65\x61\x64line_passed\x18\x05 \x01(\x08\x12\x1b\n\x0enum_extend_max\x18\x06 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_num_extend_max\"2\n\rDroppedMember\x12\x11\n\tsample_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\xc4\x01\n\x15\x46inalizeGroupResponse\x12,\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0e\x32\x1a.rollmesh.v1.GroupDecision\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nnum_extend\x18\x03 \x01(\x05\x12,\n\x08\x61\x64justed\x18\x04 \x03(\x0b\x32\x1a.rollmesh.v1.SampleRewards\x12+\n\x07\x64ropped\x18\x05 \x03(\x0b\x32\x1a.rollmesh.v1.DroppedMember\"\x14\n\x12ListScorersRequest\"p\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12\x0f\n\x07rewards\x18\x03 \x03(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x12\x0f\n\x07\x63olumns\x18\x05 \x03(\t\x12\r\n\x05reads\x18\x06 \x03(\t\"R\n\x13ListScorersResponse\x12(\n\x07scorers\x18\x01 \x03(\x0b\x32\x17.rollmesh.v1.ScorerInfo\x12\x11\n\tfinalizer\x18\x02 \x01(\t*~\n\rGroupDecision\x12\x1e\n\x1aGROUP_DECISION_UNSPECIFIED\x10\x00\x12\x17\n\x13GROUP_DECISION_KEEP\x10\x01\x12\x19\n\x15GROUP_DECISION_FILTER\x10\x02\x12\x19\n\x15GROUP_DECISION_EXTEND\x10\x03\x32\x93\x02\n\rRewardService\x12X\n\x05Score\x12&.rollmesh.v1.RewardServiceScoreRequest\x1a\'.rollmesh.v1.RewardServiceScoreResponse\x12V\n\rFinalizeGroup\x12!.rollmesh.v1.FinalizeGroupRequest\x1a\".rollmesh.v1.FinalizeGroupResponse\x12P\n\x0bListScorers\x12\x1f.rollmesh.v1.ListScorersRequest\x1a .rollmesh.v1.ListScorersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.reward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GROUPDECISION']._serialized_start=1532
-  _globals['_GROUPDECISION']._serialized_end=1658
+  _globals['_GROUPDECISION']._serialized_start=1580
+  _globals['_GROUPDECISION']._serialized_end=1706
   _globals['_SCOREITEM']._serialized_start=67
   _globals['_SCOREITEM']._serialized_end=441
   _globals['_ENVIRONMENTREWARD']._serialized_start=443
@@ -47,17 +47,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLEENDPOINTS']._serialized_start=823
   _globals['_SAMPLEENDPOINTS']._serialized_end=899
   _globals['_FINALIZEGROUPREQUEST']._serialized_start=902
-  _globals['_FINALIZEGROUPREQUEST']._serialized_end=1059
-  _globals['_DROPPEDMEMBER']._serialized_start=1061
-  _globals['_DROPPEDMEMBER']._serialized_end=1111
-  _globals['_FINALIZEGROUPRESPONSE']._serialized_start=1114
-  _globals['_FINALIZEGROUPRESPONSE']._serialized_end=1310
-  _globals['_LISTSCORERSREQUEST']._serialized_start=1312
-  _globals['_LISTSCORERSREQUEST']._serialized_end=1332
-  _globals['_SCORERINFO']._serialized_start=1334
-  _globals['_SCORERINFO']._serialized_end=1446
-  _globals['_LISTSCORERSRESPONSE']._serialized_start=1448
-  _globals['_LISTSCORERSRESPONSE']._serialized_end=1530
-  _globals['_REWARDSERVICE']._serialized_start=1661
-  _globals['_REWARDSERVICE']._serialized_end=1936
+  _globals['_FINALIZEGROUPREQUEST']._serialized_end=1107
+  _globals['_DROPPEDMEMBER']._serialized_start=1109
+  _globals['_DROPPEDMEMBER']._serialized_end=1159
+  _globals['_FINALIZEGROUPRESPONSE']._serialized_start=1162
+  _globals['_FINALIZEGROUPRESPONSE']._serialized_end=1358
+  _globals['_LISTSCORERSREQUEST']._serialized_start=1360
+  _globals['_LISTSCORERSREQUEST']._serialized_end=1380
+  _globals['_SCORERINFO']._serialized_start=1382
+  _globals['_SCORERINFO']._serialized_end=1494
+  _globals['_LISTSCORERSRESPONSE']._serialized_start=1496
+  _globals['_LISTSCORERSRESPONSE']._serialized_end=1578
+  _globals['_REWARDSERVICE']._serialized_start=1709
+  _globals['_REWARDSERVICE']._serialized_end=1984
 # @@protoc_insertion_point(module_scope)

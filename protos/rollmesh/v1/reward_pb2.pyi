@@ -36,7 +36,7 @@ class _GroupDecisionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupDe
     """The group gets more episodes before the decision."""
 
 class GroupDecision(_GroupDecision, metaclass=_GroupDecisionEnumTypeWrapper):
-    """The decision of a finalizer on a group."""
+    """The decision of the finalizers on a group."""
 
 GROUP_DECISION_UNSPECIFIED: GroupDecision.ValueType  # 0
 """Absent. A writer MUST set another value."""
@@ -284,12 +284,17 @@ class FinalizeGroupRequest(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     NUM_UNSCORED_FIELD_NUMBER: _builtins.int
     DEADLINE_PASSED_FIELD_NUMBER: _builtins.int
+    NUM_EXTEND_MAX_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     num_unscored: _builtins.int
     """Members that ended without a score (infra failures, cancellations)."""
     deadline_passed: _builtins.bool
     """Whether the deadline passed before all had ended."""
+    num_extend_max: _builtins.int
+    """Largest num_extend that the coordinator accepts; 0 if the group has four times group_size episodes. The coordinator writes it. Absent
+    from a coordinator of an older release; then the limit is unknown, and the coordinator keeps a group that would exceed it.
+    """
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""
@@ -306,18 +311,21 @@ class FinalizeGroupRequest(_message.Message):
         group: _types_pb2.GroupContext | None = ...,
         num_unscored: _builtins.int = ...,
         deadline_passed: _builtins.bool = ...,
+        num_extend_max: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_extend_max", b"_num_extend_max", "group", b"group", "num_extend_max", b"num_extend_max", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_passed", b"deadline_passed", "group", b"group", "num_unscored", b"num_unscored", "run", b"run", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_extend_max", b"_num_extend_max", "deadline_passed", b"deadline_passed", "group", b"group", "num_extend_max", b"num_extend_max", "num_unscored", b"num_unscored", "run", b"run", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_extend_max: _TypeAlias = _typing.Literal["num_extend_max"]  # noqa: Y015
+    _WhichOneofArgType__num_extend_max: _TypeAlias = _typing.Literal["_num_extend_max", b"_num_extend_max"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_extend_max) -> _WhichOneofReturnType__num_extend_max | None: ...
 
 Global___FinalizeGroupRequest: _TypeAlias = FinalizeGroupRequest  # noqa: Y015
 
 @_typing.final
 class DroppedMember(_message.Message):
-    """A member of a group that a finalizer dropped."""
+    """A member of a group that the finalizers dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -366,13 +374,15 @@ class FinalizeGroupResponse(_message.Message):
     """
     @_builtins.property
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRewards]:
-        """Rewards that the finalizer changed, at most 1024 per sample. Samples that are not listed keep theirs."""
+        """Rewards that the finalizers changed, at most 1024 per sample. Samples that are not listed keep theirs. They have no effect if the
+        group gets more episodes, because the finalizers then decide on the larger group.
+        """
 
     @_builtins.property
     def dropped(self) -> _containers.RepeatedCompositeFieldContainer[Global___DroppedMember]:
         """Members that end as filtered before any lease, each at most once; absent for none. They stay in the context of the group, so they
         count in its baseline. If no other member is left, KEEP becomes FILTER with the most frequent of these reasons. They have no effect
-        if the group gets more episodes, because the decision on the larger group names them again.
+        if the group gets more episodes, as with `adjusted`.
         """
 
     def __init__(

@@ -7,15 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.services.coordinator.audit_history import sample_history
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.decision_context import DeadLetter
+from rollmesh.services.coordinator.core.decision_context import DeadLetter, FinalizeGroup
 from rollmesh.services.coordinator.core.facts import GroupDecision, SampleEnd
 from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.translate import finalize_request
 
 from .core_run import CoreRun
 from .test_audit import audit, doctored
@@ -31,11 +33,20 @@ class Dropping(CoreRun):
         super().__init__(**{"group_size": 3, "batch_groups": 1} | spec)
 
     def decide(self, group: str) -> i.GroupDecided:
+        request = finalize_request(self.core.state, FinalizeGroup(group, deadline_passed=False))
+        assert request is not None
+        self.num_extend_max = request.num_extend_max
         return i.GroupDecided(
             group=group,
             decision=self._decision,
             reason=self._reason,
             num_extend=1,
+            adjusted=tuple(
+                f.SampleRewards(
+                    sample_id=name, rewards=tuple(replace(reward, value=reward.value + 1) for reward in s.meta.rewards)
+                )
+                for name, s in self.core.state.groups[group].samples.items()
+            ),
             dropped={f"{group}.{number}.0": reason for number, reason in self._drops.items()},
         )
 
@@ -113,13 +124,16 @@ def test_a_group_whose_members_are_all_dropped_is_filtered_with_the_most_frequen
     held(run)
 
 
-def test_drops_of_a_group_that_grows_have_no_effect_until_it_grows_no_more() -> None:
+def test_drops_and_adjusted_rewards_of_a_group_that_grows_have_no_effect_until_it_grows_no_more() -> None:
     run = Dropping({0: "LOOP"}, EXTEND, group_size=1)
     run.begin()
     for size in range(1, 5):
         assert reasons(run) == {}
         run.generate(1, step=0)
         assert finalized(run)[-1] == (EXTEND if size < 4 else KEEP, ""), "four times the size of the group is the limit"
+        assert run.num_extend_max == 4 - size
+    values = [sample.meta.rewards[0].value for sample in run.core.state.groups["g0"].samples.values()]
+    assert values == [run.reward(f"g0.{number}") + 1 for number in range(4)], "adjusted once"
     assert reasons(run) == {"filtered/LOOP": 1}
     assert [sample.meta.sample_id for sample in run.lease(1).samples] == ["g0.1.0", "g0.2.0", "g0.3.0"]
     held(run)

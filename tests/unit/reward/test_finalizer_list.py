@@ -40,14 +40,14 @@ def says(decision: FinalizerDecision = KEEP, **values: Any) -> Seen:
     return Seen(lambda group: Verdict(decision=decision, **values))
 
 
-def run(*finalizers: Finalizer, members: tuple[MemberOutcome, ...] = (), deadline_passed: bool = False) -> Verdict:
+def run(*finalizers: Finalizer, members: tuple[MemberOutcome, ...] = (), **values: Any) -> Verdict:
     members = members or tuple(member(name, float(name == "a")) for name in "abcd")
     given = Group(
         group="g",
         task=TaskView(task_id="t"),
         members=members,
         advantages=GRPO.of_group(GroupContext(group="g", task="t", members=members)),
-        deadline_passed=deadline_passed,
+        **values,
     )
     configured = [ConfiguredFinalizer(name=f"f{n}", finalizer=one) for n, one in enumerate(finalizers)]
     return decide(configured, given, GRPO.of_group)
@@ -73,9 +73,12 @@ def test_a_finalizer_does_not_see_members_that_earlier_ones_dropped() -> None:
 
 def test_an_extension_after_the_deadline_leaves_the_decision_to_the_next_finalizer() -> None:
     first = says(EXTEND, num_extend=2)
-    verdict = run(first, says(FILTER, reason="DULL"), deadline_passed=True)
-    assert (verdict.decision, verdict.reason) == (FILTER, "DULL")
-    assert run(first, says(FILTER, reason="DULL")).decision is EXTEND
+    for values in ({"deadline_passed": True}, {"num_extend_max": 0}):
+        verdict = run(first, says(FILTER, reason="DULL"), **values)
+        assert (verdict.decision, verdict.reason) == (FILTER, "DULL")
+        assert run(Seen(), first, **values) == Verdict(decision=KEEP)
+    assert run(first, says(FILTER, reason="DULL")) == Verdict(decision=EXTEND, num_extend=2)
+    assert run(first, says(FILTER, reason="DULL"), num_extend_max=1) == Verdict(decision=EXTEND, num_extend=1)
 
 
 def test_a_dropped_member_counts_in_the_baseline_of_the_others() -> None:
@@ -114,7 +117,8 @@ def test_the_first_that_does_not_keep_decides_with_the_drops_and_rewards_of_all_
     changed = {"a": (Reward(name="correct", value=0.5),)}
     verdict = run(says(adjusted=changed, dropped={"b": "LOOP"}), says(decision, dropped={"d": "LATE"}, **values), never)
     assert not never.groups
-    assert verdict == Verdict(decision=decision, adjusted=changed, dropped={"b": "LOOP", "d": "LATE"}, **values)
+    changes: dict[str, Any] = {"adjusted": changed, "dropped": {"b": "LOOP", "d": "LATE"}} if decision is FILTER else {}
+    assert verdict == Verdict(decision=decision, **changes, **values), "a larger group is decided on again"
 
 
 def test_no_finalizer_is_asked_about_a_group_without_members() -> None:

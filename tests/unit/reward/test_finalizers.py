@@ -112,6 +112,8 @@ def test_a_group_without_variance_grows_until_the_limit_or_the_deadline() -> Non
     assert decide(*members, options=options, num_unscored=5).num_extend == 1
     assert decide(*members, options=options, num_unscored=6).decision is FinalizerDecision.FILTER
     assert decide(*members, options=options, deadline_passed=True).decision is FinalizerDecision.FILTER
+    assert decide(*members, options=options, num_extend_max=3).num_extend == 3
+    assert decide(*members, options=options, num_extend_max=0).decision is FinalizerDecision.FILTER
     assert decide(*members, member("3", 1.0), options=options).decision is FinalizerDecision.KEEP
 
 

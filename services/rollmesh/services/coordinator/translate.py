@@ -24,6 +24,7 @@ from rollmesh.services.coordinator.core.facts import (
     TrainedGroup,
 )
 from rollmesh.services.coordinator.core.records import RunSpec, TrainerRequest
+from rollmesh.services.coordinator.core.rollouts import num_extend_max
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, State
 from rollmesh.services.coordinator.fact_codec import decode, decode_request, encode, encode_into, known_member
 from rollmesh.shared.bus.run_streams import run_streams
@@ -284,6 +285,7 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
         run=state.the_spec.run,
         num_unscored=sum(e.status is EpisodeStatus.ENDED for e in group.episodes.values()),
         deadline_passed=effect.deadline_passed,
+        num_extend_max=num_extend_max(state, group),
     )
     encode_into(group.task, request.task)
     encode_into(group_members(group), request.group)

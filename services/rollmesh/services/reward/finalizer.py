@@ -51,6 +51,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Number of members that ended without a score: infra failures and cancellations."""
     deadline_passed: bool = False
     """Whether the deadline has passed, so that EXTEND has no effect."""
+    num_extend_max: int = EXTEND_MAX
+    """Number of further episodes that the group may get. More are reduced to it; if it is 0, EXTEND has no effect."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +63,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     num_extend: int = 0
     adjusted: Mapping[str, tuple[Reward, ...]] = msgspec.field(default_factory=dict)
-    """Rewards that the finalizer changed, by sample id. Absent samples keep their rewards."""
+    """Rewards that the finalizer changed, by sample id. Absent samples keep their rewards. They have no effect if the
+    group gets more episodes, because the finalizers then decide on the larger group."""
     dropped: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Reasons (1 to 64 characters of the same kind) of the members that end as filtered before any lease, by sample id.
     They stay in the context of the group and count in its baseline. They have no effect if the group gets more
-    episodes, because the finalizers then decide on the larger group."""
+    episodes, as with `adjusted`."""
 
 
 def checked_verdict(verdict: object, group: Group) -> Verdict:

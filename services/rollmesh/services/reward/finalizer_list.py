@@ -1,8 +1,10 @@
 """Decide on a group with the finalizers of a run, one after the other.
 
-The first FILTER or EXTEND decides. After the deadline an EXTEND has no effect, so the next one decides. Drops and
-adjusted rewards accumulate: each finalizer sees the group without the members that earlier ones dropped, with the
-rewards that they adjusted, and with the advantages that follow from them.
+The first FILTER or EXTEND decides. An EXTEND by more than `Group.num_extend_max` is reduced to it. If this is 0, or the
+deadline has passed, EXTEND means KEEP, so the next finalizer decides. Drops and adjusted rewards accumulate: each
+finalizer sees the group without the members that earlier ones dropped, with the rewards that they adjusted, and with
+the advantages that follow from them. An EXTEND that has an effect discards both, because all finalizers decide on the
+larger group.
 """
 
 from __future__ import annotations
@@ -49,10 +51,13 @@ def decide(
             values = advantages(_context(group, adjusted))
         seen = _seen(group, dropped, adjusted, values)
         verdict = call_group_code(f"finalizer {one.name}", _checked(one.finalizer), seen)
+        if verdict.decision is FinalizerDecision.EXTEND:
+            if num_extend := min(verdict.num_extend, 0 if group.deadline_passed else group.num_extend_max):
+                return Verdict(decision=FinalizerDecision.EXTEND, num_extend=num_extend)
+            verdict = structs.replace(verdict, decision=FinalizerDecision.KEEP, reason="", num_extend=0)
         dropped.update(verdict.dropped)
         adjusted.update(verdict.adjusted)
-        extends = verdict.decision is FinalizerDecision.EXTEND and not group.deadline_passed
-        if verdict.decision is FinalizerDecision.FILTER or extends or len(dropped) == len(group.members):
+        if verdict.decision is FinalizerDecision.FILTER or len(dropped) == len(group.members):
             break
     return structs.replace(verdict, dropped=dropped, adjusted=adjusted)
 

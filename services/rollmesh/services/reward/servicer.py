@@ -14,6 +14,7 @@ from rollmesh.services.reward.item import ScoreItem, TaskView, check_task_scorer
 from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer_run import Uses
+from rollmesh.shared.codec.checks import EXTEND_MAX
 from rollmesh.shared.codec.environment_rewards import decode_environment_rewards
 from rollmesh.shared.codec.trajectory import (
     decode_group_context,
@@ -69,6 +70,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 advantages=self._engine.advantages(group),
                 num_unscored=request.num_unscored,
                 deadline_passed=request.deadline_passed,
+                num_extend_max=request.num_extend_max if request.HasField("num_extend_max") else EXTEND_MAX,
             )
         )
         filtered = len(verdict.dropped) == len(group.members) and verdict.decision is not FinalizerDecision.EXTEND

@@ -225,7 +225,7 @@ class EpisodeScored(Record, frozen=True, kw_only=True, tag=True):
 
 
 class GroupDecision(IntEnum):
-    """The decision of a finalizer on a group."""
+    """The decision of the finalizers on a group."""
 
     KEEP = 1
     FILTER = 2

@@ -22,7 +22,7 @@ from rollmesh.services.coordinator.core.decision_context import (
 )
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, SampleEnd, SampleRewards, Task
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX
-from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState
+from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState, State
 
 REWARDS_BYTES_MAX = 3 * 1024 * 1024
 """Maximum size of the rewards of a group, bytes. The decision on a group names them up to twice, and must fit into a
@@ -388,7 +388,9 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
         finalize_failed(ctx, i.FinalizeFailed(group=group.group, cause=cause))
         return
     ctx.ephemeral.failed.num_undecided = 0
-    adjusted = {a.sample_id: a.rewards for a in answer.adjusted if a.sample_id in group.samples}
+    extend = answer.decision is GroupDecision.EXTEND and _may_grow(ctx, group, answer.num_extend)
+    changed = () if extend else answer.adjusted  # the finalizers decide again on the larger group
+    adjusted = {a.sample_id: a.rewards for a in changed if a.sample_id in group.samples}
     members = tuple(
         SampleRewards(sample_id=s.sample_id, rewards=adjusted.get(s.sample_id, s.meta.rewards))
         for s in group.samples.values()
@@ -396,12 +398,11 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
     if (size := _rewards_bytes(members)) > REWARDS_BYTES_MAX:
         cause = (
             f"scorer: the rewards of group {group.group} have {size} bytes, expected at most {REWARDS_BYTES_MAX}: let "
-            "scorers and the "
-            f"finalizer return fewer rewards or shorter answers, or lower `run.group_size` (now {ctx.spec.group_size})"
+            "scorers and "
+            f"finalizers return fewer rewards or shorter answers, or lower `run.group_size` (now {ctx.spec.group_size})"
         )
         finalize_failed(ctx, i.FinalizeFailed(group=group.group, cause=cause))
         return
-    extend = answer.decision is GroupDecision.EXTEND and _may_grow(ctx, group, answer.num_extend)
     decision = GroupDecision.KEEP if answer.decision is GroupDecision.EXTEND and not extend else answer.decision
     reason = answer.reason
     if not extend and (drops := _drops(group, answer.dropped)):
@@ -465,8 +466,12 @@ def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
 
 
 def _may_grow(ctx: DecisionContext, group: GroupState, num: int) -> bool:
-    room = EXTEND_FACTOR_MAX * ctx.spec.group_size - len(group.episodes)
-    return 1 <= num <= room and group.group not in ctx.ephemeral.overdue
+    return 1 <= num <= num_extend_max(ctx.state, group) and group.group not in ctx.ephemeral.overdue
+
+
+def num_extend_max(state: State, group: GroupState) -> int:
+    """Return the number of further episodes that a group may get before its deadline."""
+    return max(EXTEND_FACTOR_MAX * state.the_spec.group_size - len(group.episodes), 0)
 
 
 def _drop_untrainable(ctx: DecisionContext, group: GroupState) -> None:

@@ -61,7 +61,7 @@ class LookAheadFinalizer(Finalizer):
 
     def decide(self, group: Group) -> Verdict:
         episodes = {m.episode or m.sample_id for m in (*group.members, *group.dropped)}
-        room = self._options.members_max - len(episodes) - group.num_unscored
+        room = min(self._options.members_max - len(episodes) - group.num_unscored, group.num_extend_max)
         if room > 0 and not group.deadline_passed and self._is_worth_it(group):
             return Verdict(decision=FinalizerDecision.EXTEND, num_extend=min(self._options.extend_by, room))
         return Verdict(decision=FinalizerDecision.KEEP)

@@ -3,7 +3,7 @@
 Source: dynamic sampling of DAPO (2025-03). The estimator of the trainer gives the advantages of the survivors, which
 are the members with usable rewards. Infra failures are not zeros and are omitted. Too few survivors cannot be compared.
 With `extend_by`, a group without variance first gets more episodes (adaptive group size). It is filtered when
-`members_max` is reached or its deadline has passed.
+`members_max` or four times `run.group_size` is reached, or its deadline has passed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ZeroVarianceFinalizer(Finalizer):
 
     def _extend_or_filter(self, group: Group, reason: str) -> Verdict:
         num_members = len(group.members) + len(group.dropped) + group.num_unscored
-        num_extend = min(self._options.extend_by, self._options.members_max - num_members)
+        num_extend = min(self._options.extend_by, self._options.members_max - num_members, group.num_extend_max)
         if num_extend > 0 and not group.deadline_passed:
             return Verdict(decision=FinalizerDecision.EXTEND, num_extend=num_extend)
         return Verdict(decision=FinalizerDecision.FILTER, reason=reason)
