@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from msgspec.structs import replace
 from rollmesh.app.checks.config_checks import find_mistakes
 from rollmesh.app.config import load_train_config
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
-from rollmesh.services.reward.item import JudgedSegment, ScoreItem, TaskView
+from rollmesh.services.reward.item import TEXT_CHARS_MAX, WHOLE_CHARS_MAX, JudgedSegment, ScoreItem, TaskView
+from rollmesh.services.reward.scorer import SCORERS, Scorer
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Episode, FinishReason, MemberOutcome, Outcome, Reward, Role, Source
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
+from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import LocalMesh, lease
 from rollmesh.trainer.estimators.base import make_estimator
 from rollmesh.trainer.losses.base import LOSSES, LossInputs
@@ -50,7 +53,8 @@ async def scored(
 ) -> list[dict[str, Reward]]:
     """Score with the reward service's engine; return name -> reward per item."""
     endpoints = table(server, *names)
-    engine = build_engine(RewardConfig(scorers=(scorer,)), FOLDER, endpoints=endpoints)
+    config = RewardConfig(scorers=(scorer,), weights={scorer.reward: 1.0})
+    engine = build_engine(config, FOLDER, endpoints=endpoints)
     found = await engine.score(items)
     await engine.close()
     await endpoints.close()
@@ -81,14 +85,31 @@ async def test_flawed_positives_are_worth_less_than_clean_ones() -> None:
         (0.0, Outcome.NOT_APPLICABLE),
     ]
     assert len(asked) == 2, "wrong answers are not judged"
-    assert "[0] think\n[1] 6+7 is 42\n[2] <answer>42</answer>" in max(asked)
+    assert any("[0] think\n[1] 6+7 is 42\n[2] <answer>42</answer>" in question for question in asked)
 
 
-async def test_a_judge_that_returns_no_step_is_an_infra_failure() -> None:
-    async with chat_server(lambda body: '{"first_error": 7}') as server:
+@pytest.mark.parametrize("reply", ["7", "-2", "0.9", "true", '"-1"', "null", "[0]"])
+async def test_a_judge_that_returns_no_step_is_an_infra_failure(reply: str) -> None:
+    async with chat_server(lambda body: f'{{"first_error": {reply}}}') as server:
         (found,) = await scored(server, FLAWED, item("<answer>42</answer>"), names=("judge",))
     assert found["fapo"].outcome is Outcome.INFRA_FAILURE
-    assert "the judge returned step 7 of 1 steps" in found["fapo"].evidence
+    assert 'the judge must return {"first_error": INDEX} with an integer in [-1, 0]' in found["fapo"].evidence
+
+
+async def test_a_judge_reads_the_whole_text_and_a_longer_one_fails() -> None:
+    async with chat_server(lambda body: '{"first_error": -1}') as server:
+        steps = "first\n\n" + "x" * TEXT_CHARS_MAX + "\n\n<answer>42</answer>"
+        texts = (steps, "x" * WHOLE_CHARS_MAX + "<answer>42</answer>")
+        found = await scored(server, FLAWED, *map(item, texts), names=("judge",))
+        (question,) = [request["messages"][0]["content"] for request in server.requests]
+    assert "\n[0] first\n[1] xxx" in question
+    assert found[0]["fapo"].value == 1.0
+    assert "lower `rollout.limits.context_tokens_max`" in found[1]["fapo"].evidence
+
+
+def test_a_reward_that_only_describes_a_sample_needs_weights() -> None:
+    with pytest.raises(ConfigError, match=r"`reward.weights` must name .* \{fapo: 1.0\}, because without .* flawed "):
+        build_engine(RewardConfig(scorers=(FLAWED,)), FOLDER)
 
 
 @pytest.mark.row("S100", missing="Training of the judge.")
@@ -122,6 +143,34 @@ async def test_an_ensemble_that_disagrees_rewards_less(combine: str, agree: floa
         found = await scored(server, scorer, item("honest"), item("hacked"), names=tuple(scores))
     assert [rewards["ensemble"].value for rewards in found] == [pytest.approx(agree), pytest.approx(disagree)]
     assert [found[1][f"member_{n}"].value for n in range(3)] == list(scores.values())
+
+
+@pytest.mark.parametrize("reply", ["95", "true", '"1"', "-0.1", "[1]"])
+async def test_a_rater_that_returns_something_else_is_an_infra_failure(reply: str) -> None:
+    scorer = ScorerConfig(name="reward_ensemble", reward="ensemble", options={"endpoints": ["a", "b"]})
+    async with chat_server(lambda body: reply if body["model"] == "b" else "1") as server:
+        (found,) = await scored(server, scorer, item("x"), names=("a", "b"))
+    assert "`b` must return a number in [0, 1], got " in found["ensemble"].evidence
+
+
+async def test_the_first_error_of_a_rater_cancels_the_requests_to_the_others() -> None:
+    cancelled = []
+
+    class Raters:
+        async def ask(self, endpoint: str, *_: Any, **__: Any) -> Any:
+            if endpoint == "b":
+                raise LookupError("b has no model")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(endpoint)
+                raise
+
+    scorer: Scorer = SCORERS.make(Extension("reward_ensemble", {"endpoints": ["a", "b", "c"]}))
+    scorer.use_endpoints(Raters())
+    with pytest.raises(LookupError, match="b has no model"):
+        await scorer.score(item("x"))
+    assert cancelled == ["a", "c"]
 
 
 # RLTF -----------------------------------------------------------------------------------------------------------------
@@ -269,6 +318,8 @@ async def test_each_turn_is_scored_by_its_own_answer() -> None:
     assert [(reward.segment, reward.value) for reward in rewards] == [(0, 0.0), (2, 1.0)]
     ((ignored,),) = await engine.score([replace(whole, role="critique")])
     assert ignored.outcome is Outcome.NOT_APPLICABLE
+    ((ignored,),) = await engine.score([replace(whole, path=())])
+    assert (ignored.outcome, ignored.evidence) == (Outcome.NOT_APPLICABLE, "the sample has no turn")
     plain = replace(whole, path=(replace(path[0], text="42 "), between, replace(path[1], text="41")))
     engine = build_engine(RewardConfig(scorers=(replace(scorer, options={"pattern": ""}),)), FOLDER)
     (rewards,) = await engine.score([plain])

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace as replace_
 from typing import Any
 
 import pytest
@@ -131,3 +132,21 @@ async def test_the_scorer_tests_judges_the_code_of_each_turn() -> None:
     assert [place for name, place, _ in found if name == ""] == turns == [1, 3, 5]
     (reward,) = await scorer.score(replace(scored, path=()))
     assert reward.outcome is Outcome.NOT_APPLICABLE
+
+
+async def test_turns_share_the_time_of_the_scorer_tests() -> None:
+    class SlowSandbox(RunningSandbox):
+        async def run_tests(self, files: Mapping[str, bytes], *, budget_s: float = 0.0, **values: Any) -> Any:
+            budgets.append(budget_s)
+            report = await super().run_tests(files, **values)
+            return replace_(report, verdicts=tuple(replace_(one, wall_s=4.0) for one in report.verdicts))
+
+    budgets: list[float] = []
+    scorer = SCORERS.make(Extension("tests", {"per": "turn"}))
+    scorer.use_sandbox(SlowSandbox())
+    scorer.use_timeout(30.0)
+    turns = [(DOUBLE, "more"), ("no code", "more"), *[(DOUBLE, "more")] * 3]
+    found = await scorer.score(replace(conversation(*turns), answer_key=AnswerKey(tests=HIDDEN)))
+    assert budgets == [30.0, 14.0], "4 tests of 4 s each"
+    assert [reward.value for reward in found if reward.name == ""] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert "earlier turns took the 30 s of `timeout_s`" in found[-1].evidence

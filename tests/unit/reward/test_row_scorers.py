@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
-from rollmesh.services.reward.item import AnswerKey, JudgedSegment, ScoreItem, TaskView
+from rollmesh.services.reward.item import TEXT_CHARS_MAX, AnswerKey, JudgedSegment, ScoreItem, TaskView
 from rollmesh.services.reward.scorer import SCORERS, Scorer
 from rollmesh.services.reward.scorers.process_reward import Form, refine
 from rollmesh.shared.clients.generated import ScoredTokens
@@ -32,6 +32,7 @@ from rollmesh.shared.domain.trajectory import (
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.estimators.base import make_estimator
 
 from ..shared.chat_server import ChatServer, chat_server
@@ -232,6 +233,8 @@ async def test_a_sample_without_an_answer_asks_nothing_and_one_without_its_token
     others = replace(item.path[1], token_ids=np.array([1, 2, 3], dtype=np.int32))  # tokens that merge over the answer
     await reference_reward(policy, replace(item, path=(item.path[0], others)))
     assert policy.asked == [("?So <answer>", "b"), ("?So <answer>", "a")]
+    with pytest.raises(ConfigError, match="`where` must be final, got 'episode'"):
+        SCORERS.make(Extension("reference_prob", {"where": "episode"}))
 
 
 # Clip and Delta -------------------------------------------------------------------------------------------------------
@@ -348,6 +351,14 @@ async def test_a_right_answer_that_contradicts_its_reasoning_earns_less() -> Non
     assert len(asked) == 5, "only right answers are judged"
     assert "Both are close" not in asked[0], "the judge reads the end of the reasoning"
     assert "Where is it?" not in asked[0]
+
+
+async def test_the_format_of_a_long_text_is_that_of_all_of_it() -> None:
+    text = f"<think>{'x ' * TEXT_CHARS_MAX}</think><answer>2</answer>"
+    scorer: Scorer = SCORERS.make(Extension("consistent"))
+    reward = await scorer.score(conversation((text, ""), answers=["1"]))
+    assert isinstance(reward, Reward)
+    assert reward.value == 0.5
 
 
 @pytest.mark.parametrize("reply", ["", "yes", "1", '{"consistent": "yes"}', '{"consistent": 1}', "[true]"])

@@ -131,7 +131,12 @@ def shown_name(name: str) -> str:
 def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
     """Construct one scorer. Raise ConfigError."""
     scorer: Scorer = SCORERS.make(config, base_dir)
-    for attribute, example in (("columns", "entropy"), ("reads", "correct"), ("rewards", "brief")):
+    for attribute, example in (
+        ("columns", "entropy"),
+        ("reads", "correct"),
+        ("rewards", "brief"),
+        ("diagnostics", "brief"),
+    ):
         names = getattr(scorer, attribute)
         if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
             raise ConfigError(
@@ -158,7 +163,16 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
 
 
 def _check_weights(weights: Mapping[str, float], scorers: Sequence[ConfiguredScorer]) -> None:
-    """Reject a weight for a reward that no scorer has, because the intended reward would be missing in every total."""
+    """Reject a weight for a reward that no scorer has, because the intended reward would be missing in every total, and
+    no weights with a reward that is a diagnostic, because it would count in every total."""
+    diagnostics = [name for scorer in scorers for name in scorer.scorer.diagnostics]
+    if diagnostics and not weights:
+        judging = [scorer.name for scorer in scorers]
+        raise ConfigError(
+            f"`reward.weights` must name the rewards to optimize, for example {{{judging[0]}: 1.0}}, because without "
+            f"weights {', '.join(diagnostics)} would count too, which only describe a sample",
+            key="reward.weights",
+        )
     known = [name for scorer in scorers for name in scorer.reward_names]
     for name in weights:
         if name not in known:

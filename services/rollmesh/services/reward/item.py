@@ -34,6 +34,8 @@ from rollmesh.shared.errors import field_error
 TEXT_CHARS_MAX = 16_384
 """Maximum length of a text that a pattern searches, in characters; only the end of a longer one is searched. A lazy
 pattern without a match takes time quadratic in the length, and the model chooses the text."""
+WHOLE_CHARS_MAX = 1 << 20
+"""Maximum length of the text of the model for scorers that need all of it, in characters."""
 
 Where = Literal["final", "episode"]
 """`final`: the last assistant message. `episode`: all assistant messages of the path of the sample, one per
@@ -185,9 +187,22 @@ class ScoreItem(msgspec.Struct, frozen=True, kw_only=True):
     def response(self, where: Where = "final") -> str:
         """Return the text of the model, at most its last TEXT_CHARS_MAX characters. Empty if the model wrote
         nothing."""
+        return self._said(where)[-TEXT_CHARS_MAX:]
+
+    def whole_response(self, where: Where = "final") -> str:
+        """Return the whole text of the model, for scorers that do not search it by a pattern of the configuration.
+        Raise ValueError if it has more than WHOLE_CHARS_MAX characters."""
+        text = self._said(where)
+        if len(text) > WHOLE_CHARS_MAX:
+            raise ValueError(
+                f"the text of the model must have at most {WHOLE_CHARS_MAX} characters, got {len(text)}; lower "
+                "`rollout.limits.context_tokens_max`"
+            )
+        return text
+
+    def _said(self, where: Where) -> str:
         said = [message.content for message in self.messages if message.role == "assistant"]
-        text = "\n\n".join(said if where == "episode" else said[-1:])
-        return text[-TEXT_CHARS_MAX:]
+        return "\n\n".join(said if where == "episode" else said[-1:])
 
 
 def check_task_scorers(names: Sequence[str], known: Sequence[str], field: str = "scorers") -> None:

@@ -87,6 +87,9 @@ class Scorer(Plugin):
     """Changes when the same input may score differently."""
     rewards: tuple[str, ...] = ()
     """Names of its rewards besides the configured one."""
+    diagnostics: tuple[str, ...] = ()
+    """Names in `rewards` that describe a sample and do not judge it. A run with one of them MUST set `reward.weights`,
+    because without weights every reward has weight 1."""
     reads: tuple[str, ...] = ()
     """Names of rewards of other scorers, which run before it. They are in `item.rewards`; see `item.reward`."""
     columns: tuple[str, ...] = ()

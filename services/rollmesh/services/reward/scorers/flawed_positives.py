@@ -20,19 +20,16 @@ import msgspec
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer, not_applicable
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor
+from rollmesh.services.reward.scorers.judging import client_of, framed
 from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.domain.trajectory import Outcome, Reward
 from rollmesh.shared.endpoints.answer import Asks
-from rollmesh.shared.errors import FailedPrecondition
 
 QUESTION = """\
-[Problem]
-{task}
+Review a solution of a task step by step. Its answer is right.
+{data}
 
-[Solution in steps; its answer is right]
-{steps}
-
-Review the solution step by step. Return JSON: {{"first_error": INDEX}}, the index of the earliest wrong step, or -1 if there is none."""  # noqa: E501
+ Return JSON: {{"first_error": INDEX}}, the index of the earliest wrong step, or -1 if there is none."""
 
 
 class FlawedPositivesOptions(AnswerOptions):
@@ -49,7 +46,7 @@ class FlawedPositivesScorer(Scorer):
 
     Options: ClassVar[type[msgspec.Struct]] = FlawedPositivesOptions
     version = "1"
-    rewards = ("flawed",)
+    rewards = diagnostics = ("flawed",)
 
     def __init__(self, *, options: FlawedPositivesOptions) -> None:
         self._options, self._extractor = options, Extractor(options)
@@ -59,22 +56,23 @@ class FlawedPositivesScorer(Scorer):
         self._endpoints = endpoints
 
     async def score(self, item: ScoreItem) -> Reward | Sequence[Reward]:
-        if self._endpoints is None:
-            raise FailedPrecondition(f"the scorer flawed_positives needs the endpoint `{self._options.endpoint}`")
+        endpoints = client_of(self._endpoints, "flawed_positives", self._options.endpoint)
         if item.answer_key is None or not item.answer_key.answers:
             return not_applicable("the task has no answer key")
         answer = self._extractor.find(item)
         if answer not in item.answer_key.answers:
             not_judged = Reward(name="flawed", value=0.0, outcome=Outcome.NOT_APPLICABLE)
             return [Reward(name="", value=-1.0, answer=answer or ""), not_judged]
-        steps = [step for step in item.response("episode").split("\n\n") if step.strip()]
-        question = QUESTION.format(
-            task=item.task.messages[-1].content, steps="\n".join(f"[{n}] {step}" for n, step in enumerate(steps))
-        )
-        said = await self._endpoints.ask(self._options.endpoint, question, json=True)
-        first = int(said.value["first_error"])
-        if not -1 <= first < len(steps):
-            raise ValueError(f"the judge returned step {first} of {len(steps)} steps")
+        steps = [step for step in item.whole_response("episode").split("\n\n") if step.strip()]
+        numbered = "\n".join(f"[{n}] {step}" for n, step in enumerate(steps))
+        question = QUESTION.format(data=framed(task=item.task.messages[-1].content, steps=numbered))
+        said = await endpoints.ask(self._options.endpoint, question, json=True)
+        first = said.value.get("first_error") if isinstance(said.value, dict) else None
+        if type(first) is not int or not -1 <= first < len(steps):
+            raise ValueError(
+                f'the judge must return {{"first_error": INDEX}} with an integer in [-1, {len(steps) - 1}], got '
+                f"{str(said.value)[:100]!r}"
+            )
         value = 1.0 if first == -1 else self._options.flawed
         return [
             Reward(name="", value=value, evidence=f"first wrong step: {first}", answer=answer),

@@ -51,7 +51,7 @@ class ImprovementScorer(Scorer):
 
     Options: ClassVar[type[msgspec.Struct]] = ImprovementOptions
     version = "1"
-    rewards = (COPIED,)
+    rewards = diagnostics = (COPIED,)
 
     def __init__(self, *, options: ImprovementOptions) -> None:
         self._options = options

@@ -26,16 +26,14 @@ from msgspec import Meta
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer, not_applicable
+from rollmesh.services.reward.scorers.judging import client_of, framed, is_score
 from rollmesh.shared.config.settings import NonEmptyStr, Settings, Share
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, Reward
 from rollmesh.shared.endpoints.answer import Asks
 
 QUESTION = """\
-[Task]
-{task}
-
-[Steps]
-{steps}
+Rate each step of a solution of a task.
+{data}
 
 Rate each step from 0 (wrong) to 1 (right). Return a JSON list of {num} numbers in the order of the steps, and nothing else."""  # noqa: E501
 STEPS_MAX = 256
@@ -91,20 +89,21 @@ class ProcessRewardScorer(Scorer):
         return Reward(name="", value=sum(refined), evidence=f"steps {shown}")
 
     async def _ask(self, item: ScoreItem, steps: Sequence[str]) -> list[float]:
-        if self._endpoints is None:
-            raise ValueError("the scorer process_reward has no client of endpoints; name its model in `endpoints`")
+        endpoints = client_of(self._endpoints, "process_reward", self._options.endpoint)
         if len(steps) > STEPS_MAX:
             raise ValueError(f"a sample must have at most {STEPS_MAX} steps, got {len(steps)}; lower `turns_max`")
         question = QUESTION.format(
-            task=item.task.messages[-1].content if item.task.messages else "",
-            steps="\n".join(f"[{number}] {step}" for number, step in enumerate(steps, 1)),
+            data=framed(
+                task=item.task.messages[-1].content if item.task.messages else "",
+                steps="\n".join(f"[{number}] {step}" for number, step in enumerate(steps, 1)),
+            ),
             num=len(steps),
         )
-        said = await self._endpoints.ask(
+        said = await endpoints.ask(
             self._options.endpoint, question, json=True, temperature=0.0, max_tokens=self._options.max_tokens
         )
         scores = said.value if isinstance(said.value, list) else []
-        if len(scores) != len(steps) or not all(_is_score(score) for score in scores):
+        if len(scores) != len(steps) or not all(is_score(score) for score in scores):
             raise ValueError(
                 f"the process reward model must return a JSON list of {len(steps)} numbers in [0, 1], got "
                 f"{str(said.value)[:100]!r}"
@@ -120,9 +119,5 @@ def refine(scores: Sequence[float], form: Form, eta: float) -> list[float]:
     return [here - then for here, then in zip(clipped, [*clipped[1:], 0.0], strict=True)]
 
 
-def _is_score(score: object) -> bool:
-    return isinstance(score, int | float) and not isinstance(score, bool) and 0 <= score <= 1
-
-
 def _paragraphs(item: ScoreItem) -> list[tuple[int, str]]:
-    return [(WHOLE_SAMPLE, text.strip()) for text in item.response("episode").split("\n\n") if text.strip()]
+    return [(WHOLE_SAMPLE, text.strip()) for text in item.whole_response("episode").split("\n\n") if text.strip()]

@@ -39,6 +39,13 @@ class ReferenceProbOptions(AnswerOptions):
     """Whether the same function of the probability of the reference directly after the prompt is subtracted, as in
     RLPR."""
 
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.where != "final":
+            raise ValueError(
+                f"`where` must be final, got {self.where!r}, because the answer in the last turn is replaced"
+            )
+
 
 class ReferenceProbScorer(Scorer):
     """See the module. It does not apply to a task without an answer key."""
@@ -87,8 +94,8 @@ class ReferenceProbScorer(Scorer):
         for begin in range(said.size - own.size, -1, -1):
             if np.array_equal(said[begin : begin + own.size], own):
                 return said[:begin]
-        text = item.response()
-        return self._policy.encode(text[: text.rfind(found)])
+        text = item.whole_response()
+        return self._policy.encode(text[: text.rindex(found)])
 
 
 def mean_probability(scored: ScoredTokens) -> float:

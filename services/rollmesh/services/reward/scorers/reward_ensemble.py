@@ -4,14 +4,13 @@
     worst          R = min_i r_i
     uncertainty    R = mean_i r_i - penalty * var_i r_i       the variance is that of the population
 
-r_i is the number that endpoint i returns for the sample. Each r_i is also a reward, `member_0`, `member_1` and so on,
-without a weight in the recipe. Where members disagree, the policy has probably found an error of some of them, and
-earns less.
+r_i in [0, 1] is the number that endpoint i returns for the sample; any other answer is an infra failure. Each r_i is
+also a reward, `member_0`, `member_1` and so on, without a weight in the recipe. Where members disagree, the policy has
+probably found an error of some of them, and earns less.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import ClassVar, Literal
@@ -20,19 +19,17 @@ import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import Scorer
+from rollmesh.services.reward.scorers.judging import all_of, client_of, framed, is_score
 from rollmesh.shared.config.settings import NonNegativeFloat, Settings
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.endpoints.answer import Asks
-from rollmesh.shared.errors import FailedPrecondition
 
-QUESTION = """\
+QUESTION = (
+    """\
 Rate the answer from 0 to 1. Return the number only.
-
-[Task]
-{task}
-
-[Answer]
-{answer}"""
+{data}"""
+    ""
+)
 MEMBERS_MAX = 8
 
 
@@ -63,7 +60,7 @@ class RewardEnsembleScorer(Scorer):
 
     Options: ClassVar[type[msgspec.Struct]] = RewardEnsembleOptions
     version = "1"
-    rewards = tuple(f"member_{number}" for number in range(MEMBERS_MAX))
+    rewards = diagnostics = tuple(f"member_{number}" for number in range(MEMBERS_MAX))
 
     def __init__(self, *, options: RewardEnsembleOptions) -> None:
         self._options = options
@@ -73,12 +70,17 @@ class RewardEnsembleScorer(Scorer):
         self._endpoints = endpoints
 
     async def score(self, item: ScoreItem) -> Sequence[Reward]:
-        options, endpoints = self._options, self._endpoints
-        if endpoints is None:
-            raise FailedPrecondition(f"the scorer reward_ensemble needs the endpoints {', '.join(options.endpoints)}")
-        question = QUESTION.format(task=item.task.messages[-1].content, answer=item.response())
-        asking = [endpoints.ask(name, question, json=True) for name in options.endpoints]
-        scores = [float(answer.value) for answer in await asyncio.gather(*asking)]
+        options = self._options
+        endpoints = client_of(self._endpoints, "reward_ensemble", *options.endpoints)
+        question = QUESTION.format(data=framed(task=item.task.messages[-1].content, answer=item.whole_response()))
+
+        async def rate(name: str) -> float:
+            said = await endpoints.ask(name, question, json=True)
+            if not is_score(said.value):
+                raise ValueError(f"`{name}` must return a number in [0, 1], got {str(said.value)[:100]!r}")
+            return float(said.value)
+
+        scores = await all_of(map(rate, options.endpoints))
         value = _combined(scores, options.combine, options.penalty)
         members = [Reward(name=f"member_{number}", value=score) for number, score in enumerate(scores)]
         return [Reward(name="", value=value, evidence=f"{options.combine} of {scores}"), *members]

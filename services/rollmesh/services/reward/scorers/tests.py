@@ -1,7 +1,7 @@
 """Run hidden tests on the code of the model: 1 if every test accepts it, else 0, and the share of accepting tests.
 
 With `per: turn` the code of each turn is judged, and the rewards are those of the turns: for trajectories that are cut
-at a turn (source `trajectories`). A turn without code has 0.
+at a turn (source `trajectories`). A turn without code has 0, and so has one for which no time is left.
 
 The tests run on sandbox nodes in another jail than the candidate, so its output and side effects cannot become a
 verdict. A failure of a jail or a node is an infra failure of the sample, never a reward of 0. The time that the
@@ -45,8 +45,7 @@ class TestsOptions(AnswerOptions):
     """Limit of one test, in wall seconds, if it is lower than that of the manifest. 0 means the limit of the
     manifest."""
     per: Literal["sample", "turn"] = "sample"
-    """What is judged: the answer of the sample, or the text of each of its turns. `wall_s` and `timeout_s` hold for
-    each."""
+    """What is judged: the answer of the sample, or the text of each of its turns. The turns share `timeout_s`."""
 
 
 class TestsScorer(Scorer):
@@ -73,18 +72,26 @@ class TestsScorer(Scorer):
         if not tests:
             return [not_applicable("the task has no hidden tests")]
         if self._options.per == "sample":
-            return await self._judge(item, tests, self._extractor.find(item))
+            return (await self._judge(item, tests, self._extractor.find(item), self._timeout_s))[0]
         if not item.turns:
             return [not_applicable("the sample has no turn")]
-        rewards = []
+        rewards, spent_s = [], 0.0
         for turn in item.turns:
-            judged = await self._judge(item, tests, self._extractor.find_in(turn.text))
+            code = self._extractor.find_in(turn.text)
+            if code is not None and 0 < self._timeout_s <= spent_s:
+                judged = _rewards(0.0, 0.0, f"earlier turns took the {self._timeout_s:g} s of `timeout_s`")
+            else:
+                judged, took_s = await self._judge(item, tests, code, max(self._timeout_s - spent_s, 0.0))
+                spent_s += took_s
             rewards += [replace(reward, segment=turn.segment) for reward in judged]
         return rewards
 
-    async def _judge(self, item: ScoreItem, tests: str | Mapping[str, object], code: str | None) -> list[Reward]:
+    async def _judge(
+        self, item: ScoreItem, tests: str | Mapping[str, object], code: str | None, budget_s: float
+    ) -> tuple[list[Reward], float]:
+        """Return the rewards of the code, and the seconds that it took."""
         if code is None:
-            return _rewards(0.0, 0.0, "no code found")
+            return _rewards(0.0, 0.0, "no code found"), 0.0
         if self._sandbox is None:
             raise ScorerFailed("the tests scorer needs sandbox nodes: start one, or name it in `sandboxes`")
         report = await self._sandbox.run_tests(
@@ -93,9 +100,10 @@ class TestsScorer(Scorer):
             manifest="" if isinstance(tests, str) else json.dumps(tests),
             limits={"wall_s": self._options.wall_s},
             owner=f"{item.key.run}/{item.key.episode}.{item.key.attempt}/tests",
-            budget_s=self._timeout_s,
+            budget_s=budget_s,
         )
-        return _rewards(float(report.accepted), report.accepted_share, describe(report))
+        took_s = sum(verdict.wall_s for verdict in report.verdicts)
+        return _rewards(float(report.accepted), report.accepted_share, describe(report)), took_s
 
 
 def describe(report: TestReport) -> str:

@@ -1,7 +1,8 @@
 """Reward each turn by its own answer: 1 if the answer is accepted, else 0.
 
 For methods that compare the answers of an episode, such as `text_feedback`. The reward is not one of the whole sample,
-so a run needs another scorer for that. A sample with the role `critique` has no answer (NOT_APPLICABLE).
+so a run needs another scorer for that. A sample with the role `critique`, or without a turn, has no answer
+(NOT_APPLICABLE).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class TurnAnswerScorer(Scorer):
             return not_applicable(f"a sample with the role `{item.role}` has no answer")
         if item.answer_key is None or not item.answer_key.answers:
             return not_applicable("the task has no answer key")
+        if not item.turns:
+            return not_applicable("the sample has no turn")
         rewards = []
         for turn in item.turns:
             answer = self._extractor.find_in(turn.text)
