@@ -10,6 +10,7 @@ import pytest
 
 from rollmesh.shared.config.config_schema import json_schema
 from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import PositiveInt, Settings
 from rollmesh.shared.errors import ConfigError
 
@@ -45,7 +46,8 @@ class Config(Settings):
 
 
 class Layered(Settings):
-    listed = {"stop": "stops"}
+    listed = {"stop": "stops", "part": "parts"}
+    parts: tuple[Extension, ...] = (Extension("plain"),)
     kind: str = ""
     stops: tuple[str, ...] = ()
     size: int = 0
@@ -127,6 +129,38 @@ def test_a_list_above_another_file_replaces_that_of_the_file(tmp_path: Path) -> 
     assert load_config(Layered, path) == Layered(kind="below", stops=("now",), size=3)
     (tmp_path / "below.yaml").write_text("stop: old\n")
     assert load_config(Layered, write(tmp_path, "kind: below\n")) == Layered(kind="below", stops=("old",))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "below", "parts"),
+    [
+        ("part: {options: {a: 1}}", [], "", [("plain", {"a": 1})]),
+        ("", ["part.options.a=1"], "", [("plain", {"a": 1})]),
+        ("part: other", ["part.options.a=1"], "", [("other", {"a": 1})]),
+        ("part: {options: {a: 1}}", [], "parts: [fast]", [("fast", {"a": 1})]),
+        ("part: {options: {a: 1}}", ["part.options.b=3"], "parts: [{name: fast, options: {a: 2, c: 4}}]",
+         [("fast", {"a": 1, "b": 3, "c": 4})]),
+        ("part: {name: other}", [], "parts: [{name: fast, options: {a: 2}}]", [("other", {})]),
+        ("", ["part.options.b=3"], "part: {name: fast, options: {a: 2}}", [("fast", {"a": 2, "b": 3})]),
+    ],
+)  # fmt: skip
+def test_some_keys_of_a_setting_that_is_now_a_list_change_its_only_item(
+    tmp_path: Path, text: str, overrides: list[str], below: str, parts: list[tuple[str, dict[str, int]]]
+) -> None:
+    (tmp_path / "below.yaml").write_text(below)
+    config = load_config(Layered, write(tmp_path, f"kind: below\n{text}\n"), overrides)
+    assert [(part.name, part.options) for part in config.parts] == parts
+
+
+def test_a_wrong_key_of_a_setting_that_is_now_a_list_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("parts: [one, two]\n")
+    for text, overrides, where in (
+        ("part:\n  name: x\n  option: {}\n", (), f"{tmp_path}/x.yaml:4"),
+        ("part: x\n", ["part.option=3"], "override `part.option=3`"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Layered, write(tmp_path, f"kind: below\n{text}"), overrides)
+        assert str(caught.value).startswith(f"{where}: `parts[0].option`: unknown key; did you mean `options`?")
 
 
 def test_a_wrong_type_says_what_was_expected_and_found(tmp_path: Path) -> None:

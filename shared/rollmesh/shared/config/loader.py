@@ -10,7 +10,7 @@ pass finds all errors: after each, the key is removed (or renamed to the probabl
 errors become one `ConfigError`. A class attribute `removed` of a type maps the settings that only the release before
 had to the reason why they have no effect. They are ignored with a warning, because the configuration in a run folder
 has every setting. `listed` maps settings that only the release before had to the lists that replaced them. The value is
-read as a list of one, with a warning.
+read as a list of one, with a warning. A mapping of some of its keys changes the only item of the list below it.
 
 YAML is read as YAML 1.1 with two changes: `1e-4` is a number, and a duplicate key is an error.
 """
@@ -237,8 +237,13 @@ def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None, *
         if fill and short and isinstance(default, node.cls):
             value = {short: getattr(default, short), **value}
         fields = {field.encode_name: field for field in node.fields}
+        items = {old: _item_type(fields[new].type) for old, new in getattr(node.cls, "listed", {}).items()}
         return {
-            key: _long_form(fields[key].type, below, _default(fields[key]), fill=fill) if key in fields else below
+            key: _long_form(fields[key].type, below, _default(fields[key]), fill=fill)
+            if key in fields
+            else _long_form(items[key], below, fill=False)
+            if key in items
+            else below
             for key, below in value.items()
         }
     elif isinstance(node, msgspec.inspect.DictType) and isinstance(value, dict):
@@ -248,25 +253,41 @@ def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None, *
     return value
 
 
-def _listed(node: msgspec.inspect.Type, value: Any, places: _Places, path: str = "") -> Any:
-    """Replace each setting of the release before that is now a list."""
+def _listed(node: msgspec.inspect.Type, value: Any, places: _Places, path: str = "", under: Any = None) -> Any:
+    """Replace each setting of the release before that is now a list.
+
+    A mapping becomes the item of the list in `under`, the values of the layer below it, or of the default, with its
+    changes, if that list has one item.
+    """
     if isinstance(node, msgspec.inspect.Metadata):
-        return _listed(node.type, value, places, path)
+        return _listed(node.type, value, places, path, under)
     if isinstance(node, msgspec.inspect.UnionType):
         for option in node.types:
-            value = _listed(option, value, places, path)
+            value = _listed(option, value, places, path, under)
     elif isinstance(node, msgspec.inspect.StructType) and isinstance(value, dict):
+        under = under if isinstance(under, dict) else {}
+        fields = {field.encode_name: field for field in node.fields}
         for old, new in getattr(node.cls, "listed", {}).items():
             if old in value and new not in value:
                 key = f"{path}.{old}"
                 _log.warning("%s: `%s` is now the list `%s`: write `%s: [...]`", places.of(key), key[1:], new, new)
-                value = {name: below for name, below in value.items() if name != old} | {new: [value[old]]}
-        fields = {field.encode_name: field.type for field in node.fields}
+                places.move(key, f"{path}.{new}[0]")
+                item, items = value[old], under.get(new) or msgspec.to_builtins(_default(fields[new]))
+                if isinstance(item, dict) and isinstance(items, (list, tuple)) and len(items) == 1:
+                    item = merged(items[0], item) if isinstance(items[0], dict) else item
+                value = {name: below for name, below in value.items() if name != old} | {new: [item]}
         return {
-            key: _listed(fields[key], below, places, f"{path}.{key}") if key in fields else below
+            key: _listed(fields[key].type, below, places, f"{path}.{key}", under.get(key)) if key in fields else below
             for key, below in value.items()
         }
     return value
+
+
+def _item_type(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    """Return the type of the items of a list."""
+    bare = plain(node)
+    assert isinstance(bare, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)), "`listed` names lists"
+    return bare.item_type
 
 
 def _default(field: msgspec.inspect.Field) -> object:
@@ -281,10 +302,15 @@ class _Places:
         self._lines = lines
         self._overrides = overrides
         self._below: tuple[Path, dict[str, int]] | None = None
+        self._moved: dict[str, str] = {}
 
     def lay_under(self, file: Path, lines: dict[str, int]) -> None:
         """Values of `file` are used where no other place gives one."""
         self._below = (file, lines)
+
+    def move(self, given: str, path: str) -> None:
+        """The value at `path` was given at the path `given`."""
+        self._moved[path] = given
 
     def below(self, path: str) -> str:
         """Return the place in the lower file, if no other place gives the value."""
@@ -292,15 +318,23 @@ class _Places:
         return where if self._below is not None and where.rpartition(":")[0] == str(self._below[0]) else ""
 
     def of(self, path: str) -> str:
+        paths = [path, *(old + path.removeprefix(new) for new, old in self._moved.items() if _is_in(path, new))]
         for candidate, override in self._overrides.items():
-            if path == candidate or path.startswith((f"{candidate}.", f"{candidate}[")):
+            if any(_is_in(one, candidate) for one in paths):
                 return f"override `{override}`"
-        line = self._lines.get(path)
-        if line is None and self._below is not None and path in self._below[1]:
-            return f"{self._below[0]}:{self._below[1][path]}"
+        line = next((self._lines[one] for one in paths if one in self._lines), None)
+        if line is None and self._below is not None:
+            file, lines = self._below
+            if (below := next((lines[one] for one in paths if one in lines), None)) is not None:
+                return f"{file}:{below}"
         if self.file is None:
             return "configuration"
         return f"{self.file}:{line}" if line is not None else str(self.file)
+
+
+def _is_in(path: str, part: str) -> bool:
+    """Return whether `path` is `part` or a path below it."""
+    return path == part or path.startswith((f"{part}.", f"{part}["))
 
 
 def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
@@ -313,10 +347,11 @@ def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
 def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple[T | None, list[ConfigError]]:
     mistakes: list[ConfigError] = []
     kind = msgspec.inspect.type_info(type_)
-    rest = _listed(kind, msgspec.to_builtins(tree), places)
+    rest = msgspec.to_builtins(tree)
     try:
         rest = _with_underlay(type_, rest, places)
     except ConfigError as err:
+        rest = _listed(kind, rest, places)
         mistakes.append(err)
     rest = _long_form(kind, rest)
     while len(mistakes) < MISTAKES_MAX:
@@ -334,16 +369,19 @@ def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple
 
 
 def _with_underlay(type_: type, tree: dict[str, Any], places: _Places) -> dict[str, Any]:
-    """Return `tree` over the values of the file that the type names for it."""
+    """Return `tree` over the values of the file that the type names for it. Settings that are now lists are replaced in
+    both."""
+    kind = msgspec.inspect.type_info(type_)
     underlay = getattr(type_, "underlay", None)
     file = underlay(tree, places.file.parent if places.file is not None else None) if underlay is not None else None
     if file is None:
-        return tree
+        made: dict[str, Any] = _listed(kind, tree, places)
+        return made
     below, lines = read_tree(file)
     places.lay_under(file, lines)
     below.pop("about", None)
-    below = _listed(msgspec.inspect.type_info(type_), below, places)
-    return merged(_long_form(msgspec.inspect.type_info(type_), below, fill=False), tree)
+    below = _long_form(kind, _listed(kind, below, places), fill=False)
+    return merged(below, _listed(kind, tree, places, under=below))
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
