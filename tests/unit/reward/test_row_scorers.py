@@ -267,7 +267,7 @@ async def test_a_repeated_step_does_not_raise_the_total(steps: str) -> None:
     scores = {"good": 0.9, "fine": 0.8, "bad": 0.2}
 
     def rate(body: dict[str, Any]) -> str:
-        lines = body["messages"][0]["content"].partition("[Steps]\n")[2].partition("\n\nRate")[0].splitlines()
+        lines = body["messages"][0]["content"].partition(" steps\n")[2].partition("\nDATA-")[0].splitlines()
         return json.dumps([scores[line.split()[-1]] for line in lines])
 
     def episode(*said: str) -> ScoreItem:

@@ -156,7 +156,7 @@ def test_a_wrong_key_of_a_setting_that_is_now_a_list_is_named_with_its_line(tmp_
     (tmp_path / "below.yaml").write_text("parts: [one, two]\n")
     for text, overrides, where in (
         ("part:\n  name: x\n  option: {}\n", (), f"{tmp_path}/x.yaml:4"),
-        ("part: x\n", ["part.option=3"], "override `part.option=3`"),
+        ("part: x\n", ["part.option={}"], "override `part.option={}`"),
     ):
         with pytest.raises(ConfigError) as caught:
             load_config(Layered, write(tmp_path, f"kind: below\n{text}"), overrides)
