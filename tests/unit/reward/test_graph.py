@@ -80,12 +80,15 @@ async def test_a_reward_that_is_not_applicable_is_read_as_none_and_other_names_a
         item("x").reward("correct")
 
 
-async def test_a_reader_of_a_failed_scorer_does_not_run() -> None:
-    reader = Gives(0.5, reads=("correct",))
+async def test_a_reader_of_a_failed_scorer_does_not_run_and_neither_does_its_reader() -> None:
+    reader, second = Gives(0.5, reads=("correct",)), Gives(0.5, reads=("gate",))
     (rewards,) = await engine(
-        scorer("correct", Gives(RuntimeError("down"))), scorer("gate", reader), scorer("other", Gives(1.0))
+        scorer("correct", Gives(RuntimeError("down"))),
+        scorer("gate", reader),
+        scorer("bonus", second),
+        scorer("other", Gives(1.0)),
     ).score([item("x")])
-    assert not reader.seen
+    assert (reader.seen, second.seen) == ([], [])
     assert [(r.name, r.outcome) for r in rewards] == [("correct", Outcome.INFRA_FAILURE), ("other", Outcome.OK)]
 
 

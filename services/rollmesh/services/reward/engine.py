@@ -126,8 +126,9 @@ class RewardEngine:
         scorer = self.graph.scorers[number]
         ready: dict[int, ScoreItem] = {}
         for place, item in enumerate(items):
-            read = [reward for giver in self.graph.reads[number] for reward in found[giver][place].rewards]
-            if not any(reward.outcome is Outcome.INFRA_FAILURE for reward in read):
+            given = [found[giver][place].rewards for giver in self.graph.reads[number]]
+            read = [reward for rewards in given for reward in rewards]
+            if all(given) and not any(reward.outcome is Outcome.INFRA_FAILURE for reward in read):
                 named = {name: tuple(reward for reward in read if reward.name == name) for name in scorer.reads}
                 ready[place] = structs.replace(item, rewards=named) if named else item
         if scorer.sees == "episode":

@@ -40,7 +40,11 @@ class Matcher:
     def reply(self, key: Patterns, text: str) -> dict[str, Any]:
         if key.error:
             return {"error": key.error}
-        return {"equal": any((p.fullmatch(text) if key.whole else p.search(text)) is not None for p in key.patterns)}
+        try:
+            found = any((p.fullmatch(text) if key.whole else p.search(text)) is not None for p in key.patterns)
+        except MemoryError:  # the model chose the text
+            found = False
+        return {"equal": found}
 
 
 def _compiled(patterns: tuple[str, ...], whole: bool, ignore_case: bool) -> Patterns:

@@ -77,8 +77,10 @@ class Validator:
             key.validate(value)
         except fastjsonschema.JsonSchemaValueException as error:
             return {"equal": False, "why": f"{str(error.name)[:_PATH_CHARS_MAX]} violates `{error.rule}`"}
-        except (RecursionError, ValueError, OverflowError) as error:
+        except (RecursionError, ValueError, OverflowError, MemoryError) as error:
             return {"equal": False, "why": f"cannot be validated ({type(error).__name__})"}
+        except ArithmeticError as error:
+            return {"error": f"the schema of the key cannot be applied ({type(error).__name__}): is a `multipleOf` 0?"}
         return {"equal": True, "why": ""}
 
 

@@ -2,9 +2,10 @@ r"""Compare the option that the answer names with the key of a multiple-choice t
 
 The option is the one that the text states last: the content of the last `\boxed{}`, or else what follows the last
 "answer is", "Answer:" or similar up to the end of the line, or else the last line. A statement names an option by its
-letter alone (`C`, `c.`, `(C)`, `Option C`), by its letter and a text behind it (`C. Paris`, `C because ...`), or by its
-text alone, if the task has texts. A statement that names several options names none: `A or C`, `A, B, C, D`, `ABCD`.
-So does a text without a statement whose lines name different options. A letter that begins a text without a mark
+letter alone (`C`, `c.`, `(C)`, `Option C`), by its letter and a text behind it (`C. Paris`, `C because ...`, `C is
+correct`), or by its text alone, if the task has texts. If it has none, "answer is C, Paris" names C, too. A statement
+that names several options names none: `A or C`, `A, B, C, D`, `ABCD`, `(A) | (B)`. So does a text without a statement
+whose lines name different options. A letter that begins a text without a mark
 behind it is a word: `A dog` is not option A.
 
 The `math` scorer also compares letters, in answers that are nothing else.
@@ -32,8 +33,12 @@ _STATES = re.compile(
 _BOXED = "\\boxed{"
 _LEADING = re.compile(r"(?:(?:option|choice|letter)\s)?([(\[]?)([A-J])(?![A-Za-z'\d])([)\].:]*)", re.IGNORECASE)
 _REASON = re.compile(r"(?:because|since|as|due to)\b|[,;-]\s?(?:because|since|as|due to)\b", re.IGNORECASE)
+_AFFIRMED = re.compile(
+    r"is (?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer|solution)(?![\w'])", re.IGNORECASE
+)
+_COMMENT = re.compile(r",\s?(?!.*\b[A-J]\b)")
 _FURTHER = re.compile(
-    r"(?:\b(?:and|or|also|either|maybe|nor)\b|[,/&;+])\s?(?:(?:option|choice|letter)\s)?[(\[]?([A-J])(?![A-Za-z'\d])"
+    r"(?:\b(?:and|or|also|either|maybe|nor)\b|[,/&;+|])\s?(?:(?:option|choice|letter)\s)?[(\[]?([A-J])(?![A-Za-z'\d])"
 )
 _STYLED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\s?\{([^{}]*)\}")
 
@@ -79,7 +84,7 @@ class ChoiceScorer(Scorer):
         given = key.record.get(self._options.texts)
         if isinstance(given, Sequence) and not isinstance(given, str) and 2 <= len(given) <= len(letters):
             return {letter: _plain(str(text)) for letter, text in zip(letters, given, strict=False)}
-        if isinstance(given, Mapping) and given and all(str(letter) in letters for letter in given):
+        if isinstance(given, Mapping) and given and {str(letter) for letter in given} <= set(letters):
             return {str(letter): _plain(str(text)) for letter, text in given.items()}
         raise ValueError(
             f"the field `{self._options.texts}` of the task must be a list of 2 to {len(letters)} texts, or a mapping "
@@ -96,12 +101,12 @@ def stated_option(text: str, texts: Mapping[str, str]) -> str:
         return _named(boxed, texts)
     if statements := list(_STATES.finditer(text)):
         rest = text[statements[-1].end() :].strip()
-        return _named(rest.partition("\n")[0], texts)
+        return _named(rest.partition("\n")[0], texts, stated=True)
     named = [_named(line, texts) for line in text.splitlines() if line.strip()]
     return named[-1] if len({letter for letter in named if letter}) == 1 else ""
 
 
-def _named(statement: str, texts: Mapping[str, str]) -> str:
+def _named(statement: str, texts: Mapping[str, str], *, stated: bool = False) -> str:
     statement = _STYLED.sub(r"\1", statement).replace("*", "").replace("$", "").replace("\\", "").strip(" \t`_#>-")
     if letter := _by_text(statement, texts):
         return letter
@@ -110,18 +115,20 @@ def _named(statement: str, texts: Mapping[str, str]) -> str:
     letter, rest = found[2].upper(), statement[found.end() :].strip().rstrip(".,;:!")
     if letter not in texts or (found[1] and not found[3].startswith((")", "]"))):
         return ""
+    rest = _AFFIRMED.sub("", rest, count=1).strip() if _AFFIRMED.match(rest) else rest
     if not rest:
         return letter
     if found[2] != letter and not found[3]:
         return ""  # `a dog`
     others = {other.upper() for other in _FURTHER.findall(rest) if other.upper() in texts} - {letter}
-    next_one = _LEADING.match(rest)
+    next_one = _LEADING.match(rest.lstrip("|-/ "))
     if next_one is not None and next_one[2] in texts and (next_one[3] or next_one.end() == len(rest)):
         others.add(next_one[2])
     said = _by_text(rest, texts)
     if others - {letter} or (said and said != letter):
         return ""
-    return letter if found[3] or said or _REASON.match(rest) else ""
+    comment = stated and not any(texts.values()) and _COMMENT.match(rest)
+    return letter if found[3] or said or comment or _REASON.match(rest) else ""
 
 
 def _by_text(statement: str, texts: Mapping[str, str]) -> str:
