@@ -247,7 +247,7 @@ def test_a_users_scorer_that_cannot_be_used_is_named(tmp_path: Path, scorer: Sco
 def test_a_weight_for_a_reward_of_no_scorer_is_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"`reward.weights` must name rewards of scorers \(correct\), got 'corect'; did you mean 'correct'\?",
+        match=r"`reward.weights` must name rewards of scorers \(correct\), got 'corect' \(did you mean 'correct'\?\)",
     ):
         build_engine(RewardConfig(weights={"corect": 1.0}))
 

@@ -44,7 +44,8 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     time_unix_s: float
     metrics: dict[str, float | None]
     seconds: dict[str, float]
-    """Seconds spent per phase since the last line."""
+    """Seconds spent per phase since the last line. A line is written before the checkpoint and the publication of its
+    update, so the next line has their seconds."""
 
 
 class MetricsLog:

@@ -1,7 +1,7 @@
 """Gather samples for scorers that score several in one call.
 
 A sample waits at most `wait_s` for others. A full batch is sent immediately. A call is cancelled when all callers that
-wait for it have been.
+wait for it have been cancelled.
 """
 
 from __future__ import annotations

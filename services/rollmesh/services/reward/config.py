@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from msgspec import Meta
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer
+from rollmesh.services.reward.graph import nearest
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
 from rollmesh.services.reward.scorer import SCORERS, BatchScorer, Policy, Sandbox, Scorer, Sees
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
@@ -176,9 +176,9 @@ def _check_weights(weights: Mapping[str, float], scorers: Sequence[ConfiguredSco
     known = [name for scorer in scorers for name in scorer.reward_names]
     for name in weights:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            meant = nearest(name, known)
             raise ConfigError(
                 f"`reward.weights` must name rewards of scorers ({', '.join(known)}), got {name!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "; a custom scorer lists its other names in `rewards`"),
+                + (meant or "; a custom scorer lists its other names in `rewards`"),
                 key="reward.weights",
             )

@@ -16,13 +16,13 @@ from typing import TypeVar
 from msgspec import structs
 
 from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict, checked_verdict
+from rollmesh.services.reward.scorer_run import CAUSE_CHARS_MAX
 from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward
 from rollmesh.shared.errors import GroupCodeFailed
 
-CAUSE_CHARS_MAX = 500
 FRAMES_CHARS_MAX = 900
-"""Cause and frames of a GroupCodeFailed fit in the message of a gRPC status."""
+"""Maximum length of the frames of a GroupCodeFailed. With the cause they fit in the message of a gRPC status."""
 A = TypeVar("A")
 R = TypeVar("R")
 

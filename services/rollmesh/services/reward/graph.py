@@ -67,7 +67,7 @@ class ScorerGraph:
     def _number(self, name: str) -> int:
         if name not in self._giver:
             raise InvalidInput(
-                f"no scorer gives a reward called {name!r}{_nearest(name, self._giver)}; known: "
+                f"no scorer gives a reward called {name!r}{nearest(name, self._giver)}; known: "
                 f"{', '.join(self._giver)}; name a reward of reward.scorers"
             )
         return self._giver[name]
@@ -77,7 +77,7 @@ class ScorerGraph:
             if name not in self._giver:
                 raise ConfigError(
                     f"the scorer of `{scorer.name}` ({scorer.label}) reads the reward `{name}`, which no scorer "
-                    f"gives{_nearest(name, self._giver)}; known: {', '.join(self._giver)}; add a scorer with "
+                    f"gives{nearest(name, self._giver)}; known: {', '.join(self._giver)}; add a scorer with "
                     f"`reward: {name}` to reward.scorers",
                     key="reward.scorers",
                 )
@@ -98,6 +98,7 @@ def _givers(scorers: Sequence[ConfiguredScorer]) -> dict[str, int]:
     return found
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
+def nearest(name: str, known: Collection[str]) -> str:
+    """Return the question whether the most similar known name is meant, in brackets, or ""."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -27,6 +27,7 @@ from rollmesh.shared.endpoints.metering import EndpointMeter, metered
 from rollmesh.shared.telemetry.metrics import count
 
 CAUSE_CHARS_MAX = 500
+"""Maximum length of the cause of an error of user code."""
 ANSWER_CHARS_MIN = 3
 ANSWER_CHARS_MAX = 256
 """Maximum length of `Reward.answer`."""

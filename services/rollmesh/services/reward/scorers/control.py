@@ -1,4 +1,4 @@
-"""Rewards that say nothing true about an answer: controls, with which a gain of another run is compared.
+"""Controls: rewards that are not higher for a right answer, with which a gain of another run is compared.
 
     random:   1 with probability `share`, else 0, by a hash of the sample
     constant: `value`
