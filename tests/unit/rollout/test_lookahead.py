@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
@@ -25,9 +26,11 @@ from .table_policy import END, Table, TableGenerator, answers, table_mesh
 CONFIG = RolloutConfig(outputs=("top_k",), num_top=2, limits=LimitsConfig(turns_max=40))
 
 
-async def grown(table: Table, *, seed: int = 0, step: int = 0, **options: Any) -> tuple[LocalMesh, TableGenerator]:
+async def grown(
+    table: Table, *, seed: int = 0, step: int = 0, config: RolloutConfig = CONFIG, **options: Any
+) -> tuple[LocalMesh, TableGenerator]:
     """Run one episode."""
-    mesh, generator = table_mesh(table, step, config=CONFIG)
+    mesh, generator = table_mesh(table, step, config=config)
     report = await mesh.runner(load_agent(Extension("latr", options))).run(lease(seed=seed))
     assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED, report.failure
     assert not any(stream.is_open for stream in generator.streams)
@@ -190,6 +193,16 @@ def test_a_tree_is_a_group_of_grpo() -> None:
 async def test_the_tree_does_not_fork_late_and_turns_are_left_for_all_samples() -> None:
     _, generator = await grown(chances(0.0, 0.45, 0.45), fork_tokens_max=2, samples=4, rouge_max=1.0, suffix_max=1.0)
     assert {len(stream.answer) for stream in generator.streams} == {0, 2}
+
+
+@pytest.mark.parametrize("limits", [{"tokens_max": 34}, {"segments_max": 6}, {"context_tokens_max": 30}], ids=str)
+async def test_a_limit_ends_the_tree_and_not_the_attempt(limits: dict[str, int]) -> None:
+    config = replace(CONFIG, limits=LimitsConfig(turns_max=40, **limits))
+    for seed in range(4):
+        mesh, generator = await grown(chances(*[0.45] * 16), seed=seed, config=config, suffix_max=1.0, rouge_max=1.0)
+        (episode,) = mesh.samples.episodes
+        assert episode.samples
+        assert all(stream.pieces for stream in generator.streams), "no branch begins without room"
 
 
 async def test_evaluations_and_missing_outputs() -> None:

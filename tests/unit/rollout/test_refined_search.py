@@ -74,6 +74,7 @@ async def test_the_right_answer_is_also_given_after_the_same_queries_while_train
     assert (given[-1], sampled[-1]) == ("<answer>Babbage</answer>", "<answer>He</answer>")
     assert [sample.weight for sample in episode.samples] == [0.25, 1.0]
     (segment,) = [segment for segment in episode.segments if segment.source is Source.DATASET]
+    assert [s for s in episode.path_segments(episode.samples[0]) if s.num_trainable] == [segment]
     assert segment.role is Role.ACTION
     assert segment.loss_mask is None or segment.loss_mask.all()
     assert segment.logprobs is None, "so only supervised terms train on it"

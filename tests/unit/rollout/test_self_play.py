@@ -13,16 +13,18 @@ from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_en
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.agents.red_team import public_part
+from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Episode, Outcome, Reward
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.testing.rollout import LocalMesh, lease
+from rollmesh.trainer.recipe import find_recipe, read_recipe
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 from ..shared.chat_server import chat_server
-from .reward_service import ServicePort, environment
+from .reward_service import ServicePort
 from .scored_items import items_of
 from .self_play_toy import LEVELS, UNANSWERABLE, SelfPlayToy
 
@@ -196,14 +198,10 @@ async def game(
     async with chat_server(lambda body: json.dumps(verdict)) as server:
         entry = {"kind": "openai", "base_url": server.url, "model": "m", "retry_s": 0.0}
         endpoints = Endpoints({"judge": config_from_dict(EndpointConfig, entry)})
-        mesh = LocalMesh(script=script or both(), endpoints=endpoints)
-        mesh.scorer = ServicePort(  # type: ignore[assignment]
-            [
-                environment("game", min=-2, max=2),
-                environment("form", min=-1),
-                environment("faithful", min=-1, required=False),
-            ]
-        )
+        config = RolloutConfig(limits=LimitsConfig(**given.pop("limits", {})))
+        mesh = LocalMesh(script=script or both(), endpoints=endpoints, config=config)
+        _, recipe = read_recipe(find_recipe("self_red_team"))
+        mesh.scorer = ServicePort(recipe["reward"]["scorers"])  # type: ignore[assignment]
         agent = load_agent(Extension("red_team", options))
         report = await mesh.runner(agent).run(lease(**{"messages": ["seed"], "labels": {"kind": "harmful"}, **given}))
         await endpoints.close()
@@ -294,8 +292,22 @@ async def test_seeds_without_an_attacker_and_evaluations_have_only_the_defender(
     assert [sample.role for sample in episode.samples] == ["defender"]
     assert rewards == [{"game": 2.0, "form": 1.0}]
     assert "[Request]\nseed\n" in asked
-    mesh = LocalMesh(script=both())
-    await mesh.runner(load_agent(Extension("red_team"))).run(lease(["seed"], purpose=types_pb2.PURPOSE_EVAL))
-    (text,) = texts(mesh, mesh.samples.episodes[-1])
+    mesh, episode, rewards, _ = await game(verdict(True, False, False), purpose=types_pb2.PURPOSE_EVAL, labels={})
+    (text,) = texts(mesh, episode)
     assert "seed" in text
     assert REFUSAL in text
+    assert rewards == [{"game": 0.0, "form": 1.0}]
+
+
+async def test_a_limit_before_the_verdict_gives_both_turns_the_same_rewards() -> None:
+    """So neither is trained: the estimator compares them with each other."""
+    _, episode, rewards, asked = await game(verdict(True, True, False), limits={"turns_max": 1})
+    assert [sample.role for sample in episode.samples] == [""]
+    assert rewards == [{"game": -2.0, "form": -1.0}]
+    assert not asked
+
+
+def test_the_recipe_measures_success_by_a_reward_that_evaluations_have() -> None:
+    _, recipe = read_recipe(find_recipe("self_red_team"))
+    required = [s["reward"] for s in recipe["reward"]["scorers"] if s["options"].get("required", True)]
+    assert recipe["run"]["success_reward"] in required

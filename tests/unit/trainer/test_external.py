@@ -119,6 +119,23 @@ def test_samples_without_a_token_of_any_term_are_left_out() -> None:
     assert nothing.outcome is UpdateOutcome.SKIPPED
 
 
+def test_a_given_solution_is_in_no_baseline_of_turns() -> None:
+    """The recipe of the refined search: four wrong episodes of two turns teach nothing, although each gives the right
+    answer."""
+    _, recipe = read_recipe(find_recipe("im_rag"))
+    chosen = recipe["learner"]["estimator"]
+    samples, members = [], []
+    for number in range(4):
+        turns = [prompt([1]), action([20, 21], [-1.0] * 2), prompt([2]), action([22], [-1.0])]
+        for name, path in (("sampled", turns), ("given", [prompt([1, 20, 21, 2]), given([30, 31])])):
+            made = training_sample(f"{name}-{number}", path, of="g")
+            samples.append(made)
+            value = float(name == "given")
+            members.append(member(made.sample.sample_id, {"correct": value}, episode=f"e{number}", of=made))
+    found = make_estimator(Extension(chosen["name"], chosen["options"]))(batch_of(samples, [group("g", *members)]))
+    assert found.advantages.tolist() == [0.0, 0.0, 0.0, 1.0, 1.0] * 4
+
+
 # NaN ------------------------------------------------------------------------------------------------------------------
 
 

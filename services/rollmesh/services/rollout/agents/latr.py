@@ -10,8 +10,9 @@ probabilities of the next token of a branch, and t its position in the answer:
 
 The new branch begins with the tokens before t and the one of the two most likely tokens that was not sampled, as given
 tokens without loss. All branches of a task are sampled at the same time. A pruned one is cancelled, so the engine frees
-its slot, and it is not a sample. The tree does not fork from `fork_tokens_max` on. The other samples of the episode,
-and those of a tree that did not fill, are ordinary answers. An evaluation has one ordinary answer.
+its slot, and it is not a sample. The tree does not fork from `fork_tokens_max` on, nor where a limit leaves no
+tokens for a branch. The other samples of the episode, and those of a tree that did not fill, are ordinary answers. An
+evaluation has one ordinary answer.
 
 Deviations. The code takes the most likely token where a branch does not fork, until the tree is full; here every token
 but the forced one is sampled, so that the policy learns from its own tokens. The code trains the tokens before a fork
@@ -24,7 +25,7 @@ as in the code. tau_ed of the paper, an edit distance, is not used by the publis
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -36,7 +37,7 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.sequence_match import suffix_match
 from rollmesh.shared.common_subsequence import rouge_l
 from rollmesh.shared.config.settings import NonNegativeInt, PositiveInt, Settings, Share
-from rollmesh.shared.domain.trajectory import Purpose, Role, Segment
+from rollmesh.shared.domain.trajectory import Purpose, Segment
 from rollmesh.shared.errors import InvalidInput
 
 TOP_IDS, TOP_LOGPROBS = "top_k_ids", "top_k_logprobs"
@@ -144,11 +145,12 @@ class _Lookahead:
     def _begin(self, branch: _Branch) -> None:
         self._turns_left -= 1
         self._branches.append(branch)
-        branch.work = self._group.create_task(self._sample(branch))
+        branch.work = self._group.create_task(self._sample(branch, tuple(branch.tokens)))
 
-    async def _sample(self, branch: _Branch) -> None:
+    async def _sample(self, branch: _Branch, given: Sequence[int]) -> None:
         try:
-            await branch.env.generate(on_piece=partial(self._read, branch))
+            begin = np.asarray(given, dtype=np.int32)
+            await branch.env.generate(on_piece=partial(self._read, branch), begin=begin)
         except LimitReached:
             return  # the episode records the limit; the other branches have begun
 
@@ -165,9 +167,7 @@ class _Lookahead:
         if branch.forks and not branch.pruned:
             for at, token in self._alternatives(branch, piece, position):
                 given = [*branch.tokens[:at], token]
-                twin = self._start.branch()
-                twin.append(np.asarray(given, dtype=np.int32), role=Role.ACTION)
-                self._begin(_Branch(twin, parent=branch, birth=at, tokens=given))
+                self._begin(_Branch(self._start.branch(), parent=branch, birth=at, tokens=given))
 
     def _begin_ordinary(self, piece: Segment) -> None:
         """Begin the samples that are not from the tree."""
@@ -192,6 +192,8 @@ class _Lookahead:
             size = sum(one.forks for one in self._kept())
             if position + row >= options.fork_tokens_max or size >= self._tree_size or self._turns_left <= 0:
                 return
+            if position + row + 1 >= self._start.tokens_left:
+                return  # the given tokens of the branch would leave no room
             if token not in self._ends:
                 yield position + row, token
 

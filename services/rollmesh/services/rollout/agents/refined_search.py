@@ -5,8 +5,10 @@ words; the model observes them behind the ids of the documents of the result (li
 writes them), so that the scorer `progress` sees what was retrieved. A result of an error is not refined.
 
 While training, a task with the label of `solution` also gives a sample that ends with this text in place of the answer
-of the model, after the same queries and documents, with tokens that only supervised terms train on (docs/agents.md).
-The run needs `external_sources: [dataset]`.
+of the model. The same queries and documents are its context, without loss, so that the queries are trained only in the
+sample of the policy, and only supervised terms train on the text (docs/agents.md). The run needs
+`external_sources: [dataset]`, and an estimator without given solutions in the baseline, such as `trloo` or `grpo` with
+`baseline: policy`.
 
 Source: IM-RAG (2024-05, arXiv:2405.13021): reasoner, retriever, refiner, and supervised fine-tuning of the answer. The
 paper trains the queries and the answer in two stages, and this agent in one run.
@@ -72,6 +74,7 @@ class RefinedSearchAgent(ToolCallingAgent):
                 if call is None:
                     if solution:
                         given = before.encode(solution, end=True)
+                        before.begin(before.token_ids, before.messages)
                         before.append(given, role=Role.ACTION, source=Source.DATASET, train=True)
                         before.sample(weight=self._options.weight)
                     return
