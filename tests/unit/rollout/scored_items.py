@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView, judged_path
 from rollmesh.shared.codec.trajectory import decode_segment
-from rollmesh.shared.domain.trajectory import EpisodeKey
+from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason
 from rollmesh.v1 import reward_pb2
 
 
@@ -25,6 +25,7 @@ def items_of(request: reward_pb2.ScoreItem, answers: Sequence[str] = ()) -> list
                 sample_id=sample.sample_id,
                 leaf=sample.leaf,
                 role=sample.role,
+                finish=FinishReason(sample.finish),
                 path=path,
             )
         )

@@ -148,7 +148,7 @@ class SelfPlayToy:
         if context == "ask":
             if "<|tool|>" not in prompt:
                 return _next(turn, f"<tool_call>1</tool_call>{END}")
-            return self.chosen() if turn == "<question>" else _next(turn, f"<question>{turn[-1:]}</question>{END}")
+            return self.chosen() if turn == "<question>" else _next(turn, f"<question>{turn[10:11]}</question>{END}")
         if turn != "<answer>":
             return _next(turn, f"<answer>{turn[8:9]}</answer>{END}")
         if context.startswith("[Documents]"):

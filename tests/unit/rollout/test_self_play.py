@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,11 @@ def player(
     return script
 
 
-async def asked(script: Any, *, endpoint: str = "", **of_lease: Any) -> tuple[LocalMesh, Episode]:
+async def asked(
+    script: Any, *, endpoint: str = "", limits: Mapping[str, Any] | None = None, **of_lease: Any
+) -> tuple[LocalMesh, Episode]:
     mesh = LocalMesh(
+        config=RolloutConfig(limits=LimitsConfig(**limits or {})),
         script=script,
         functions={"call": lambda text: f"result of {text}"},
         steps=(STEP,),
@@ -161,6 +165,16 @@ async def test_the_proposer_is_rewarded_by_the_failures_of_the_solvers(
     ]
     found = await played_rewards([one, *solvers], **options)
     assert found == [proposer, *(float(answer == "4") for answer in answers)]
+
+
+async def test_a_limit_that_the_roles_share_gives_the_proposer_no_reward() -> None:
+    """The cheapest play has 3 turns of the proposer, 1 of the reader and 2 of each solver."""
+    mesh, _ = await asked(player(), limits={"turns_max": 7})
+    items = items_of(mesh.scorer.items[-1], answers=["4"])
+    assert [item.role for item in items] == ["proposer", "solver", "solver"]
+    assert await played_rewards(items) == [0.0] * 3
+    _, recipe = read_recipe(find_recipe("ssp"))
+    assert recipe["rollout"]["limits"]["turns_max"] > 3 + 2 * recipe["rollout"]["agent"]["options"]["num_solvers"]
 
 
 @pytest.mark.row("S079")

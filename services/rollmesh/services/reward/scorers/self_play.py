@@ -3,7 +3,8 @@
     solver      R = r                                      r: the reward of the answer
     proposer    R = 1 - a                                  a: share of the solvers of the episode with r > 0
                 R = 4 a (1 - a)                            with `form: intermediate`: questions of medium difficulty
-                R = rejected                               if the episode has no solver: the question was not accepted
+                R = rejected                               if the episode has no solver: the question was not accepted,
+                                                           or if a limit ended it, since the roles share its limits
 
 Source: SSP (2025-10, arXiv:2510.18821; code: Alibaba-Quark/SSP), in which `rejected` is 0: a question that cannot be
 answered earns nothing. The agent `search_self_play` gives the roles. A sample with another role has the reward r.
@@ -19,7 +20,7 @@ import msgspec
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.scorer import BatchScorer, Sees, not_applicable
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
-from rollmesh.shared.domain.trajectory import Reward
+from rollmesh.shared.domain.trajectory import FinishReason, Reward
 
 
 class SelfPlayOptions(Settings):
@@ -30,7 +31,7 @@ class SelfPlayOptions(Settings):
     form: Literal["failures", "intermediate"] = "failures"
     """`failures`: 1 - a; `intermediate`: 4 a (1 - a)."""
     rejected: float = 0.0
-    """Reward of a proposer whose question was not accepted."""
+    """Reward of a proposer whose question was not accepted, or whose episode a limit ended."""
     proposer: NonEmptyStr = "proposer"
     """Role of the proposer."""
     solver: NonEmptyStr = "solver"
@@ -52,15 +53,16 @@ class SelfPlayScorer(BatchScorer):
         options = self._options
         solved = [item.reward(options.reward) for item in items if item.role == options.solver]
         return [
-            self._of_proposer(solved)
+            self._of_proposer(item, solved)
             if item.role == options.proposer
             else _known(item.reward(options.reward), options.reward)
             for item in items
         ]
 
-    def _of_proposer(self, solved: Sequence[float | None]) -> Reward:
-        if not solved:
-            return Reward(name="", value=self._options.rejected, evidence="the question was not accepted")
+    def _of_proposer(self, item: ScoreItem, solved: Sequence[float | None]) -> Reward:
+        if not solved or item.finish is FinishReason.LENGTH:
+            evidence = "a limit ended the episode" if solved else "the question was not accepted"
+            return Reward(name="", value=self._options.rejected, evidence=evidence)
         known = [value for value in solved if value is not None]
         if len(known) < len(solved):
             return _known(None, self._options.reward)
