@@ -11,14 +11,21 @@ conversation, as in `Environment.reward`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 
+JSON_TYPE = "application/json"
+"""The content type of a reply with rewards."""
 REWARD_BYTES_MAX = 1 << 20
 """Most bytes that a program or a reply may use for its rewards."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class SentReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,12 +45,6 @@ class SentReward(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         branch.reward(self.name, self.value, turn=self.turn, evidence=self.evidence, episode=whole)
 
 
-class RewardsReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply with rewards. Other fields are ignored."""
-
-    rewards: tuple[SentReward, ...] = ()
-
-
 def give_lines(raw: bytes, env: Environment, api: ServedEpisode, *, complete: bool) -> None:
     """Give the rewards of a program, one JSON object per line. Without `complete` the last line may be cut, and counts
     only if it ends. Raise ValueError that names the line."""
@@ -58,15 +59,22 @@ def give_lines(raw: bytes, env: Environment, api: ServedEpisode, *, complete: bo
 
 
 def give_reply(raw: bytes, env: Environment, api: ServedEpisode) -> None:
-    """Give the rewards of a JSON reply. A reply that is not an object has none. Raise ValueError."""
-    if not raw.lstrip().startswith(b"{"):
-        return
-    _check_size(raw)
+    """Give the rewards of a JSON reply: the field `rewards`, a list of objects. Any other reply, and one that is too
+    long, has none; its field is logged. Raise ValueError for an object that is not a reward, and as
+    `SentReward.give`."""
     try:
-        reply = msgspec.json.decode(raw, type=RewardsReply)
+        _check_size(raw)
+        reply = msgspec.json.decode(raw)
+        found = reply.get("rewards", []) if isinstance(reply, dict) else []
+        sent = msgspec.convert(found, list[dict[str, Any]])
+    except (ValueError, UnicodeDecodeError) as err:
+        _log.info("a reply has no rewards: episode=%s reply=%s: %s", env.key.episode, _shown(raw), err)
+        return
+    try:
+        rewards = msgspec.convert(sent, list[SentReward])
     except ValueError as err:
-        raise ValueError(f"its reply, {_shown(raw)}: {err}") from None
-    _give_all(reply.rewards, env, api)
+        raise ValueError(f"the rewards of its reply, {_shown(raw)}: {err}") from None
+    _give_all(rewards, env, api)
 
 
 def _give_all(rewards: Sequence[SentReward], env: Environment, api: ServedEpisode) -> None:
