@@ -1717,7 +1717,9 @@ class EvalResult(_message.Message):
 
     @_builtins.property
     def success_by_label(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Mean of the run's success reward by task label, e.g. {"level=3": 0.5}; at most the first 256 labels."""
+        """Mean of the run's success reward by task label, e.g. {"level=3": 0.5}; at most the first 256 labels.
+        A label whose value has more than 64 characters is omitted.
+        """
 
     def __init__(
         self,

@@ -1339,7 +1339,7 @@ class GroupContext(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Labels of the task."""
+        """Labels of the task whose values have at most 64 characters."""
 
     def __init__(
         self,

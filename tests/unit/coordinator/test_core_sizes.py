@@ -10,6 +10,7 @@ import pytest
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core import rollouts
+from rollmesh.services.coordinator.core.batches import group_members
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Reply
 from rollmesh.services.coordinator.core.facts import (
@@ -224,7 +225,7 @@ def test_evaluations_of_tasks_with_unlike_labels_give_a_state_that_fits_into_a_m
     state = run.core.state
     for number, lease in enumerate(reply.value.leases):  # type: ignore[attr-defined]
         group = state.groups[lease.group]
-        group.task = msgspec.structs.replace(group.task, labels={"id": f"{number:0100}"})
+        group.task = msgspec.structs.replace(group.task, labels={"id": f"{number:060}", "text": "x" * 65})
         meta = SampleMeta(
             sample_id=f"{lease.episode}.0", rewards=(Reward(name="correct", value=1.0, segment=-1),), trainable=False
         )
@@ -234,6 +235,8 @@ def test_evaluations_of_tasks_with_unlike_labels_give_a_state_that_fits_into_a_m
     assert evaluated.num_samples == 1000
     assert evaluated.reward_sums == {"correct": 1000.0}
     assert len(evaluated.label_sums) == len(evaluated.label_nums) == 256
+    assert all(label.startswith("id=") for label in evaluated.label_sums), "a text is not a group of tasks"
+    assert group_members(group).labels == {"id": f"{999:060}"}
     state.evals = [msgspec.structs.replace(evaluated, step=step) for step in range(1000)]
     found = run_state(run.core, EMPTY)
     assert found.ByteSize() < 3 * 1024 * 1024

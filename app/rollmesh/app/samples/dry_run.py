@@ -23,6 +23,7 @@ from rollmesh.app.samples.samples import ACTION, SampleLine, rewards_of, summary
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.services.reward.config import shown_name
 from rollmesh.services.reward.finalizer_list import call_group_code
+from rollmesh.shared.domain.text import short_labels
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.shared.errors import ConfigError, GroupCodeFailed
 from rollmesh.trainer.estimators import Estimator, make_estimator
@@ -82,7 +83,8 @@ def call_estimator(name: str, estimator: Estimator, lines: Sequence[SampleLine],
         for copy in range(MEMBERS)
         for line in lines
     )
-    group = GroupContext(group=lines[0].group, task=lines[0].task, members=members, labels=lines[0].labels)
+    labels = short_labels(lines[0].labels)
+    group = GroupContext(group=lines[0].group, task=lines[0].task, members=members, labels=labels)
     try:
         call_group_code(f"estimator {shown_name(name)}", estimator.of_group, group)
     except GroupCodeFailed as err:

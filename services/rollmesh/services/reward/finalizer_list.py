@@ -18,6 +18,7 @@ from msgspec import structs
 from rollmesh.services.reward.finalizer import Finalizer, FinalizerDecision, Group, Verdict, checked_verdict
 from rollmesh.services.reward.scorer_run import CAUSE_CHARS_MAX
 from rollmesh.shared.config.user_code import explain, user_traceback
+from rollmesh.shared.domain.text import short_labels
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward
 from rollmesh.shared.errors import GroupCodeFailed
 
@@ -99,7 +100,8 @@ def _seen(
 def _context(group: Group, adjusted: Mapping[str, tuple[Reward, ...]]) -> GroupContext:
     """Return all scored members, as the estimator of the trainer gets them: a dropped one counts in the baseline."""
     members = _adjusted(group, adjusted)
-    return GroupContext(group=group.group, task=group.task.task_id, members=members, labels=group.task.labels)
+    labels = short_labels(group.task.labels)
+    return GroupContext(group=group.group, task=group.task.task_id, members=members, labels=labels)
 
 
 def _adjusted(group: Group, adjusted: Mapping[str, tuple[Reward, ...]]) -> tuple[MemberOutcome, ...]:

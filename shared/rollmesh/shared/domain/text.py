@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+LABEL_CHARS_MAX = 64
+"""Greatest length of the value of a label that groups tasks, in characters. A longer one is a text for the agent."""
+
+
+def short_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels that group tasks: those whose values have at most `LABEL_CHARS_MAX` characters."""
+    return {label: value for label, value in labels.items() if len(value) <= LABEL_CHARS_MAX}
+
 
 def count_of(num: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: "1 blob", "2,000 blobs"."""

@@ -415,7 +415,7 @@ class GroupContext(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     members: tuple[MemberOutcome, ...]
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Labels of the task."""
+    """Labels of the task whose values have at most 64 characters."""
 
 
 TRAINED_MEASURES = ("mean_abs_advantage", "policy_loss", "num_tokens")

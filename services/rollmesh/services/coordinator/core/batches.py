@@ -20,7 +20,7 @@ from rollmesh.services.coordinator.core.guards import (
 )
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
-from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.domain.text import count_of, short_labels
 from rollmesh.shared.errors import (
     NotPublished,
     PayloadTooLarge,
@@ -306,7 +306,9 @@ def group_members(group: GroupState) -> m.GroupContext:
         )
         for s in group.samples.values()
     )
-    return m.GroupContext(group=group.group, task=group.task.task_id, members=members, labels=group.task.labels)
+    return m.GroupContext(
+        group=group.group, task=group.task.task_id, members=members, labels=short_labels(group.task.labels)
+    )
 
 
 def get_batch(ctx: DecisionContext, request: m.GetBatch) -> None:

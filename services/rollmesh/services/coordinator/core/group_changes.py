@@ -21,6 +21,7 @@ from rollmesh.services.coordinator.core.state import (
     SampleState,
     State,
 )
+from rollmesh.shared.domain.text import short_labels
 
 EVALS_KEPT_MAX = 1000
 LABELS_MAX = 256
@@ -100,7 +101,7 @@ def count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> 
             result.reward_sums[reward.name] = result.reward_sums.get(reward.name, 0.0) + reward.value
             if reward.name == state.the_spec.success_reward:
                 result.graded |= reward.value not in (0.0, 1.0)
-                for label, value in group.task.labels.items():
+                for label, value in short_labels(group.task.labels).items():
                     key = f"{label}={value}"
                     if key not in result.label_sums and len(result.label_sums) >= LABELS_MAX:
                         continue
