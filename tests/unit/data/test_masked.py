@@ -108,19 +108,20 @@ async def test_the_agent_gets_no_reference_and_another_seed_another_order(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "cause"),
     [
-        {"span": "not in the text"},
-        {"span": "h"},
-        {"span": passage(7)},
-        {"span": 3},
-        {"distractors": DISTRACTORS[:5]},
-        {"distractors": "none"},
+        ({"span": "not in the text"}, "unusable_part"),
+        ({"span": "h"}, "unusable_part"),
+        ({"span": passage(7)}, "unusable_part"),
+        ({"span": 3}, "malformed_answer"),
+        ({"distractors": DISTRACTORS[:5]}, "few_distractors"),
+        ({"distractors": "none"}, "malformed_answer"),
     ],
 )
 async def test_an_answer_of_the_writer_that_is_not_usable_rejects_its_passage(
-    tmp_path: Path, change: dict[str, Any]
+    tmp_path: Path, change: dict[str, Any], cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     (tmp_path / "text.txt").write_text(f"{passage(7)}\n\n{passage(8)}")
 
     def answer(body: dict[str, Any]) -> str:
@@ -129,6 +130,13 @@ async def test_an_answer_of_the_writer_that_is_not_usable_rejects_its_passage(
     async with chat_server(answer) as server:
         tasks = await read(tmp_path, server.url)
     assert [task.task_id for task in tasks] == ["passage-2"]
+    assert f"passages rejected: source=passage {cause}=1" in caplog.text
+
+
+async def test_text_around_the_json_of_the_writer_is_ignored(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(passage(7))
+    async with chat_server(lambda body: f"```json\n{written(body)}\n```") as server:
+        assert len(await read(tmp_path, server.url)) == 1
 
 
 async def test_tasks_that_the_solver_always_answers_are_dropped(tmp_path: Path) -> None:

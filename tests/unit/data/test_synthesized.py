@@ -102,6 +102,15 @@ async def test_without_answers_of_a_solver_easy_questions_stay(tmp_path: Path) -
     assert found["tasks-3-synthesized"].messages[-1].content == "Is it easy?"
 
 
+async def test_the_field_of_facts_may_be_nested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LINES[0], "about", {"facts": LINES[0]["facts"]})
+    monkeypatch.delitem(LINES[0], "facts")
+    async with chat_server(model) as server:
+        await tasks(tmp_path, server.url, facts="about.facts")
+        asked = [body["messages"][0]["content"] for body in server.requests]
+    assert any("Fact: France has the Loire." in text for text in asked)
+
+
 async def test_facts_that_are_not_texts_are_reported_with_their_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

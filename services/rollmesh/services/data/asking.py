@@ -1,4 +1,4 @@
-"""The part that task sources share which let models write tasks."""
+"""The base of task sources that ask models to write tasks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ it is a near-duplicate of the part or of an earlier distractor:
 
 A passage is rejected if the part does not occur exactly once, is shorter than `span_chars_min` or longer than
 `span_share_max` of the passage, or if too few distractors remain. If the endpoint `solver` answers right each of
-`solves` times, the task is too easy and is dropped. An answer of an endpoint that is not usable rejects its passage.
+`solves` times, the task is too easy and is dropped. An answer of an endpoint that is not usable rejects its passage;
+text around the JSON object, such as a Markdown fence, is ignored. The number of rejected passages is logged by cause.
 
 The order of the options is random by `seed` and the passage, so a policy that always answers with one letter is right
 in 1 of `num_options` tasks. The reference of a task, `masked:SEED-DIGEST-OPTIONS`, determines the order, and the reward
@@ -25,7 +26,9 @@ project's own. For noisy text the paper first extracts a passage; here the file 
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +61,7 @@ A part of the text is replaced by {mask}. Which option is that part?
 
 Return the letter of the option as <answer>LETTER</answer>."""
 _WORDS = re.compile(r"\w+")
+_log = logging.getLogger(__name__)
 
 
 class MaskedOptions(PassageOptions):
@@ -90,6 +94,10 @@ class WrittenMask(msgspec.Struct, frozen=True):
     distractors: list[str]
 
 
+class _Rejected(Exception):
+    """A passage does not become a task. The message is the cause, a key of a log line."""
+
+
 class MaskedSource(AskingSource):
     """See the module."""
 
@@ -100,21 +108,27 @@ class MaskedSource(AskingSource):
 
     def tasks(self) -> Iterator[PoolTask]:
         """Yield the tasks. Raise as `passages`, and as `AsksBlocking.ask`."""
+        rejected: Counter[str] = Counter()
         for passage in passages(self._options, self._base_dir):
-            task = self._task(passage)
-            if task is not None and not self._is_easy(task):
+            try:
+                task = self._task(passage)
+            except _Rejected as cause:
+                rejected[str(cause)] += 1
+            else:
                 yield task
+        if rejected:
+            causes = " ".join(f"{cause}={num}" for cause, num in sorted(rejected.items()))
+            _log.info("passages rejected: source=%s %s", self._options.name, causes)
 
-    def _task(self, passage: Passage) -> PoolTask | None:
+    def _task(self, passage: Passage) -> PoolTask:
+        """Return the task of a passage. Raise `_Rejected`."""
         options = self._options
         num_wrong = options.num_options - 1
         asked = WRITE.format(num=num_wrong + options.num_spare, passage=passage.text)
         written = self._usable(self.ask(options.writer, asked), passage.text)
-        if written is None:
-            return None
         wrong = distinct(written.span, written.distractors, options.similarity_max)[:num_wrong]
         if len(wrong) < num_wrong:
-            return None
+            raise _Rejected("few_distractors")
         reference = f"{options.seed}-{passage.digest}-{options.num_options}"
         given = [" ".join(written.span.split()), *wrong]
         shown = [given[index] for index in option_order(reference, options.num_options)]
@@ -123,23 +137,26 @@ class MaskedSource(AskingSource):
             text=passage.text.replace(written.span, MASK),
             options="\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, shown, strict=False)),
         )
-        return PoolTask(
+        task = PoolTask(
             task_id=f"{options.name}-{passage.number}",
             messages=(Message(role="user", content=question),),
             oracle_ref=f"masked:{reference}",
             split=passage.split,
         )
+        if self._is_easy(task):
+            raise _Rejected("easy")
+        return task
 
-    def _usable(self, text: str, passage: str) -> WrittenMask | None:
-        """Return what the writer wrote, or None if it cannot become a task."""
+    def _usable(self, text: str, passage: str) -> WrittenMask:
+        """Return what the writer wrote. Raise `_Rejected` if it cannot become a task."""
         try:
-            written = msgspec.json.decode(text, type=WrittenMask)
+            written = msgspec.json.decode(text[text.find("{") : text.rfind("}") + 1], type=WrittenMask)
         except UNDECODABLE:
-            return None
+            raise _Rejected("malformed_answer") from None
         span = written.span.strip()
         longest = self._options.span_share_max * len(passage)
         if passage.count(span) != 1 or not self._options.span_chars_min <= len(span) <= longest or MASK in passage:
-            return None
+            raise _Rejected("unusable_part")
         return WrittenMask(span, [" ".join(text.split()) for text in written.distractors])
 
     def _is_easy(self, task: PoolTask) -> bool:

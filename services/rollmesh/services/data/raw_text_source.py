@@ -1,9 +1,10 @@
 """A source of raw text: the prompt of a task is the beginning of a passage, and the policy continues it.
 
-The passage is cut before the first word that begins at `prefix_share` of its length or later. The prompt has the text
-before the cut, as the content of one message; an agent that reads raw text, such as `continuation`, gives it to the
-model without a chat template. The labels `original` and, if `rewriter` names an endpoint, `rewritten` have the text
-after the cut and another version of it. A rewritten text that is empty or equal to the original is omitted.
+The passage is cut before the first word that begins at `prefix_share` of its length or later, and before the white
+space in front of it, which tokens of a word usually contain. The prompt has the text before the cut, as the content of
+one message; an agent that reads raw text, such as `continuation`, gives it to the model without a chat template. The
+labels `original` and, if `rewriter` names an endpoint, `rewritten` have the text after the cut and another version of
+it, both with the white space at their start. A rewritten text that is empty or equal to the original is omitted.
 
 Source: Self-Improving Pretraining (2026-01, arXiv:2601.21343; no public code): candidates for the next tokens of a
 document are its own suffix, a suffix that a strong model rewrote, and samples of the policy. The prompt of the rewriter
@@ -63,11 +64,12 @@ class RawTextSource(AskingSource):
             cut = _WORD.search(passage.text, int(options.prefix_share * len(passage.text)))
             if cut is None:
                 continue  # no word begins after the share
-            prefix, suffix = passage.text[: cut.start()], passage.text[cut.start() :]
-            labels = {ORIGINAL: suffix}
+            prefix, suffix = passage.text[: cut.start()].rstrip(), passage.text[cut.start() :]
+            space = passage.text[len(prefix) : cut.start()]
+            labels = {ORIGINAL: space + suffix}
             if options.rewriter:
                 rewritten = self.ask(options.rewriter, REWRITE.format(prefix=prefix, suffix=suffix))
-                labels |= {REWRITTEN: rewritten} if rewritten not in ("", suffix) else {}
+                labels |= {REWRITTEN: space + rewritten} if rewritten not in ("", suffix) else {}
             yield PoolTask(
                 task_id=f"{options.name}-{passage.number}",
                 messages=(Message(role="user", content=prefix),),

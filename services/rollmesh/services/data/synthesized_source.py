@@ -63,7 +63,8 @@ class SynthesizedOptions(JsonlOptions):
     solver: NonEmptyStr = "solver"
     """Endpoint that answers without tools."""
     facts: str = "facts"
-    """Field with facts about what the question names, a list of texts. Lines may have none. Empty: no line has."""
+    """Field with facts about what the question names, a list of texts; dots separate names of nested objects. Lines may
+    have none. Empty: no line has."""
     rounds: PositiveInt = 2
     """Number of rewrites of a question."""
     solves: NonNegativeInt = 2
@@ -130,7 +131,7 @@ class SynthesizedSource(AskingSource, JsonlSource):
 
 def _facts(record: JsonlRecord, field: str) -> list[str]:
     """Return the facts of a line. Raise RecordError if its field is not a list of texts."""
-    given = record.fields.get(field, []) if field else []
+    given = record.value(field, []) if field else []
     if not isinstance(given, list) or not all(isinstance(fact, str) and fact.strip() for fact in given):
         raise record.error("must be a list of non-empty strings", field)
     return [fact.strip() for fact in given]

@@ -32,6 +32,9 @@ class RecordError(InvalidInput):
         return cls(f"{path}:{line}: {where}{cause}", path=path, line=line, field=field)
 
 
+_REQUIRED = object()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlRecord:
     """A JSON object in one line. `line` counts from 1 and includes blank lines, as in an editor."""
@@ -40,12 +43,14 @@ class JsonlRecord:
     line: int
     fields: Mapping[str, object]
 
-    def value(self, field: str) -> object:
-        """Return the value at `field`, in which dots separate names of nested objects. Raise RecordError if it is
-        absent."""
+    def value(self, field: str, default: object = _REQUIRED) -> object:
+        """Return the value at `field`, in which dots separate names of nested objects. If it is absent, return the
+        `default`, or raise RecordError without one."""
         node: object = self.fields
         for name in field.split("."):
             if not isinstance(node, dict) or name not in node:
+                if default is not _REQUIRED:
+                    return default
                 raise self.error(f"is missing; the line has {', '.join(self.fields) or 'no fields'}", field)
             node = node[name]
         return node
