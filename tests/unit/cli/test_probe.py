@@ -15,6 +15,7 @@ from rollmesh.app.config import load_train_config
 from rollmesh.cli.__main__ import app
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.errors import ConfigError
 
 SCORERS = """
 from rollmesh.services.reward.scorer import Scorer
@@ -134,6 +135,11 @@ def test_a_scorer_that_fails_and_a_key_that_is_not_paid_are_counted(folder: Path
     assert report.failed["correct: RuntimeError: down"] > report.num_answers
     report = probed(folder, {"name": "exact", "options": {"pattern": "Result: (.*)"}})
     assert len(report.key_unpaid) == 4
+
+
+def test_a_scorer_that_needs_an_episode_is_rejected(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="reads rewards of the environment, which only an episode has"):
+        probed(folder, {"name": "environment", "options": {"min": 0, "max": 1}})
 
 
 def test_the_command_lists_the_tasks_and_fails(folder: Path) -> None:

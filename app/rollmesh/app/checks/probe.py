@@ -17,6 +17,7 @@ import msgspec
 
 from rollmesh.app.checks.tricks import CONSTANT, FRAMES, NOTHING, answers_of
 from rollmesh.app.config import TrainConfig
+from rollmesh.app.samples.scoring import check_scorers
 from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import PoolTask, Split
@@ -76,6 +77,7 @@ def probe(
     tasks = [pool.task(number * len(pool) // size) for number in range(size)]
     endpoints = Endpoints(config.endpoints, base_dir=base_dir)
     engine = build_engine(reward_config(config), base_dir, endpoints=endpoints)
+    check_scorers(engine)
     return asyncio.run(_probe(tasks, engine, endpoints, config, on_task))
 
 

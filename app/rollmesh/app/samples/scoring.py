@@ -84,7 +84,7 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
     records = read_jsonl(file, num_lines_max=NUM_LINES_MAX).records
     endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
     engine = build_engine(reward_config(settings), base_dir, endpoints=endpoints)
-    _check_scorers(engine)
+    check_scorers(engine)
     lines = asyncio.run(_score(records, tasks, engine, endpoints))
     failed = Outcome.INFRA_FAILURE.name.lower()
     return ScoreReport(
@@ -96,7 +96,8 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
     )
 
 
-def _check_scorers(engine: RewardEngine) -> None:
+def check_scorers(engine: RewardEngine) -> None:
+    """Raise ConfigError if a scorer needs what only an episode of a mesh has."""
     for configured in engine.scorers:
         if overrides(configured.scorer, Scorer.use_policy):
             raise ConfigError(
