@@ -124,15 +124,17 @@ def test_tasks_of_evaluations_without_the_success_reward_are_noted(
         ({"solver": "single_turn"}, "solver", False),
         ({"solver": "tool_calling"}, "solver", True),
         ({"solver": "tool_calling"}, None, False),
+        ({"solver": "summarizing"}, "solver", True),
+        ({"solver": "prefix"}, "solver", True),
     ],
 )
-def test_calls_must_be_readable_if_the_tasks_of_tool_calling_have_tools(
+def test_calls_must_be_readable_if_the_tasks_of_an_agent_that_reads_them_have_tools(
     tmp_path: Path, agents: dict[str, str], named: str | None, calls: bool
 ) -> None:
     """The tools of a task count for its own agent, not for others of the table."""
     write(tmp_path, (named, None), test=(named, None))
     settings = config(("calculator",), agents=agents)
-    assert calls_tools(settings, survey_tasks(build_pools(settings.data, tmp_path))) == calls
+    assert calls_tools(settings, survey_tasks(build_pools(settings.data, tmp_path)), tmp_path) == calls
 
 
 def test_the_survey_keeps_the_first_task_of_each_agent_and_of_each_list_of_scorers(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rollmesh.services.data.config import DataConfig, build_pools
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
+from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Episode, Role, Source
@@ -164,6 +165,29 @@ async def test_a_judge_that_does_not_rank_is_an_infra_failure(answer: str) -> No
             await play(server.url, "l1", said=lambda text: "red today.<|end|>")
 
 
+@pytest.mark.parametrize("limits", [{"turns_max": 1}, {"tokens_max": 14}, {"run_s_max": 5.0}], ids=str)
+async def test_a_limit_before_the_ranking_trains_nothing(limits: dict[str, Any]) -> None:
+    clock = ManualClock()
+    mesh = LocalMesh(
+        script=lambda text: "red today.<|end|>",
+        config=RolloutConfig(limits=config_from_dict(LimitsConfig, limits)),
+        clock=clock,
+    )
+    mesh.scorer = ServicePort([environment("rank"), environment("rollout_won")])  # type: ignore[assignment]
+    mesh.generator.gate.passes_max = 2
+    running = asyncio.ensure_future(
+        mesh.runner(load_agent(Extension("continuation"))).run(lease([PREFIX], labels=LABELS))
+    )
+    while not running.done() and not mesh.generator.gate.held:  # noqa: ASYNC110 - the gate has no event
+        await asyncio.sleep(0)
+    clock.advance(6.0)
+    report = await running
+    assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED, report.failure
+    (episode,) = mesh.samples.episodes
+    assert {role for role, *_ in rewards(episode)} == {"rollout"}
+    assert {one[1:] for one in rewards(episode)} == {(False, 0.0, 0.0)}
+
+
 # The source -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,8 +213,8 @@ async def test_a_passage_is_cut_before_a_word_and_its_rest_is_rewritten(tmp_path
     async with chat_server(rewritten) as server:
         tasks = await read(tmp_path, server.url, rewriter="rewriter", prefix_share=0.4)
     assert [(task.messages[0].content, dict(task.labels)) for task in tasks] == [
-        ("The sky is ", {"original": "green today.", "rewritten": "blue today."}),
-        ("Grass is ", {"original": "blue now."}),  # the same text again is not a candidate
+        ("The sky is", {"original": " green today.", "rewritten": " blue today."}),
+        ("Grass is", {"original": " blue now."}),  # the same text again is not a candidate
     ]
     assert {task.oracle_ref for task in tasks} == {""}
 
@@ -198,6 +222,6 @@ async def test_a_passage_is_cut_before_a_word_and_its_rest_is_rewritten(tmp_path
 async def test_without_a_rewriter_none_is_asked_and_a_file_without_passages_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The sky is green today.")
     (task,) = await read(tmp_path, "http://127.0.0.1:9")
-    assert dict(task.labels) == {"original": "green today."}
+    assert dict(task.labels) == {"original": " green today."}
     with pytest.raises(ConfigError, match="no task is in the train split"):
         await read(tmp_path, "http://127.0.0.1:9", chars_min=100)

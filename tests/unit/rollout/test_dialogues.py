@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -13,10 +14,11 @@ from msgspec.structs import replace
 
 from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.rollout.agent import load_agent
-from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
+from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig, SamplingConfig
+from rollmesh.shared.clock import Clock, ManualClock, SystemClock
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import Episode, Outcome, Reward, Role
+from rollmesh.shared.domain.trajectory import Episode, FinishReason, Outcome, Reward, Role
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.testing.rollout import FixedScorer, LocalMesh, lease
@@ -33,7 +35,12 @@ Respond = Callable[[dict[str, Any]], Any]
 
 @asynccontextmanager
 async def talking(
-    respond: Respond, script: Callable[[str], str], *scorers: Mapping[str, Any], **prices: float
+    respond: Respond,
+    script: Callable[[str], str],
+    *scorers: Mapping[str, Any],
+    sampling: SamplingConfig | None = None,
+    clock: Clock | None = None,
+    prices: Mapping[str, float] | None = None,
 ) -> AsyncIterator[tuple[LocalMesh, ChatServer]]:
     """A mesh whose endpoints are one server; those of `prices` cost so much per million tokens."""
     async with chat_server(respond) as server:
@@ -42,10 +49,11 @@ async def talking(
                 EndpointConfig,
                 {"kind": "openai", "base_url": server.url, "model": name, "retry_s": 0.0, "price_completion": price},
             )
-            for name, price in {"patient": 0.0, "user": 0.0, **prices}.items()
+            for name, price in {"patient": 0.0, "user": 0.0, **(prices or {})}.items()
         }
-        config = RolloutConfig(limits=LimitsConfig(context_tokens_max=8192))
-        mesh = LocalMesh(script=script, endpoints=Endpoints(table), config=config)
+        limits = LimitsConfig(context_tokens_max=8192)
+        config = RolloutConfig(limits=limits, sampling=sampling or SamplingConfig())
+        mesh = LocalMesh(script=script, endpoints=Endpoints(table), config=config, clock=clock or SystemClock())
         if scorers:
             mesh.scorer = ServicePort([*scorers])  # type: ignore[assignment]
         yield mesh, server
@@ -132,6 +140,44 @@ async def test_malformed_questions_and_a_missing_diagnosis_cost_reward(
     assert len(server.requests) == asked
 
 
+def with_one_answer(body: dict[str, Any]) -> str:
+    return json.dumps({"status": "answered", "answer": "Two weeks."})
+
+
+LONG = f"How long{'x' * 60}\N{FULLWIDTH QUESTION MARK}"
+
+
+async def test_a_turn_that_its_token_limit_cuts_ends_the_consultation() -> None:
+    async with talking(
+        with_one_answer,
+        doctor("How long\N{FULLWIDTH QUESTION MARK}", LONG),
+        environment("inquiry", min=-25, max=10),
+        sampling=SamplingConfig(max_tokens=32),
+    ) as (mesh, _):
+        episode = await run(mesh, "consultation", {"turns_min": 5, "turns_max": 5}, labels={"description": REPORT})
+    (sample,) = episode.samples
+    assert [reward.value for reward in sample.rewards] == [1.0 - 5.0]
+    assert episode.path_segments(sample)[-1].finish is FinishReason.LENGTH
+
+
+async def test_the_time_limit_counts_as_a_last_turn_without_a_diagnosis() -> None:
+    clock = ManualClock()
+    async with talking(with_one_answer, doctor(*[LONG] * 5), environment("inquiry", min=-25, max=10), clock=clock) as (
+        mesh,
+        _,
+    ):
+        gate = mesh.generator.gate
+        gate.passes_max = 1  # the first turn is one piece, and the second one waits
+        running = asyncio.ensure_future(
+            run(mesh, "consultation", {"turns_min": 5, "turns_max": 5}, labels={"description": REPORT})
+        )
+        while not running.done() and not gate.held:  # noqa: ASYNC110 - the gate has no event
+            await asyncio.sleep(0)
+        clock.advance(mesh.config.limits.run_s_max + 1)
+        episode = await running
+    assert [[reward.value for reward in sample.rewards] for sample in episode.samples] == [[1.0 - 5.0]]
+
+
 async def test_a_patient_that_answers_nonsense_is_an_infra_failure() -> None:
     for answer in ({"status": "odd"}, {"status": "answered", "answer": ""}, ["answered"]):
         said = json.dumps(answer)
@@ -176,6 +222,31 @@ async def test_two_futures_share_a_dialogue_and_are_a_pair_with_returns() -> Non
     assert len(places) >= 4, "different turns of dialogues of different lengths"
 
 
+async def test_a_dialogue_ends_with_a_turn_that_its_token_limit_cuts() -> None:
+    """At the first turn of a future the other one continues, and before it nothing is trained."""
+    roles = set()
+    for number in range(8):
+        async with talking(lambda body: "and then", lambda text: "a?" * 9, sampling=SamplingConfig(max_tokens=4)) as (
+            mesh,
+            server,
+        ):
+            episode = await run(mesh, "two_futures", {"turns_max": 3}, lease_id=str(number), seed=number)
+        assert not server.requests
+        assert all(s.role is not Role.OBSERVATION for s in episode.segments)
+        roles.add(tuple(sample.trainable for sample in episode.samples))
+    assert roles == {(False,), (True, True)}
+
+
+async def test_the_user_reads_no_system_message() -> None:
+    async with talking(lambda body: "and then", lambda text: "a?<|end|>") as (mesh, server):
+        asked = lease(purpose=types_pb2.PURPOSE_EVAL)
+        asked.task.messages.insert(0, types_pb2.Message(role="system", content="be brief"))
+        await mesh.runner(load_agent(Extension("two_futures", {"turns_max": 2}))).run(asked)
+        (request,) = server.requests
+    assert "be brief" not in request["messages"][0]["content"]
+    assert "User: 1+2\n\nAssistant: a" in request["messages"][0]["content"]
+
+
 async def test_equal_turns_are_not_trained_and_evaluations_are_one_dialogue() -> None:
     _, episode, _ = await futures(2, said="a1<|end|>")
     assert [sample.trainable for sample in episode.samples] == [False, False]
@@ -201,7 +272,7 @@ async def routed(turns: list[str], **options: Any) -> tuple[LocalMesh, Episode, 
     def script(text: str) -> str:
         return turns[text.count("</information>")]
 
-    async with talking(lambda body: f"{body['model']} says B", script, **PRICES) as (mesh, server):
+    async with talking(lambda body: f"{body['model']} says B", script, prices=PRICES) as (mesh, server):
         episode = await run(mesh, "router", options, messages=["Which letter?"])
     return mesh, episode, server
 
@@ -234,6 +305,11 @@ async def test_the_model_asks_a_priced_model_in_its_text_and_goes_on() -> None:
     (use,) = episode.endpoints
     assert use.endpoint == "cheap"
     assert use.price == pytest.approx(0.001)
+
+
+async def test_a_tag_is_read_if_its_last_token_has_white_space_after_it() -> None:
+    _, _, server = await routed(["<search>cheap: which letter</search>\n\n", "<answer>A</answer><|end|>"])
+    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("asked", ["other: which letter", "cheap", "cheap: ", "llm-name: your query"])

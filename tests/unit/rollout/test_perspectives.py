@@ -10,6 +10,7 @@ import pytest
 
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.agents.perspectives import consistent, merged
+from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Episode, Source
@@ -38,7 +39,8 @@ async def played(roles: Any, said: dict[str, list[str]], **given: Any) -> tuple[
     async with chat_server(lambda body: json.dumps(roles)) as server:
         entry = {"kind": "openai", "base_url": server.url, "model": "m", "retry_s": 0.0}
         endpoints = Endpoints({"roles": config_from_dict(EndpointConfig, entry)})
-        mesh = LocalMesh(script=script, endpoints=endpoints)
+        config = RolloutConfig(limits=LimitsConfig(**given.pop("limits", {})))
+        mesh = LocalMesh(script=script, endpoints=endpoints, config=config)
         report = await mesh.runner(load_agent(Extension("perspectives", options))).run(lease(["Is it good"], **given))
         await endpoints.close()
     assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED, report.failure.message
@@ -77,6 +79,11 @@ async def test_a_question_without_any_answer_is_not_trained_and_evaluations_have
     assert mesh.tokenizer.decode(np.concatenate([s.token_ids for s in episode.path_segments(sample)])).endswith(
         "<answer>plain</answer><|end|>"
     )
+
+
+async def test_a_limit_before_the_chain_leaves_one_untrained_sample() -> None:
+    _, episode = await played(list(SAID), SAID, limits={"turns_max": 4})
+    assert [sample.trainable for sample in episode.samples] == [False]
 
 
 async def test_roles_that_are_not_a_list_of_names_are_an_infra_failure() -> None:

@@ -14,7 +14,7 @@ from rollmesh.services.reward.item import judged_path
 from rollmesh.services.rollout.agent import Agent, load_agent
 from rollmesh.services.rollout.agents.prefix import PrefixAgent, PrefixOptions
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
-from rollmesh.services.rollout.config import RolloutConfig
+from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.codec.trajectory import decode_segment
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import (
@@ -224,8 +224,11 @@ def forked(answer: str) -> Mapping[str, float]:
     return {"ab"[len(answer) % 2]: p, "c": 1.0 - p}
 
 
-async def continued(num_episodes: int, *, table: Table = forked, **options: Any) -> tuple[LocalMesh, TableGenerator]:
-    mesh, generator = table_mesh(table, config=RolloutConfig(outputs=("entropy",)))
+async def continued(
+    num_episodes: int, *, table: Table = forked, limits: LimitsConfig | None = None, **options: Any
+) -> tuple[LocalMesh, TableGenerator]:
+    config = RolloutConfig(outputs=("entropy",), limits=limits or LimitsConfig())
+    mesh, generator = table_mesh(table, config=config)
     runner = mesh.runner(agent("cure", **{"chars_min": 1, "num_top": 1, **options}))
     for number in range(num_episodes):
         report = await runner.run(lease(lease_id=str(number), seed=number))
@@ -264,6 +267,12 @@ async def test_continuations_begin_before_a_token_of_high_entropy_and_share_it_w
     assert 0 < values.mean() < 1
     expected = (values - values.mean()) / (values.std() + 1e-6)
     assert list(found.values()) == pytest.approx(expected), "all 16 answers are one group"
+
+
+async def test_an_answer_that_fills_the_context_is_continued_from_where_there_is_room() -> None:
+    """The prompt has 6 tokens and the answer 7."""
+    _, generator = await continued(1, limits=LimitsConfig(context_tokens_max=13))
+    assert len(generator.streams) == 4
 
 
 async def test_one_of_the_valid_tokens_of_largest_entropy_is_drawn() -> None:

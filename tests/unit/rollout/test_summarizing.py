@@ -43,8 +43,8 @@ def works(text: str) -> str:
     return "done<|end|>" if num_seen >= 4 else "<tool_call>next</tool_call><|end|>"
 
 
-def mesh(script: Callable[[str], str] = works, result: str = "result " + "x" * 40) -> LocalMesh:
-    config = RolloutConfig(limits=LimitsConfig(context_tokens_max=400))
+def mesh(script: Callable[[str], str] = works, result: str = "result " + "x" * 40, **limits: int) -> LocalMesh:
+    config = RolloutConfig(limits=LimitsConfig(context_tokens_max=400, **limits))
     return LocalMesh(script=script, functions={"call": lambda text: result}, config=config)
 
 
@@ -53,6 +53,12 @@ async def finished(local: LocalMesh, options: SummarizingOptions = OPTIONS, **of
     assert report.outcome == COMPLETED, report.failure
     (episode,) = local.samples.episodes
     return episode
+
+
+async def test_a_long_result_takes_the_room_of_what_is_observed_of_it() -> None:
+    long = mesh(result="result " + "x" * 5000, observation_chars_max=47)
+    assert len((await finished(long)).samples) == len((await finished(mesh())).samples) > 1
+    assert all(len(m.content) <= 200 for s in long.samples.episodes[0].segments for m in s.messages)
 
 
 def items_of(request: reward_pb2.ScoreItem) -> list[ScoreItem]:

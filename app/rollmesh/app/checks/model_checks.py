@@ -17,6 +17,7 @@ from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.source import SOURCES
 from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine, takes_option
 from rollmesh.services.learner.engine import TRAINERS
+from rollmesh.services.rollout.agent import AGENTS
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, eos_ids, load_tokenizer
 from rollmesh.services.rollout.tool_calls.choice import tool_call_parser, why_unread
 from rollmesh.services.rollout.tools import tool_schema
@@ -80,7 +81,7 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, tasks: TaskSur
         tokenizer = load_tokenizer(folder, config.rollout.format)
         _ = tokenizer.format
         check_vocabulary(folder, tokenizer, vocabulary)
-        if calls_tools(config, tasks) and not config.rollout.format.names_calls:
+        if calls_tools(config, tasks, base_dir) and not config.rollout.format.names_calls:
             _refuse_unread(tokenizer)
         _check_prompts(config, tokenizer, tasks)
     except InvalidInput as err:
@@ -247,18 +248,19 @@ def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPla
     )
 
 
-def calls_tools(config: TrainConfig, tasks: TaskSurvey) -> bool:
-    """Return whether the agent `tool_calling` gets a task with tools."""
+def calls_tools(config: TrainConfig, tasks: TaskSurvey, base_dir: Path) -> bool:
+    """Return whether an agent that reads calls by the chat format gets a task with tools."""
     agents = config.rollout.agents_by_name
-    return any(
-        tools and name in agents and agents[name].name == "tool_calling" for name, tools in tasks.tools_by_agent.items()
-    )
+    chosen = [agents[name].name for name, tools in tasks.tools_by_agent.items() if tools and name in agents]
+    with contextlib.suppress(ConfigError):  # the check of the agents reports one that cannot be loaded
+        return any(AGENTS.find_class(name, base_dir).parses_calls for name in chosen)
+    return False
 
 
 def _refuse_unread(tokenizer: ChatTokenizer) -> None:
-    """Raise ConfigError if the agent `tool_calling` does not read the calls that the chat template writes.
+    """Raise ConfigError if `parse_call` of the agents does not read the calls that the chat template writes.
 
-    The agent writes no call through the template. So `rollout.format` may name other calls, for a model that writes
+    The agents write no call through the template. So `rollout.format` may name other calls, for a model that writes
     those.
     """
     if why := why_unread(tokenizer, tool_call_parser(tokenizer.format)):

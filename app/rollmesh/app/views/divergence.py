@@ -44,7 +44,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 def divergences(metrics: Mapping[int, MetricsLine], weights: Mapping[str, float]) -> list[Divergence]:
     """Return the held-out rewards of a run that do not follow the trained one. `weights` are `reward.weights`; without
-    weights every reward is trained, and there is no held-out one."""
+    weights every reward is trained, and no reward is held out."""
     rows = [(update, rewards) for update, line in sorted(metrics.items()) if (rewards := _rewards(line))]
     if not weights:
         return []

@@ -19,8 +19,8 @@ for methods that read rewards of the whole sample only.
 With `prefilled_max`, the source also relaxes each training task: the conversation begins with the first k moves of the
 shortest path and what the model would have read after them, and the game resumes there. The label `remaining` is
 the number of moves that are left, so a selector of categories can draw the tasks as a curriculum from the last move to
-the whole game (QWeb, 2018-12, arXiv:1812.09195: a part of a task is done already, and the policy gets more of it by and
-by). Deviation: the paper relaxes web forms and schedules the share by hand.
+the whole game (QWeb, 2018-12, arXiv:1812.09195: a part of a task is done already, and the policy gradually gets more of
+it). Deviation: the paper relaxes web forms and schedules the share by hand.
 """
 
 from __future__ import annotations

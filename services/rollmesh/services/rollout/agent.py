@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.config import RolloutConfig
@@ -52,6 +53,9 @@ __all__ = [
 
 class Agent(Plugin):
     """Base of agents: work on tasks with an environment. Constructed as the module describes."""
+
+    parses_calls: ClassVar[bool] = False
+    """Whether it reads tool calls by the words of the chat format, as `tool_calling`."""
 
     @required
     async def run(self, task: Task, env: Environment) -> None:

@@ -386,12 +386,16 @@ class Environment:
         tool = result.outcome if isinstance(result, ToolResult) else None
         if tool is not None:
             check_tool(tool, "ToolResult")
-        text = shorten(result.text if isinstance(result, ToolResult) else result, state.limits.observation_chars_max)
+        text = self.shortened(result.text if isinstance(result, ToolResult) else result)
         before, after = state.format.frame
         encoder = state.tokenizer
         parts = [encoder.encode_markup(before), encoder.encode_text(text), encoder.encode_markup(after)]
         message = Message(role=state.format.tool_role, content=text)
         self._give(Role.OBSERVATION, source, np.concatenate(parts), [message], tool=tool)
+
+    def shortened(self, text: str) -> str:
+        """Return a text as `observe` shows it, in at most `limits.observation_chars_max` characters."""
+        return shorten(text, self._state.limits.observation_chars_max)
 
     def context(self, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
         """Start a new context with other messages. The previous context remains a separate sample."""
@@ -516,7 +520,7 @@ class Environment:
         self._state.abandoned.update(self._since(before))
 
     def abandon_cancelled(self, before: Environment) -> None:
-        """Do so if the last turn was cancelled."""
+        """Do what `abandon` does if the last turn was cancelled."""
         if (turn := self._since(before)) and self._state.recorder.segments[turn[-1]].finish is FinishReason.CANCELLED:
             self.abandon(before)
 

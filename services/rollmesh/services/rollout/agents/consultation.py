@@ -11,9 +11,9 @@ the model is a question, or a diagnosis, which begins with `marker` and ends the
     -5      the last turn is not a diagnosis                                                         (`late`)
 
 Their sum is the reward `inquiry` of the sample, which a scorer `environment` declares, and another scorer judges the
-diagnosis. A limit counts as a last turn without a diagnosis. The number of turns is drawn uniformly from `turns_min` to
-`turns_max` for each group, and the model observes which turn it is. The patient returns JSON, and another answer is an
-infra failure.
+diagnosis. A limit, also that of the tokens of a turn, counts as a last turn without a diagnosis. The number of turns is
+drawn uniformly from `turns_min` to `turns_max` for each group, and the model observes which turn it is. The patient
+returns JSON, and another answer is an infra failure.
 
 Deviations: one request answers, and says whether the question was asked before or is unknown (the code has two, and
 reads the word "Sorry"). An evaluation has `turns_max`.
@@ -21,6 +21,7 @@ reads the word "Sorry"). An evaluation has `turns_max`.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -32,7 +33,7 @@ from rollmesh.services.rollout.agents.draws import drawing
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.text import elements
-from rollmesh.shared.domain.trajectory import Purpose
+from rollmesh.shared.domain.trajectory import FinishReason, Purpose
 
 Known = Literal["answered", "unknown", "repeated"]
 PATIENT = """\
@@ -101,7 +102,7 @@ class ConsultationAgent(Agent):
         rewards: list[float] = []
         try:
             await self._talk(env, description, num_turns, rewards)
-        except LimitReached:
+        except (LimitReached, asyncio.CancelledError):  # the time limit cancels the agent
             rewards.append(options.late)
             raise
         finally:
@@ -112,11 +113,11 @@ class ConsultationAgent(Agent):
         diagnosis."""
         options, asked = self._options, list[str]()
         for turn in range(1, num_turns + 1):
-            await env.generate()
+            generated = await env.generate()
             said = _said(env.messages[-1].content)
             if said is not None and options.marker in said:
                 return
-            if turn == num_turns:
+            if turn == num_turns or generated.finish is not FinishReason.STOP:
                 rewards.append(options.late)
                 return
             if said is None or len(re.findall("[?\N{FULLWIDTH QUESTION MARK}]", said)) != 1:

@@ -64,7 +64,7 @@ class CureAgent(ToolCallingAgent):
         await act(task, env, played=played)
         before, given = self._place(env, played)
         for _ in range(self._options.num_continuations):
-            if not env.turns_left or not env.tokens_left:
+            if not env.turns_left or not before.tokens_left:
                 return
             twin = await before.fork()
             if given.size:

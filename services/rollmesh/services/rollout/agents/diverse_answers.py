@@ -10,8 +10,8 @@ A copy of a chosen answer has a small bonus, and one that differs from all chose
 are the samples of an evaluation or of an export; while training the agent is `single_turn`. That the answers are chosen
 one after the other is not established from the code of the paper, which has the training alone.
 
-There are no more answers than turns are left. If another limit ends the episode, the choice is of the answers whose
-states are known by then.
+There are at most as many answers as turns that are left. If another limit ends the episode, the choice is of the
+answers whose states are known by then.
 
 The engine must return `hidden` for given tokens, as the torch engine does (docs/engines.md); its arrays have a largest
 size, which bounds the length of an answer. `rollout.limits` must allow all answers. Name the agent as

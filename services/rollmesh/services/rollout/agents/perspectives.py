@@ -4,13 +4,14 @@ Stage 1 of MultiRole-R1 (2025-07, arXiv:2507.20187), whose data need no labels:
 
     roles       an endpoint names `num_roles` roles with conflicting views on the question
     answers     the model answers `num_answers` times from the view of each role
-    filter      of each role, an answer that agrees with the majority of the role stays; no majority: the first one
+    filter      of each role, the first text with the most frequent answer stays, also without a majority
     merge       the answers in random order are one chain; `convergent`: it ends with the majority of the roles,
                 `divergent`: with the answer of each role
 
 The chain is the only sample: an answer to the plain question that the model did not sample, so only supervised terms
 train on it (`run: {external_sources: [rewritten]}`). An answer is between <answer> and </answer>; a role without one is
-left out, and a question without any has no chain but its last answer, untrained. An evaluation has one answer.
+left out. A question without any, or one that a limit ends before its chain, has its last answer as an untrained sample.
+An evaluation has one answer.
 
 Deviations: the embedding similarity of roles is not used to choose them, and chains of extreme lengths are not removed.
 """
@@ -69,24 +70,27 @@ class PerspectivesAgent(Agent):
         prompt = ROLES.format(num=options.num_roles, question=question)
         said = await env.ask(options.endpoint, prompt, json=True, temperature=1.0)
         views: list[tuple[str, str, str]] = []
-        view = env.branch()
-        for role in _names(said.value, options.num_roles):
-            texts = []
-            for _ in range(options.num_answers):
-                asked = Message(role="user", content=VIEW.format(question=question, role=role))
-                view.context([*task.messages[:-1], asked])
-                await view.generate(train=False)
-                texts.append(view.messages[-1].content.strip())
-            if (kept := consistent(texts)) is not None:
-                views.append((role, *kept))
-        if not views:
-            view.sample(trainable=False)
-            return
-        drawing(env).shuffle(views)
-        env.append(
-            env.encode(merged(views, options.merge), end=True), role=Role.ACTION, source=Source.REWRITTEN, train=True
-        )
-        env.sample()
+        sample: Environment | None = None
+        try:
+            for role in _names(said.value, options.num_roles):
+                texts = []
+                for _ in range(options.num_answers):
+                    asked = Message(role="user", content=VIEW.format(question=question, role=role))
+                    view = env.branch()
+                    view.context([*task.messages[:-1], asked])
+                    await view.generate(train=False)
+                    sample = view
+                    texts.append(view.messages[-1].content.strip())
+                if (kept := consistent(texts)) is not None:
+                    views.append((role, *kept))
+            if views:
+                drawing(env).shuffle(views)
+                chain = env.encode(merged(views, options.merge), end=True)
+                env.append(chain, role=Role.ACTION, source=Source.REWRITTEN, train=True)
+                sample = env
+        finally:
+            if sample is not None:
+                sample.sample(trainable=sample is env)
 
 
 def consistent(texts: Sequence[str]) -> tuple[str, str] | None:

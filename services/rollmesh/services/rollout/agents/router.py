@@ -3,7 +3,7 @@
 Router-R1 (2025-06, arXiv:2506.09033; code: ulab-uiuc/Router-R1, `router_r1/llm_agent/generation.py`):
 
     <search>MODEL: question</search>          the model asks; generation stops behind the tag
-    <information>answer</information>         is appended to its text, without loss, and it goes on
+    <information>answer</information>         is appended to its text, without loss, and it continues
     <answer>...</answer>                      ends the episode
 
 MODEL is the name of an endpoint, in any case. Its price is metered and stored with the episode, where the scorer
@@ -67,7 +67,7 @@ class RouterAgent(Agent):
             env.context([*before, replace(last, content=f"Models:\n{described}\n\n{last.content}")])
         for _ in range(options.asks_max):
             turn = await env.generate(stop=(*env.format.turn_ends, *STOPS))
-            if not turn.text.endswith(STOPS[0]):
+            if not turn.text.rstrip().endswith(STOPS[0]):
                 return
             if not env.turns_left:
                 raise LimitReached("turns")

@@ -69,6 +69,7 @@ class SearchSelfPlayAgent(Agent):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = SearchSelfPlayOptions
+    parses_calls = True
 
     def __init__(self, *, options: SearchSelfPlayOptions) -> None:
         self._options = options
@@ -80,7 +81,7 @@ class SearchSelfPlayAgent(Agent):
         calls: list[tuple[ToolCall, ToolResult]] = []
         await self._play(task, env, PROPOSER, calls)
         question = self._question(task, env, calls)
-        results = "\n\n".join(result.text for _, result in calls if result.ok)
+        results = "\n\n".join(env.shortened(result.text) for _, result in calls if result.ok)
         if question is None or not results or not await self._is_answerable(env, question, results):
             return
         for _ in range(self._options.num_solvers):

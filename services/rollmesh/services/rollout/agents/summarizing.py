@@ -49,6 +49,7 @@ class SummarizingAgent(Agent):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = SummarizingOptions
+    parses_calls = True
 
     def __init__(self, *, options: SummarizingOptions) -> None:
         self._options = options
@@ -71,6 +72,7 @@ class SummarizingAgent(Agent):
             if not env.turns_left:
                 raise LimitReached("turns")
             result = call.rejected or await env.tool(call.name, call.text)
+            result = replace(result, text=env.shortened(result.text))
             if self._has_room(env, result.text):
                 env.observe(result)
                 continue

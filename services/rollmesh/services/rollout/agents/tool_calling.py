@@ -33,6 +33,8 @@ class ToolCall:
 class ToolCallingAgent(Agent):
     """Generate, call and observe until the model answers."""
 
+    parses_calls = True
+
     async def run(self, task: Task, env: Environment) -> None:
         await act(task, env)
 

@@ -90,7 +90,7 @@ class _ToolTree(RolloutTree):
             branch.finished = True
             return
         result = call.rejected or await env.tool(call.name, call.text)
-        branch.text = result.text
+        branch.text = env.shortened(result.text)
         env.observe(result)
 
     def similar(self, one: TreeBranch, other: TreeBranch) -> bool:

@@ -28,7 +28,7 @@ class TryAgainOptions(Settings):
     success_min: float = 1.0
     """Value of the reward from which an answer is right."""
     attempts_max: PositiveInt = 5
-    """Maximum number of answers. It needs as many calls in `rollout.limits.score_calls_max`."""
+    """Maximum number of answers. It needs one call less in `rollout.limits.score_calls_max`."""
     feedback: NonEmptyStr = "Incorrect. Please think again."
     """What the model observes after a wrong answer."""
 
