@@ -24,6 +24,11 @@ class Scorer:
     async def score(self, item):
         raise RuntimeError("no judge answers")
 """
+PRICE = """
+class Scorer:
+    async def score(self, item):
+        return sum(use.price for use in item.endpoints)
+"""
 
 
 @pytest.fixture
@@ -136,6 +141,13 @@ def test_a_scorer_that_fails_is_in_no_mean_and_makes_the_command_fail(config: Pa
     assert done.exit_code == 1
     assert "infra_failure: RuntimeError: no judge answers" in done.stdout
     assert "1 lines, 1 with a scorer that failed; mean none" in done.stdout
+
+
+def test_scorers_read_what_the_agent_of_a_stored_sample_asked_of_endpoints(config: Path) -> None:
+    (config.parent / "own.py").write_text(PRICE)
+    config.write_text(CALC + "reward: {scorers: [{name: 'own.py:Scorer', reward: price}]}\n")
+    uses = [{"endpoint": "m", "caller": caller, "price": price} for caller, price in (("agent", 0.5), ("judge@1", 2.0))]
+    assert values(score(config, {**SAMPLE, "endpoints": uses})) == [(1, 0.5)]
 
 
 def test_without_a_configuration_the_command_names_what_is_missing(config: Path) -> None:

@@ -43,7 +43,7 @@ from rollmesh.services.reward.item import (
 )
 from rollmesh.services.reward.scorer import Scorer
 from rollmesh.shared.config.plugin import overrides
-from rollmesh.shared.domain.trajectory import EpisodeKey, FinishReason, Message, Outcome, Role, Source
+from rollmesh.shared.domain.trajectory import EndpointUse, EpisodeKey, FinishReason, Message, Outcome, Role, Source
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.errors import ConfigError, InvalidInput, UnknownOracle
@@ -52,6 +52,8 @@ from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
 NUM_LINES_MAX = 1_000_000
 CHUNK_LINES = 256
 """Number of lines that are scored together."""
+AGENT = "agent"
+"""Caller of endpoints whose use scorers read."""
 _FINISHES = ", ".join(name.lower() for name in FinishReason.__members__)
 
 
@@ -190,8 +192,10 @@ def _item(record: JsonlRecord, tasks: _Tasks, engine: RewardEngine) -> ScoreItem
         sample_id=sample.sample_id,
         role=sample.role,
         num_action_tokens=num_action_tokens(path),
+        leaf=path[-1].index if path else 0,
         finish=_finish(sample, actions),
         path=path,
+        endpoints=tuple(EndpointUse(**msgspec.structs.asdict(use)) for use in sample.endpoints if use.caller == AGENT),
     )
 
 
