@@ -15,7 +15,7 @@ from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import GroupContext, Segment, Source, TrainingSample
 from rollmesh.shared.errors import ConfigError
-from rollmesh.trainer.config import LossTermChoice, Normalization, OptimizerConfig, UpdateConfig
+from rollmesh.trainer.config import FeatureChoice, LossTermChoice, Normalization, OptimizerConfig, UpdateConfig
 from rollmesh.trainer.estimators import make_estimator
 from rollmesh.trainer.losses import LOSSES, LossInputs, LossSum, token_weights
 from rollmesh.trainer.model_files import published_state
@@ -142,6 +142,10 @@ def test_a_given_solution_is_in_no_baseline_of_turns() -> None:
 NEED_MORE = ("imitation", "one_token_rollout", "dsdr_entropy", "value", "positive_lm", "router")
 """The second term of the test, one that trains given tokens alone, and those that need a column of another estimator or
 a mixture of experts."""
+FEATURES = {
+    "first_prompt": FeatureChoice("other_prompt_logprob", {"omit_roles": ["observation"]}, under="current", grad=True)
+}
+"""Features that terms of the same name read."""
 
 
 @pytest.mark.parametrize("name", [n for n in LOSSES.names if n not in NEED_MORE])
@@ -151,7 +155,7 @@ def test_no_missing_log_prob_reaches_a_weight_or_a_metric(name: str) -> None:
     samples, groups = with_solutions()
     first = samples[0]
     samples[0] = replace(first, segments=(*first.segments, given([40, 41, 42])))
-    made = trainer(LossTermChoice(name), IMITATION)
+    made = trainer(LossTermChoice(name), IMITATION, features={n: f for n, f in FEATURES.items() if n == name})
     result = made.update(1, samples, groups)
     assert result.outcome is UpdateOutcome.APPLIED
     assert {v.reason for v in result.verdicts} == {None}
