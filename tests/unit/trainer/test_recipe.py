@@ -15,14 +15,21 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh.config import MeshConfig
+from rollmesh.services.reward.config import build_scorer
 from rollmesh.shared.config.loader import config_from_dict, load_config, to_yaml
+from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.config import LossTermChoice
-from rollmesh.trainer.estimators import ESTIMATORS
+from rollmesh.trainer.estimators import ESTIMATORS, make_estimator
 from rollmesh.trainer.losses import LossSum
+from rollmesh.trainer.plugins import Plugins
 from rollmesh.trainer.recipe import DEFAULT_RECIPE, find_recipe, read_recipe, recipe_names
 
+from .builders import random_batch
+
 ROOT = Path(__file__).parents[3]
+WITH_SCORERS = [name for name in recipe_names() if "scorers" in read_recipe(find_recipe(name))[1].get("reward", {})]
+"""The recipes that name the scorers of their rewards."""
 
 
 def configured(**values: Any) -> MeshConfig:
@@ -39,6 +46,31 @@ def test_a_built_in_recipe_resolves_and_its_test_exists(name: str) -> None:
     assert all(re.fullmatch(r"S\d{3}", seed) for seed in about.seeds)
     file, _, function = about.test.partition("::")
     assert re.search(rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), about.test
+
+
+@pytest.mark.parametrize("name", WITH_SCORERS)
+async def test_a_recipe_with_scorers_names_rewards_that_they_give_and_that_its_estimator_reads(name: str) -> None:
+    """A user adds nothing to the names of rewards of such a recipe. A reward of turns needs an estimator that reads
+    them."""
+    found = configured(recipe=name)
+    scorers = [build_scorer(scorer, ROOT) for scorer in found.reward.scorers]
+    given = [name for scorer in scorers for name in scorer.reward_names]
+    for scorer in scorers:
+        await scorer.scorer.close()
+    assert found.run.success_reward in given
+    assert set(found.reward.weights) <= set(given)
+    Plugins(found.learner, reward_weights=found.reward.weights, base_dir=ROOT).check_rewards(given)
+    of_turns = {s.reward for s in found.reward.scorers if s.options.get("per") == "turn" or s.name == "turn_answer"}
+    for reward in of_turns & {reward for reward, weight in found.reward.weights.items() if weight}:
+        estimator = make_estimator(found.learner.estimator, found.reward.weights, ROOT)
+        (group,) = random_batch(1, 2)[1]
+        members = [
+            msgspec.structs.replace(
+                m, rewards=(Reward(name="other", value=0.0), Reward(name=reward, value=n, segment=3))
+            )
+            for n, m in enumerate(group.members)
+        ]
+        assert any(estimator.of_group(msgspec.structs.replace(group, members=tuple(members))).values()), reward
 
 
 def test_the_default_recipe_is_what_the_structs_hold() -> None:
