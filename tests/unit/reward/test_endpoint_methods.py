@@ -20,7 +20,16 @@ from rollmesh.services.reward.scorer import SCORERS, Scorer
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import Episode, FinishReason, MemberOutcome, Outcome, Reward, Role, Source
+from rollmesh.shared.domain.trajectory import (
+    Episode,
+    FinishReason,
+    MemberOutcome,
+    Outcome,
+    Reward,
+    Role,
+    SampleSummary,
+    Source,
+)
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
@@ -197,6 +206,18 @@ def test_the_second_answer_is_compared_with_the_first_ones_of_the_group() -> Non
     members = [of_turns(f"s{n}", *values) for n, values in enumerate(outcomes)]
     found = estimator.of_turns(group("g", *members))  # type: ignore[attr-defined]
     assert [values.tolist() for values in found.values()] == [[0, 0.75], [0, 0.75], [0, -0.25], [0, 0.75]]
+
+
+@pytest.mark.row("S077")
+def test_a_critique_is_in_no_mean_and_is_dropped_after_a_failure_of_the_infrastructure() -> None:
+    estimator = make_estimator("first_turn_baseline", {"turn_correct": 1.0})
+    answer, summary = of_turns("s0", 0.0, 1.0), SampleSummary(role="critique")
+    rewards = [Reward(name="correct", value=0.0, outcome=o) for o in (Outcome.OK, Outcome.INFRA_FAILURE)]
+    critiques = [
+        MemberOutcome(sample_id=f"c{n}", rewards=(reward,), end="ready", summary=summary)
+        for n, reward in enumerate(rewards)
+    ]
+    assert estimator.of_group(group("g", answer, *critiques)) == {"c0": 0.0, "s0": 1.0}
     right = [of_turns(f"s{n}", 1.0, 1.0) for n in range(4)]
     assert estimator.of_group(group("g", *right)) == {f"s{n}": 0.0 for n in range(4)}
 

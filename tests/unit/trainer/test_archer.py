@@ -102,10 +102,11 @@ def test_turns_become_transitions_with_the_rewards_of_turns_and_of_the_whole_sam
     members = outcome("s0", [0.25, 0.0], whole=1.0), outcome("s1", [0.5]), failed
     found = turns_of(batch_with(states, *members, lengths=((2, 1), (1,), (1,))), {}, "new_action")
     columns = {name: values.squeeze().tolist() for name, values in found.columns.items()}
+    # s1 lacks `whole`, which is filled in from s0.
     assert found.of_token.tolist() == [0, 0, 1, 2, 3]
     assert (columns["state"], columns["action"]) == ([0, 2, 3, 4], [11, 12, 13, 14])
     assert columns["next"] == [2, 0, 0, 0]
-    assert (columns["reward"], columns["done"]) == ([0.25, 1.0, 0.5, 0], [0, 1, 1, 1])
+    assert (columns["reward"], columns["done"]) == ([0.25, 1.0, 0.5 + 1.0, 0], [0, 1, 1, 1])
     assert found.kept.tolist() == [True, True, True, False]
     assert (columns["q"], columns["v"]) == ([1, 1, 1, 1], [1, 1, 1, 1])
 

@@ -3,11 +3,21 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Outcome, Reward, TrainingSample
+from rollmesh.shared.domain.trajectory import (
+    GroupContext,
+    MemberOutcome,
+    Outcome,
+    Reward,
+    SampleSummary,
+    TrainingSample,
+)
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.estimators import Estimator, make_estimator
+from rollmesh.trainer.estimators.base import filled
+from rollmesh.trainer.estimators.returns import token_rewards
 
 from .builders import action, batch_of, group, member, prompt, training_sample
 
@@ -99,7 +109,7 @@ def test_one_failed_reward_makes_the_whole_member_unusable() -> None:
 
 def test_a_reward_that_is_not_applicable_enters_no_mean_and_no_deviation() -> None:
     """b has the mean 3 over s0 and s1: their sums are 0 + 1 - 3 = -2 and 1 + 5 - 3 = 3, that of s2 is 1 (a alone), so
-    that the mean is 2/3 and the deviation sqrt((64 + 49 + 1) / 27)."""
+    that the mean is 2/3. The variance is 2/9 of a, 4 of b over s0 and s1, and twice the covariance 2/3."""
     rewards = (Reward(name="a", value=1.0), Reward(name="b", value=9.0, outcome=Outcome.NOT_APPLICABLE))
     context = group(
         "g",
@@ -109,8 +119,66 @@ def test_a_reward_that_is_not_applicable_enters_no_mean_and_no_deviation() -> No
     )
     ids = ["s0", "s1", "s2"]
     assert scalars(estimator(std="none"), [context], ids) == pytest.approx([-8 / 3, 7 / 3, 1 / 3])
-    by_hand = [value / 3 / (114 / 27) ** 0.5 for value in (-8, 7, 1)]
+    by_hand = [value / 3 / (50 / 9) ** 0.5 for value in (-8, 7, 1)]
     assert scalars(estimator(std="group"), [context], ids) == pytest.approx(by_hand, rel=1e-4)
+
+
+STYLED = group(
+    "g",
+    *(
+        member(f"s{n}", {"correct": 1.0} if style is None else {"correct": 1.0, "style": style})
+        for n, style in enumerate((1.0, 0.0, None, None))
+    ),
+)
+"""`style` is 1, 0, and not applicable to two members, which agree with the others in the other reward."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("grpo", {}, [1, -1, 0, 0]),
+        ("gdpo", {}, [1, -1, 0, 0]),
+        ("vcpo", {"scale_by_std": True}, [1, -1, 0, 0]),
+        ("roles", {"scope": "group"}, [1, -1, 0, 0]),
+        ("grpo", {"std": "none"}, [0.5, -0.5, 0, 0]),
+        ("v05", {}, [0.5, -0.5, 0, 0]),
+        ("pf_ppo", {"std": "none", "truth": "other"}, [0.5, -0.5, 0, 0]),
+        ("g_ra", {"std": "none", "gated": ["style"]}, [0.5, -0.5, 0, 0]),
+        ("g_ra", {"std": "none", "gate": "style"}, [0.5, -0.5, 0, 0]),
+        ("trloo", {}, [2 / 3, -2 / 3, 0, 0]),
+        ("hgpo", {"scale_by_std": False}, [0.5, -0.5, 0, 0]),
+    ],
+)
+def test_members_that_a_reward_does_not_apply_to_change_nothing_for_the_others(
+    name: str, options: dict[str, Any], expected: list[float]
+) -> None:
+    found = estimator(name, **options).of_group(STYLED)
+    assert list(found.values()) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_deviation_of_two_rewards_of_which_one_applies_to_half_of_the_members() -> None:
+    """The variance of `correct`, 1, 0, 1, 0, is 1/4. `style`, 1, 0, adds 1/4 over two members, and twice the covariance
+    1/8 over four."""
+    members = [
+        member(f"s{n}", {"correct": c, **s})
+        for n, (c, s) in enumerate(zip((1, 0, 1, 0), ({"style": 1.0}, {"style": 0.0}, {}, {}), strict=True))
+    ]
+    found = estimator("grpo").of_group(group("g", *members))
+    assert list(found.values()) == pytest.approx([x / 0.75**0.5 for x in (1, -1, 0.5, -0.5)], abs=1e-5)
+
+
+def test_estimators_per_token_read_rewards_that_are_filled_in() -> None:
+    ids = [f"s{n}" for n in range(4)]
+    batch = batch_of([sample(name) for name in ids], [STYLED])
+    rewards, dropped = token_rewards(batch, {})
+    assert batch.sums(rewards).tolist() == [2.0, 1.0, 1.5, 1.5]
+    assert not dropped
+    greedy = replace(STYLED.members[1], summary=SampleSummary(greedy=True))
+    remax = make_estimator("remax").of_group(replace(STYLED, members=(STYLED.members[0], greedy, *STYLED.members[2:])))
+    assert list(remax.values()) == [1.0, 0.0, 0.0, 0.0]
+    failed = group("g", *STYLED.members, member("x", {"style": 9.0}, outcome=Outcome.INFRA_FAILURE))
+    assert filled(failed).members[-1] is failed.members[-1]
+    assert filled(failed).members[:-1] == filled(STYLED).members
 
 
 def test_segment_rewards_do_not_enter_the_sample_sum() -> None:

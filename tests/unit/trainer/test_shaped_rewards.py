@@ -81,7 +81,7 @@ def test_a_gate_that_does_not_apply_is_closed_and_a_failure_of_a_turn_excludes_t
     made = estimator("g_ra", WEIGHTS, gate="patch", **PLAIN)
     found = made(batch(group("g", *members)))
     assert found.dropped == {1: "UNSCORED", 2: "UNSCORED"}
-    assert made.of_group(group("g", *members)) == {"g0": 0.0, "g3": 1.0, "g4": 1.5}
+    assert made.of_group(group("g", *members)) == {"g0": 1.0, "g3": 1.0, "g4": 1.5}
     assert found.metrics["gate_open_share"] == pytest.approx(2 / 3)
     assert made(batch(group("g", members[1]))).metrics["outcome_mean"] == 0.0
 

@@ -51,7 +51,7 @@ from rollmesh.shared.config.settings import (
 )
 from rollmesh.shared.domain.trajectory import GroupContext
 from rollmesh.trainer.estimators.base import UNSCORED, Estimate, GroupEstimator
-from rollmesh.trainer.estimators.turns import turn_returns, undecided_turns
+from rollmesh.trainer.estimators.turns import filled_members, turn_returns, undecided_turns
 
 if TYPE_CHECKING:  # they import torch
     from rollmesh.trainer.batch import UpdateBatch
@@ -236,7 +236,7 @@ def turns_of(batch: UpdateBatch, weights: Mapping[str, float], new_action_role: 
     first = np.flatnonzero(begins)
     owner = sample[first]
     last = np.append(owner[1:] != owner[:-1], True)
-    members = batch.members
+    members = filled_members(batch)
     new = np.array([m.summary.role == new_action_role for m in members], dtype=bool)
     answered = {m.episode for m, is_new in zip(members, new, strict=True) if is_new and m.episode}
     rewards, kept = np.zeros(len(first)), np.zeros(len(first), bool)

@@ -3,21 +3,22 @@ reads it too.
 
 Which rewards count: those about the whole sample with outcome OK. An INFRA_FAILURE says nothing about the model, so
 such a member is excluded from every mean, and as a sample it has no advantage at all (never a zero score).
-NOT_APPLICABLE excludes that one reward of that one member (see `reward_sums`). A baseline counts episodes, not samples:
-a mean is taken over the samples of each episode, then over episodes. Members that will not be trained (stale, filtered)
-stay in the statistics, because a baseline without them would be biased.
+NOT_APPLICABLE excludes that one reward of that one member (see `reward_sums` and `filled`). A baseline counts
+episodes, not samples: a mean is taken over the samples of each episode, then over episodes. Members that will not be
+trained (stale, filtered) stay in the statistics, because a baseline without them would be biased.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from msgspec.structs import replace as with_rewards
 from numpy.typing import NDArray
 
 from rollmesh.shared.config.plugin import optional_attribute, required
@@ -28,6 +29,7 @@ from rollmesh.shared.domain.trajectory import (
     GroupContext,
     MemberOutcome,
     Outcome,
+    Reward,
     TrainingSample,
 )
 from rollmesh.trainer.part import UpdatePart
@@ -200,6 +202,15 @@ def make_estimator(
     return cast(Estimator, made)
 
 
+def has_failure(member: MemberOutcome) -> bool:
+    """Return whether a reward of a member, of its sample or of a turn, is a failure of the infrastructure or not
+    finite."""
+    return any(
+        r.outcome is Outcome.INFRA_FAILURE or (r.outcome is Outcome.OK and not isfinite(r.value))
+        for r in member.rewards
+    )
+
+
 def usable_rewards(member: MemberOutcome) -> dict[str, float] | None:
     """Return name -> value of a member's whole-sample rewards. None if the infrastructure failed, or if nothing was
     scored.
@@ -220,8 +231,8 @@ def weight_of(reward: str, weights: Mapping[str, float]) -> float:
 def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
     """Return the members with usable rewards, and the weighted sum of the rewards of each.
 
-    A reward that a member does not have is replaced by the mean over the episodes of the group that have it. Its
-    distance from the mean is then 0, so that it enters no mean and no deviation.
+    A reward that a member does not have is replaced by the mean over the episodes of the group that have it, so that
+    the mean does not change, and the distance of the member from the mean is 0; see `deviation_of_sums`.
     """
     usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
     sums = np.zeros(len(usable))
@@ -232,6 +243,43 @@ def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list
             mean = float(episode_weights([m for m, _ in having]) @ np.array([value for _, value in having]))
         sums += weight_of(name, weights) * np.array([r.get(name, mean) for _, r in usable])
     return [m for m, _ in usable], sums
+
+
+def filled(group: GroupContext, among: Collection[str] = ()) -> GroupContext:
+    """Return the group with every whole-sample reward for each scored member, for estimators that do not read
+    `reward_sums`.
+
+    A reward that a member does not have gets its mean over the episodes that have it: those of the sample ids `among`,
+    or all if none of them has it. Members with a failure of the infrastructure are in no mean, and stay as they are.
+    """
+    scored = {
+        m.sample_id: {r.name: r.value for r in m.rewards if r.segment == WHOLE_SAMPLE and r.outcome is Outcome.OK}
+        for m in group.members
+        if any(r.outcome is Outcome.OK for r in m.rewards) and not has_failure(m)
+    }
+    names = dict.fromkeys(name for rewards in scored.values() for name in rewards)
+    if all(len(rewards) == len(names) for rewards in scored.values()):
+        return group
+    means = {}
+    for name in names:
+        having = [m for m in group.members if name in scored.get(m.sample_id, ())]
+        having = [m for m in having if m.sample_id in among] or having
+        means[name] = float(episode_weights(having) @ np.array([scored[m.sample_id][name] for m in having]))
+    members = []
+    for member in group.members:
+        lacks = [name for name in names if name not in scored.get(member.sample_id, names)]
+        added = tuple(Reward(name=name, value=means[name]) for name in lacks)
+        members.append(with_rewards(member, rewards=(*member.rewards, *added)) if added else member)
+    return with_rewards(group, members=tuple(members))
+
+
+def without_reward(group: GroupContext, name: str) -> GroupContext:
+    """Return the group without one reward of its members, except where it is not OK."""
+    members = (
+        with_rewards(m, rewards=tuple(r for r in m.rewards if r.name != name or r.outcome is not Outcome.OK))
+        for m in group.members
+    )
+    return with_rewards(group, members=tuple(members))
 
 
 def undecided(group: GroupContext) -> dict[str, float]:
@@ -300,6 +348,31 @@ def centered(values: NDArray[np.float64], weights: NDArray[np.float64], epsilon:
 def deviation(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float:
     """Return the weighted standard deviation of values [n]; 0 for none."""
     return float(np.sqrt(weights @ np.square(centered(values, weights, None)))) if len(values) else 0.0
+
+
+def deviation_of_sums(
+    members: Sequence[MemberOutcome],
+    sums: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    of_rewards: Mapping[str, float],
+) -> float:
+    """Return the standard deviation of reward sums [n], given the `weights` [n] of the members and `of_rewards` of the
+    rewards.
+
+    The variance of a reward that some members do not have is that of the members that have it. Its covariance with
+    another reward counts the others as 0.
+    """
+    rewards = [usable_rewards(member) or {} for member in members]
+    added = 0.0
+    for name in dict.fromkeys(name for of_member in rewards for name in of_member):
+        having = np.array([name in of_member for of_member in rewards])
+        share = float(weights[having].sum())
+        if not having.all() and share > 0:
+            values = np.array([of_member[name] for of_member in rewards if name in of_member])
+            of_having = deviation(values, weights[having] / share)
+            added += (1 - share) * (weight_of(name, of_rewards) * of_having) ** 2
+    found = deviation(sums, weights)
+    return found if added == 0 else float(np.sqrt(found**2 + added))
 
 
 def episode_means(members: Sequence[MemberOutcome], values: NDArray[np.float64]) -> dict[str, float]:

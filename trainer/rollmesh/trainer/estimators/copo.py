@@ -32,6 +32,7 @@ from rollmesh.trainer.estimators.base import (
     GroupEstimator,
     GroupSize,
     centered,
+    deviation_of_sums,
     episode_weights,
     spread,
     undecided,
@@ -76,7 +77,9 @@ class Copo(GroupEstimator):
         shares = []
         for (members, sums), entropy, of_group in zip(scored, entropies, of_groups.tolist(), strict=True):
             share = 1.0 if entropy is None else blend(entropy, options)
-            local = centered(sums, episode_weights(members), options.epsilon)
+            weights = episode_weights(members)
+            scale = deviation_of_sums(members, sums, weights, self.weights)
+            local = centered(sums, weights, None) / (scale + options.epsilon)
             shares.append(share)
             for member, value in zip(members, local.tolist(), strict=True):
                 advantages[member.sample_id] = share * value + (1 - share) * of_group

@@ -3,8 +3,9 @@
 RLTF-SD (2026-02, arXiv:2602.02482):  A(y1_i) = R(y1_i) - mean_j R(y0_j),   A(y0_i) = 0
 
 R is the weighted sum of the rewards of a turn. If all answers are right, A is 0. Samples with the role `feedback_role`
-are critiques: they are in no mean and have advantage 0, so that only a term such as `imitation` trains them. The mean
-counts episodes. Turns after the second one are compared as the second one.
+are critiques: they are in no mean and have advantage 0, so that only a term such as `imitation` trains them. A critique
+with a failure of the infrastructure is dropped. The mean counts episodes. Turns after the second one are compared as
+the second one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import GroupContext
-from rollmesh.trainer.estimators.base import GroupSize, episode_weights, turn_rewards, usable_rewards
+from rollmesh.trainer.estimators.base import GroupSize, episode_weights, has_failure, turn_rewards, usable_rewards
 from rollmesh.trainer.estimators.turns import PerTurn, TurnEstimator
 
 
@@ -36,7 +37,7 @@ class FirstTurnBaseline(TurnEstimator):
         critiques = [m for m in group.members if m.summary.role == self.options.feedback_role]
         others = [m for m in group.members if m.summary.role != self.options.feedback_role]
         members = [m for m in others if usable_rewards(m) is not None and m.summary.turns]
-        found = {member.sample_id: np.zeros(1) for member in critiques}
+        found = {member.sample_id: np.zeros(1) for member in critiques if not has_failure(member)}
         rewards = [turn_rewards(member, self.weights) for member in members]
         if members:
             baseline = episode_weights(members) @ np.array([of_member[0] for of_member in rewards])

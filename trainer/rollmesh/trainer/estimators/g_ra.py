@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, GroupContext, MemberOutcome, Outcome
-from rollmesh.trainer.estimators.base import Estimate, episode_weights, usable_rewards
+from rollmesh.trainer.estimators.base import Estimate, deviation, episode_weights, filled, usable_rewards
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:
@@ -85,6 +85,12 @@ class GRa(Grpo):
         members, parts = self._parts(group)
         return members, parts[:, 0] + self._added(parts)
 
+    def deviation_of(
+        self, members: Sequence[MemberOutcome], sums: NDArray[np.float64], weights: NDArray[np.float64]
+    ) -> float:
+        """Return the plain deviation, because a closed gate leaves out rewards that the members have."""
+        return deviation(sums, weights)
+
     def _added(self, parts: Parts) -> NDArray[np.float64]:
         """Return [n]: the part behind the gate, as far as it is added."""
         direct = self.options.accumulate == "direct"
@@ -94,13 +100,13 @@ class GRa(Grpo):
         options: GRaOptions = self.options
         members: list[MemberOutcome] = []
         rows: list[Sequence[float]] = []
-        for member in group.members:
-            whole, turns = usable_rewards(member), self._of_turns(member)
-            if whole is None or turns is None:
+        for member, complete in zip(group.members, filled(group).members, strict=True):
+            own, whole, turns = usable_rewards(member), usable_rewards(complete), self._of_turns(member)
+            if own is None or whole is None or turns is None:
                 continue
             behind = turns + sum(self.weight_of(name) * whole[name] for name in options.gated if name in whole)
             always = sum(self.weight_of(name) * value for name, value in whole.items() if name not in options.gated)
-            is_open = options.gate in whole and whole[options.gate] >= options.threshold
+            is_open = options.gate in own and own[options.gate] >= options.threshold
             members.append(member)
             rows.append((always, behind, float(is_open)))
         return members, np.array(rows, dtype=np.float64).reshape(-1, 3)

@@ -31,6 +31,7 @@ from rollmesh.trainer.estimators.base import (
     GroupSize,
     centered,
     deviation,
+    deviation_of_sums,
     episode_weights,
     spread,
 )
@@ -127,6 +128,12 @@ class Grpo(GroupEstimator):
         mean, std = float(weights @ pooled), deviation(pooled, weights)
         return {i: a for members, sums in scored for i, a in self._scaled(members, sums, mean, std, given).items()}
 
+    def deviation_of(
+        self, members: Sequence[MemberOutcome], sums: NDArray[np.float64], weights: NDArray[np.float64]
+    ) -> float:
+        """Return the standard deviation of the reward sums [n] of a group, given the weights [n] of its members."""
+        return deviation_of_sums(members, sums, weights, self.weights)
+
     def _scaled(
         self,
         members: Sequence[MemberOutcome],
@@ -141,7 +148,9 @@ class Grpo(GroupEstimator):
         values = sums - mean if options.mean == "batch" else sums
         if options.mean == "group":
             values = centered(sums, weights, None)
-        scale = {"group": deviation(sums, weights), "batch": std, "none": None}[options.std]
+        scale = std if options.std == "batch" else None
+        if options.std == "group":
+            scale = self.deviation_of(members, sums, weights)
         if scale is not None:
             values = values / (scale + options.epsilon)
         return {m.sample_id: a for m, a in zip(members, values.tolist(), strict=True)}

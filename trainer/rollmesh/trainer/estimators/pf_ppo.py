@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
-from rollmesh.trainer.estimators.base import DOWN_SAMPLED, Estimate, usable_rewards
+from rollmesh.trainer.estimators.base import DOWN_SAMPLED, Estimate, usable_rewards, without_reward
 from rollmesh.trainer.estimators.grpo import Grpo, GrpoOptions
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PfPpo(Grpo):
         options: PfPpoOptions = self.options
         scored = [self.reward_sums(group) for group in batch.groups]
         if options.truth and batch.repeat == 0:
-            self._remember(scored)
+            self._remember(batch.groups, scored)
         agreement = {name: self._agreement(name) for name in STRATEGIES}
         chosen = max((options.strategy, *STRATEGIES), key=lambda name: agreement[name])
         pools = scored
@@ -107,11 +107,8 @@ class PfPpo(Grpo):
         )
 
     def reward_sums(self, group: GroupContext) -> tuple[list[MemberOutcome], NDArray[np.float64]]:
-        """Return the members that have usable rewards beside the true score, and their sums without it."""
-        truth = self.options.truth
-        usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None and set(r) != {truth}]
-        sums = [sum(self.weight_of(name) * v for name, v in rewards.items() if name != truth) for _, rewards in usable]
-        return [m for m, _ in usable], np.array(sums, dtype=np.float64)
+        """Return the members that have usable rewards beside the true score, and their sums, both without it."""
+        return super().reward_sums(without_reward(group, self.options.truth))
 
     def state(self) -> dict[str, Any]:
         return {"labeled": [[list(rewards), list(truths)] for rewards, truths in self._labeled]}
@@ -119,10 +116,13 @@ class PfPpo(Grpo):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._labeled = [(list(rewards), list(truths)) for rewards, truths in state["labeled"]]
 
-    def _remember(self, scored: Sequence[tuple[list[MemberOutcome], NDArray[np.float64]]]) -> None:
+    def _remember(
+        self, groups: Sequence[GroupContext], scored: Sequence[tuple[list[MemberOutcome], NDArray[np.float64]]]
+    ) -> None:
         """Keep the rewards and true scores of the newest groups that have both."""
-        for members, sums in scored:
-            truths = [(usable_rewards(m) or {}).get(self.options.truth) for m in members]
+        for group, (members, sums) in zip(groups, scored, strict=True):
+            of_members = {m.sample_id: (usable_rewards(m) or {}).get(self.options.truth) for m in group.members}
+            truths = [of_members[m.sample_id] for m in members]
             pairs = [(value, truth) for value, truth in zip(sums.tolist(), truths, strict=True) if truth is not None]
             if pairs:
                 self._labeled.append(([value for value, _ in pairs], [truth for _, truth in pairs]))

@@ -13,6 +13,7 @@ samples are dropped as NO_BASELINE.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,
     episode_weights,
+    filled,
     turn_rewards,
     usable_rewards,
 )
@@ -40,13 +42,15 @@ class Remax(GroupEstimator):
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> its return minus that of the greedy member: the advantage of its first token. Empty
         without a baseline."""
-        baseline = self._baseline(group)
+        baseline = self._baseline(self._filled(group))
         if baseline is None:
             return {}
-        return {m.sample_id: self._return(m) - baseline for m in group.members if usable_rewards(m) is not None}
+        members = self._filled(group).members
+        return {m.sample_id: self._return(m) - baseline for m in members if usable_rewards(m) is not None}
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         """Return the advantages of the batch."""
+        batch = replace(batch, groups=tuple(map(self._filled, batch.groups)))
         baselines = {group.group: self._baseline(group) for group in batch.groups}
         to_go, dropped = [], {}
         for number, (member, group) in enumerate(zip(batch.members, batch.contexts, strict=True)):
@@ -62,6 +66,11 @@ class Remax(GroupEstimator):
         return Estimate(
             advantages=batch.per_turn(to_go), dropped=dropped, metrics={"without_baseline": float(num_without)}
         )
+
+    @staticmethod
+    def _filled(group: GroupContext) -> GroupContext:
+        """A reward that a member does not have gets the value of the greedy member."""
+        return filled(group, [m.sample_id for m in group.members if m.summary.greedy])
 
     def _baseline(self, group: GroupContext) -> float | None:
         greedy = [m for m in group.members if m.summary.greedy and usable_rewards(m) is not None]

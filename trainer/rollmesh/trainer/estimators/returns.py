@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.trainer.estimators.base import UNSCORED, centered
-from rollmesh.trainer.estimators.turns import turn_returns
+from rollmesh.trainer.estimators.turns import filled_members, turn_returns
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch
@@ -31,7 +31,7 @@ def token_rewards(batch: UpdateBatch, weights: Mapping[str, float]) -> tuple[Per
     rewards = np.zeros(int(batch.lengths.sum()))
     dropped: dict[int, str] = {}
     end = 0
-    for number, (member, length) in enumerate(zip(batch.members, batch.lengths.tolist(), strict=True)):
+    for number, (member, length) in enumerate(zip(filled_members(batch), batch.lengths.tolist(), strict=True)):
         start, end = end, end + length
         of_turns = turn_returns(member, weights, 0.0)  # a discount of 0 leaves the reward of each turn
         if of_turns is None:

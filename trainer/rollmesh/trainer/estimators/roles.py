@@ -35,6 +35,7 @@ from rollmesh.trainer.estimators.base import (
     GroupEstimator,
     GroupSize,
     centered,
+    deviation_of_sums,
     episode_weights,
     spread,
 )
@@ -114,8 +115,10 @@ class Roles(GroupEstimator):
             episodes = np.array([m.episode or m.sample_id for m in members])
             for episode in dict.fromkeys(episodes.tolist()) if scope == "episode" else ("",):
                 at = np.flatnonzero(episodes == episode) if scope == "episode" else np.arange(len(members))
-                weights = episode_weights([members[n] for n in at.tolist()])
-                values[at] = centered(values[at], weights, options.epsilon if options.std else None)
+                of_role = [members[n] for n in at.tolist()]
+                weights = episode_weights(of_role)
+                scale = deviation_of_sums(of_role, values[at], weights, self.weights) if options.std else None
+                values[at] = centered(values[at], weights, None) / (1.0 if scale is None else scale + options.epsilon)
         return {member.sample_id: value for member, value in zip(members, values.tolist(), strict=True)}
 
     def _scope(self, role: str) -> Scope:

@@ -31,6 +31,7 @@ from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,
     GroupSize,
+    filled,
     usable_rewards,
     weight_of,
 )
@@ -97,7 +98,7 @@ class Spa(GroupEstimator):
     def _scored(self, group: GroupContext) -> list[MemberOutcome]:
         return [
             member
-            for member in group.members
+            for member in filled(group).members
             if usable_rewards(member) is not None
             and not any(reward.outcome is Outcome.INFRA_FAILURE for reward in member.rewards)
         ]

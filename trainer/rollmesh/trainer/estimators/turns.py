@@ -9,14 +9,23 @@ the summary count as its last one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.domain.trajectory import WHOLE_SAMPLE, GroupContext, MemberOutcome, Outcome
-from rollmesh.trainer.estimators.base import UNDECIDED, UNSCORED, Estimate, GroupEstimator, turn_rewards, weight_of
+from rollmesh.trainer.estimators.base import (
+    UNDECIDED,
+    UNSCORED,
+    Estimate,
+    GroupEstimator,
+    filled,
+    has_failure,
+    turn_rewards,
+    weight_of,
+)
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.batch import UpdateBatch
@@ -53,9 +62,7 @@ def turn_returns(member: MemberOutcome, weights: Mapping[str, float], discount: 
     infrastructure failure or not finite, or if nothing was scored.
     """
     scored = [r for r in member.rewards if r.outcome is Outcome.OK]
-    if not scored or any(r.outcome is Outcome.INFRA_FAILURE for r in member.rewards):
-        return None
-    if not all(isfinite(r.value) for r in scored):
+    if not scored or has_failure(member):
         return None
     if member.summary.turns:
         returns = np.array(turn_rewards(member, weights), dtype=np.float64)
@@ -71,9 +78,15 @@ def turn_returns(member: MemberOutcome, weights: Mapping[str, float], discount: 
 def scored_members(
     group: GroupContext, weights: Mapping[str, float], discount: float
 ) -> list[tuple[MemberOutcome, PerTurn]]:
-    """Return the members with usable rewards and their returns per turn."""
-    found = [(member, turn_returns(member, weights, discount)) for member in group.members]
+    """Return the members with usable rewards and their returns per turn. Rewards of the whole sample that a member does
+    not have are `filled`."""
+    found = [(member, turn_returns(member, weights, discount)) for member in filled(group).members]
     return [(member, returns) for member, returns in found if returns is not None]
+
+
+def filled_members(batch: UpdateBatch) -> tuple[MemberOutcome, ...]:
+    """Return the samples of a batch as members of their groups, [S], whose rewards are `filled`."""
+    return replace(batch, groups=tuple(map(filled, batch.groups))).members
 
 
 def undecided_turns(group: GroupContext) -> dict[str, float]:

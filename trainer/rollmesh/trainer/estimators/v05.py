@@ -38,6 +38,7 @@ from rollmesh.trainer.estimators.base import (
     episode_weights,
     spread,
     usable_rewards,
+    without_reward,
 )
 
 if TYPE_CHECKING:
@@ -111,15 +112,11 @@ class V05(GroupEstimator):
         the group."""
         usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
         priors = [(m, r[self.options.prior]) for m, r in usable if self.options.prior in r]
-        rewarded = [(m, r) for m, r in usable if set(r) != {self.options.prior}]
-        sums = [
-            sum(self.weight_of(name) * value for name, value in r.items() if name != self.options.prior)
-            for _, r in rewarded
-        ]
+        members, sums = self.reward_sums(without_reward(group, self.options.prior))
         prior = None
         if priors:
             prior = float(episode_weights([m for m, _ in priors]) @ np.array([value for _, value in priors]))
-        return [m for m, _ in rewarded], np.array(sums, dtype=np.float64), prior
+        return members, sums, prior
 
 
 def _mean(members: list[MemberOutcome], sums: NDArray[np.float64], prior: float) -> tuple[float, float, int]:

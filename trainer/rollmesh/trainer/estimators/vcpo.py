@@ -17,19 +17,20 @@ scored members. An episode with several samples has the weight of one. The expon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from rollmesh.shared.config.settings import PositiveFloat, Settings
-from rollmesh.shared.domain.trajectory import GroupContext
+from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome
 from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,
     GroupSize,
     centered,
-    deviation,
+    deviation_of_sums,
     episode_weights,
     spread,
 )
@@ -76,7 +77,7 @@ class Vcpo(GroupEstimator):
             factors = factors / factors.sum() if factors.sum() > 0 else share
             values = centered(sums[leased], factors, None)
             if options.scale_by_std:
-                values = values / (deviation(sums, episode_weights(members)) + options.epsilon)
+                values = values / (self._deviation(members, sums) + options.epsilon)
             scalars |= {members[i].sample_id: a for i, a in zip(leased, values.tolist(), strict=True)}
         found = spread(batch, scalars)
         metrics = {"sequence_ess": effective_sample_size(weights), "sequence_weight_max": float(weights.max())}
@@ -86,9 +87,13 @@ class Vcpo(GroupEstimator):
         """Return sample id -> advantage with equal weights. It is 0 for all members exactly if the advantage is,
         whatever the weights."""
         members, sums = self.reward_sums(group)
-        epsilon = self.options.epsilon if self.options.scale_by_std else None
-        values = centered(sums, episode_weights(members), epsilon)
+        values = centered(sums, episode_weights(members), None)
+        if self.options.scale_by_std:
+            values = values / (self._deviation(members, sums) + self.options.epsilon)
         return {m.sample_id: a for m, a in zip(members, values.tolist(), strict=True)}
+
+    def _deviation(self, members: Sequence[MemberOutcome], sums: NDArray[np.float64]) -> float:
+        return deviation_of_sums(members, sums, episode_weights(members), self.weights)
 
 
 def sequence_weights(batch: UpdateBatch) -> NDArray[np.float64]:
