@@ -302,16 +302,17 @@ async def trained_by_outcome_and_calls(
 
 
 @pytest.mark.row("S097")
-@pytest.mark.parametrize("seed", SEEDS)
-async def test_without_a_gate_rewards_of_calls_take_the_place_of_the_outcome(seed: int) -> None:
+async def test_without_a_gate_rewards_of_calls_take_the_place_of_the_outcome() -> None:
     """A call is worth as much as the right answer: six calls are worth as much as five and the right answer. Two of
     three seeds without a gate lose the outcome."""
     pytest.importorskip("reasoning_gym")
-    gated, direct = [await trained_by_outcome_and_calls(accumulate, seed) for accumulate in get_args(Accumulate)]
-    assert gated.success > 0.85
-    assert gated.turns < 4
-    assert direct.turns > 5.5
-    assert direct.success < (0.1 if seed < 2 else 1.0)
+    gated, direct = (
+        [await trained_by_outcome_and_calls(accumulate, seed) for seed in SEEDS] for accumulate in get_args(Accumulate)
+    )
+    assert min(one.success for one in gated) > 0.85
+    assert max(one.turns for one in gated) < 4
+    assert min(one.turns for one in direct) > 5.5
+    assert fmean(one.success for one in gated) > fmean(one.success for one in direct) + 0.4
 
 
 # Prices ---------------------------------------------------------------------------------------------------------------
