@@ -145,9 +145,15 @@ SUITES = {
     ),
     "recipes": Suite(
         "train with every recipe for UPDATES updates, audit it, and repeat the last one bit for bit; kill and resume one; "
+        "resume every recipe from a checkpoint bit for bit; "
         "PROCESSES=true separates services, ETA bounds the staleness, NUM draws so many recipes with SEED",
         "export ROLLMESH_PROCESSES=$PROCESSES ROLLMESH_ETA=$ETA ROLLMESH_UPDATES=$UPDATES ROLLMESH_NUM=$NUM "
-        "ROLLMESH_SEED=$SEED\n" + _all("tests/integration/test_recipe_runs.py", timeout_s=300, options="-s"),
+        "ROLLMESH_SEED=$SEED\n"
+        + _all(
+            "tests/integration/test_recipe_runs.py tests/integration/test_exact_resume.py",
+            timeout_s=300,
+            options="-s",
+        ),
     ),
     "scale": Suite(
         "measure that each service has its own bottleneck, which only more nodes of that service move",

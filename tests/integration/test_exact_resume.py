@@ -1,7 +1,8 @@
 """Exact: N updates equal N/2 updates, a checkpoint, a new process' trainer, and N/2 more, bit for bit, on recorded
 batches.
 
-Through the learner's own engine, for every recipe and for both optimizers. Weights, optimizer state, commit digest,
+Through the learner's own engine, for recipes with each kind of state, in the suite recipes for every recipe, and for
+both optimizers. Weights, optimizer state, commit digest,
 metrics and the published bytes are compared; what a process has besides (torch's generators, the thread's state) is
 disturbed in between.
 """
@@ -29,11 +30,23 @@ from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.recipe import recipe_names
+from tests.unit.trainer.representatives import REPRESENTATIVES, kinds_of
 
 from .learner_world import episode
 
-RECIPES = [name for name in recipe_names() if not config_from_dict(MeshConfig, {"recipe": name}).rollout.outputs]
-"""The recipes that can train on the recorded samples, which have no further outputs of the engine."""
+
+def can_train(recipe: str) -> bool:
+    """Return whether a recipe can train on the recorded samples, which have no further outputs of the engine, and no
+    given tokens."""
+    config = config_from_dict(MeshConfig, {"recipe": recipe})
+    return not config.rollout.outputs and any(term.where != "external" for term in config.learner.loss)
+
+
+RECIPES = [
+    pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.slow)
+    for name in recipe_names()
+    if can_train(name)
+]
 FURTHER: dict[str, dict[str, Any]] = {
     "mssr": {"estimator": {"options": {"first_visit": "train"}}},
     "wsrl": {"update_rule": {"options": {"warmup_updates": 1}}},
@@ -121,6 +134,13 @@ def disturb() -> None:
     np.random.seed(99)
     torch.manual_seed(99)
     torch.rand(7)
+
+
+@pytest.mark.slow
+def test_the_recipes_of_make_test_have_each_kind_of_state() -> None:
+    """It reads all recipes for 7 CPU s."""
+    kinds = {name: kinds_of(config_from_dict(MeshConfig, {"recipe": name})) for name in recipe_names()}
+    assert set().union(*kinds.values()) == set().union(*(kinds[name] for name in REPRESENTATIVES))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

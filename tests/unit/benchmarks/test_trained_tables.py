@@ -306,9 +306,9 @@ async def test_without_a_gate_rewards_of_calls_take_the_place_of_the_outcome() -
     """A call is worth as much as the right answer: six calls are worth as much as five and the right answer. Two of
     three seeds without a gate lose the outcome."""
     pytest.importorskip("reasoning_gym")
-    gated, direct = (
+    gated, direct = [
         [await trained_by_outcome_and_calls(accumulate, seed) for seed in SEEDS] for accumulate in get_args(Accumulate)
-    )
+    ]
     assert min(one.success for one in gated) > 0.85
     assert max(one.turns for one in gated) < 4
     assert min(one.turns for one in direct) > 5.5
