@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.app.checks.scorers_alone import check_scorers
 from rollmesh.app.checks.tricks import CONSTANT, FRAMES, NOTHING, answers_of
 from rollmesh.app.config import TrainConfig
-from rollmesh.app.samples.scoring import check_scorers
 from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import PoolTask, Split

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.app.checks.scorers_alone import check_scorers
 from rollmesh.app.config import load_train_config
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.samples.samples import (
@@ -41,8 +42,6 @@ from rollmesh.services.reward.item import (
     check_task_scorers,
     num_action_tokens,
 )
-from rollmesh.services.reward.scorer import Scorer
-from rollmesh.shared.config.plugin import overrides
 from rollmesh.shared.domain.trajectory import EndpointUse, EpisodeKey, FinishReason, Message, Outcome, Role, Source
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
@@ -96,21 +95,6 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
         mean_rewards=mean_rewards([line.rewards for line in lines]),
         lines=lines,
     )
-
-
-def check_scorers(engine: RewardEngine) -> None:
-    """Raise ConfigError if a scorer needs what only an episode of a mesh has."""
-    for configured in engine.scorers:
-        if overrides(configured.scorer, Scorer.use_policy):
-            raise ConfigError(
-                f"the scorer of the reward `{configured.name}` ({configured.label}) asks the policy, which only a mesh "
-                "serves; score it with `rollmesh rollout`, or remove it from reward.scorers"
-            )
-        if configured.scorer.environment_rewards:
-            raise ConfigError(
-                f"the scorer of the reward `{configured.name}` ({configured.label}) reads rewards of the environment, "
-                "which only an episode has; score it with `rollmesh rollout`, or remove it from reward.scorers"
-            )
 
 
 def _configuration(named: Path | None) -> tuple[Path, Path]:
