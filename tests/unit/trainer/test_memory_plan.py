@@ -39,8 +39,15 @@ def settings(**more: Any) -> UpdateConfig:
     return msgspec.structs.replace(measured_peak.settings(), **more)
 
 
+_plans: dict[str, MemoryPlan] = {}
+"""Settings -> plan. A plan takes about 0.7 CPU s, and most tests compare with the same ones."""
+
+
 def plan(config: UpdateConfig, **more: Any) -> MemoryPlan:
-    return plan_memory(config, CONFIG, Plugins(config), **more)
+    key = repr((msgspec.to_builtins(config), more))
+    if key not in _plans:
+        _plans[key] = plan_memory(config, CONFIG, Plugins(config), **more)
+    return _plans[key]
 
 
 def test_weights_gradients_moments_and_reference_are_counted_by_parameter() -> None:
@@ -167,11 +174,12 @@ def test_what_is_stored_on_the_host_is_not_counted_for_a_gpu() -> None:
     assert (reference.host, reference.reference, reference.weights) == (kept.reference, 0, kept.weights)
     assert optimizer.host == kept.weights + kept.gradients + kept.optimizer + kept.reference
     assert optimizer.total == optimizer.gathered + optimizer.activations + optimizer.logits
-    deep = copy.deepcopy(CONFIG)
-    deep.vocab_size, deep.num_hidden_layers, deep.layer_types = 500, 24, ["full_attention"] * 24
+    wide = copy.deepcopy(CONFIG)
+    wide.vocab_size, wide.intermediate_size = 500, 2048
+    wide.num_hidden_layers, wide.layer_types = 6, ["full_attention"] * 6
     short = msgspec.structs.replace(measured_peak.settings(128, length=8), loss=config.loss)
     stored, loaded = (
-        plan_memory(msgspec.structs.replace(short, compute=compute), deep, Plugins(short), device="cuda:0")
+        plan_memory(msgspec.structs.replace(short, compute=compute), wide, Plugins(short), device="cuda:0")
         for compute in (ComputeConfig(), optimizer_on_host)
     )
     assert loaded.total == loaded.loading == 2 * stored.weights, "policy and reference are loaded before they are moved"
@@ -235,7 +243,7 @@ def test_rows_with_a_shared_prefix_are_planned_with_one_mask_for_all_layers() ->
         pytest.param(0, "float32", LENGTH, 1, marks=pytest.mark.slow),
         (128, "float32", LENGTH, 1),
         pytest.param(0, "bfloat16", LENGTH, 1, marks=pytest.mark.slow),
-        (0, "bfloat16", 32, 1),
+        pytest.param(0, "bfloat16", 32, 1, marks=pytest.mark.slow),
         pytest.param(128, "float32", LENGTH, 148, marks=pytest.mark.slow),
     ],
 )
