@@ -48,7 +48,7 @@ def test_the_status_follows_from_marks_and_recipes() -> None:
     marks = [Mark("S002", "t.py::a"), Mark("S003", "t.py::b", "the rest")]
     one, two, three = rows_of(CATALOG, {"grpo": works, "gdpo": partial}, marks)
     assert (one.status, two.status, three.status) == ("partial", "partial", "partial")
-    assert (two.missing, three.missing) == ("half", "the rest")
+    assert (two.missing, three.missing, three.partial_test) == ("half", "the rest", ("t.py::b",))
     assert disagreements([one, two, three], {"grpo": works, "gdpo": partial}) == [
         "the recipe grpo says `works`, and no test is marked with row('S001')"
     ]

@@ -61,8 +61,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The file of its first recipe, or of its first test, relative to the root. Empty if it has neither."""
     test: tuple[str, ...]
     """Tests that assert its check, as file::function."""
+    partial_test: tuple[str, ...]
+    """Tests that assert a part of its check."""
     missing: str
-    """What is missing, of a partial row."""
+    """What is missing, of a partial row: what its recipes name, or else what its marks name."""
 
 
 def rows() -> list[Row]:
@@ -124,10 +126,14 @@ def page(found: Sequence[Row]) -> str:
         lines.append(f"| {row.row} | {row.name} | {row.status} | {links} |")
     lines += ["", "## Tests, and what is missing\n"]
     for row in found:
-        tests = ", ".join(f"`{test}`" for test in row.test)
-        missing = f"Missing: {row.missing}" if row.missing else ""
+        tests = [
+            f"{head}: {', '.join(f'`{test}`' for test in of_row)}."
+            for head, of_row in (("Tests", row.test), ("Tests of a part", row.partial_test))
+            if of_row
+        ]
+        missing = [f"Missing: {row.missing}"] if row.missing else []
         if tests or missing:
-            text = f"- {row.row} {row.name}. " + " ".join(filter(None, (tests and f"Tests: {tests}.", missing)))
+            text = " ".join((f"- {row.row} {row.name}.", *tests, *missing))
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -136,7 +142,7 @@ def _row(row: str, name: str, recipes: Mapping[str, About], marks: Sequence[Mark
     own = {recipe: about for recipe, about in recipes.items() if row in about.seeds}
     whole = [mark.test for mark in marks if not mark.missing]
     works = bool(whole) and (not own or any(about.status == "works" for about in own.values()))
-    missing = [about.missing for about in own.values()] + [mark.missing for mark in marks]
+    missing = [about.missing for about in own.values() if about.missing] or [mark.missing for mark in marks]
     files = [_relative(find_recipe(recipe)) for recipe in own] + [mark.test.split("::")[0] for mark in marks]
     return Row(
         row=row,
@@ -145,6 +151,7 @@ def _row(row: str, name: str, recipes: Mapping[str, About], marks: Sequence[Mark
         recipes=tuple(own),
         file=next(iter(files), ""),
         test=tuple(dict.fromkeys(whole)),
+        partial_test=tuple(dict.fromkeys(mark.test for mark in marks if mark.missing)),
         missing="" if works else " ".join(dict.fromkeys(filter(None, missing))),
     )
 

@@ -75,7 +75,7 @@ async def scored(
 FLAWED = ScorerConfig(name="flawed_positives", reward="fapo")
 
 
-@pytest.mark.row("S100", missing="Training of the judge.")
+@pytest.mark.row("S100", missing="The training of the judge, which stages bring.")
 async def test_flawed_positives_are_worth_less_than_clean_ones() -> None:
     def judge(body: dict[str, Any]) -> str:
         asked.append(body["messages"][0]["content"])
@@ -121,7 +121,7 @@ def test_a_reward_that_only_describes_a_sample_needs_weights() -> None:
         build_engine(RewardConfig(scorers=(FLAWED,)), FOLDER)
 
 
-@pytest.mark.row("S100", missing="Training of the judge.")
+@pytest.mark.row("S100", missing="The training of the judge, which stages bring.")
 def test_a_flawed_positive_helps_among_wrong_answers_and_costs_among_clean_ones() -> None:
     # Rewards 0, -1, -1, -1: mean -3/4, so A of the flawed one is +3/4 without scaling. Rewards 0, 1, 1, 1: mean 3/4, A
     # = -3/4.
@@ -134,7 +134,7 @@ def test_a_flawed_positive_helps_among_wrong_answers_and_costs_among_clean_ones(
 # Ensembles ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.row("S101", missing="Best-of-n, and trained reward models.")
+@pytest.mark.row("S101", missing="Best-of-n sampling, and the training of the reward models.")
 @pytest.mark.parametrize(
     ("combine", "agree", "disagree"),
     # Scores 0.5, 0.5, 0.5 and 0.2, 0.4, 0.9: mean 0.5 both; the variance of the second is (0.09 + 0.01 + 0.16) / 3 =
