@@ -2,7 +2,7 @@
 
 The suite recipes does it for every file in `recipes/`, and repeats the last update from the checkpoint before it. With
 `NUM` it does so for that many of them, drawn with `SEED`. `UPDATES` and `ETA` are the updates of a run and its bound on
-staleness. Then it kills a run, resumes it, and repeats all its updates. `make test` has the recipes in `OWN`.
+staleness. Then it kills a run, resumes it, and repeats all its updates. `make test` has the recipes in `FAST`.
 """
 
 from __future__ import annotations
@@ -175,20 +175,9 @@ GIVEN = {
     "red": "estimator/imitation_weight",
 }
 """A metric of each recipe that runs with given solutions."""
-FAST = {
-    "remax",
-    "mssr",
-    "vcpo",
-    "seeupo",
-    "archer",
-    "kl_cov",
-    "hgpo",
-    "v0",
-    "v05",
-    "grpo_router_replay",
-    "imitation.yaml",
-}
-"""Recipes of which one uses each of these parts; the others run in `make suite NAME=recipes`."""
+FAST = {"remax", "v0", "grpo_router_replay", "imitation.yaml"}
+"""Recipes that need what only a whole run has: a greedy member, texts of all members, records of experts, and the
+tokenizer of the model. The others run in `make suite NAME=recipes`."""
 MIXTURES = ("grpo_router_replay",)
 """Recipes for mixtures of experts."""
 FURTHER = {
@@ -451,7 +440,10 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize(("recipe", "metric"), GIVEN.items())
+@pytest.mark.parametrize(
+    ("recipe", "metric"),
+    [pytest.param(*item, marks=() if item[0] == "red" else pytest.mark.slow) for item in GIVEN.items()],
+)
 def test_given_solutions_pass_through_the_mesh_and_are_trained(recipe: str, metric: str, folder: Path) -> None:
     out = folder / f"given-{recipe}"
     asked = [
