@@ -140,9 +140,9 @@ class CallRater:
 
     async def ask(self, endpoint: str, messages: Messages, **options: Unpack[AskOptions]) -> EndpointAnswer:
         assert isinstance(messages, str)
-        task, _, listed = messages.removeprefix("[Task]\n").partition("\n\n[Steps]\n")
-        steps = re.split(r"(?m)^\[\d+\] ", listed.rpartition("\n\n")[0])[1:]
-        shown = demonstrate(task)
+        _, task, listed = (text.partition("\n")[2] for text in re.split(r"(?m)^DATA-\w+ (?:task|steps)$", messages))
+        steps = re.split(r"(?m)^\[\d+\] ", re.split(r"(?m)^DATA-\w+ end$", listed)[0])[1:]
+        shown = demonstrate(task.strip())
         ideal = {*(f"<tool_call>{call}</tool_call>" for call, _ in shown.calls), f"<answer>{shown.answer}</answer>"}
         ratings = [float(step.strip() in ideal) for step in steps]
         return EndpointAnswer(text="", value=ratings, finish=FinishReason.STOP, model=endpoint)

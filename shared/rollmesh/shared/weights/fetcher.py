@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import grpc
 
 from rollmesh.shared.errors import DeadlineExceeded, DiskFull, HashMismatch, MeshError, Unavailable, UnknownBlob
+from rollmesh.shared.first_error import first_error
 from rollmesh.shared.rpc.status import from_rpc_error, typed_errors
 from rollmesh.shared.weights.blobs import BlobStore, PartialBlob
 from rollmesh.shared.weights.byte_rate import ByteRate
@@ -23,7 +24,7 @@ from rollmesh.shared.weights.delta import apply_delta
 from rollmesh.shared.weights.delta_cache import DeltaCache
 from rollmesh.shared.weights.host import host_id
 from rollmesh.shared.weights.manifest import chunk_sizes, parse_manifest
-from rollmesh.shared.weights.transfer import TransferConfig, first_error
+from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 MANIFEST_BYTES_MAX = 8 << 20

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.errors import HashMismatch
+from rollmesh.shared.first_error import first_error
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX, UPLOAD_MARK
 from rollmesh.shared.weights.host import host_id
@@ -161,12 +162,3 @@ def _write_blob(directory: Path, digest: str, source: ChunkSource) -> None:
         partial.replace(directory / digest)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextlib.asynccontextmanager
-async def first_error() -> AsyncIterator[None]:
-    """Unwraps a TaskGroup's group into the first error in it: callers catch `DiskFull`, not groups."""
-    try:
-        yield
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from rollmesh.shared.endpoints.answer import Asks
 from rollmesh.shared.errors import FailedPrecondition
-from rollmesh.shared.weights.transfer import first_error
+from rollmesh.shared.first_error import first_error
 
 T = TypeVar("T")
 
