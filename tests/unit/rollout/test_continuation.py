@@ -52,12 +52,18 @@ def by_quality(body: dict[str, Any]) -> str:
 
 
 async def play(
-    server_url: str, *episodes: str, said: Callable[[str], str], purpose: Any = types_pb2.PURPOSE_TRAIN, **options: Any
+    server_url: str,
+    *episodes: str,
+    said: Callable[[str], str],
+    purpose: Any = types_pb2.PURPOSE_TRAIN,
+    segments_max: int = 1024,
+    **options: Any,
 ) -> tuple[LocalMesh, list[Episode]]:
     """Play episodes with these names, in which the policy says what `said` returns."""
     entry = {"kind": "openai", "base_url": server_url, "model": "m", "retry_s": 0.0}
     endpoints = Endpoints({"judge": config_from_dict(EndpointConfig, entry)})
-    mesh = LocalMesh(script=said, endpoints=endpoints, config=RolloutConfig(limits=LimitsConfig(score_calls_max=1)))
+    limits = LimitsConfig(score_calls_max=1, segments_max=segments_max)
+    mesh = LocalMesh(script=said, endpoints=endpoints, config=RolloutConfig(limits=limits))
     mesh.scorer = ServicePort([environment("rank"), environment("rollout_won")])  # type: ignore[assignment]
     runner = mesh.runner(load_agent(Extension("continuation", {"rollouts": 2, **options})))
     for name in episodes:
@@ -185,6 +191,14 @@ async def test_a_limit_before_the_ranking_trains_nothing(limits: dict[str, Any])
     assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED, report.failure
     (episode,) = mesh.samples.episodes
     assert {role for role, *_ in rewards(episode)} == {"rollout"}
+    assert {one[1:] for one in rewards(episode)} == {(False, 0.0, 0.0)}
+
+
+@pytest.mark.parametrize("segments_max", [5, 6])
+async def test_a_limit_at_a_given_continuation_trains_nothing(segments_max: int) -> None:
+    async with chat_server(by_quality) as server:
+        _, (episode,) = await play(server.url, "l1", said=lambda text: "red today.<|end|>", segments_max=segments_max)
+    assert server.requests, "the judge has ranked"
     assert {one[1:] for one in rewards(episode)} == {(False, 0.0, 0.0)}
 
 

@@ -283,10 +283,10 @@ async def test_a_reply_without_rewards_has_none(reply: Any) -> None:
     assert "the environment gave no reward `score`" in await served(reply, fails=True)
 
 
-async def test_a_reply_of_another_type_has_no_rewards() -> None:
-    reply = b'{"rewards": [{"name": "score", "value": 1}]}'
-    assert values(await served(reply)) == [{-1: 1.0}]
-    assert values(await served(reply, environment(required=False), content_type="text/plain")) == [{}]
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain", "application/octet-stream"])
+async def test_the_rewards_of_a_json_reply_count_whatever_its_content_type(content_type: str) -> None:
+    reply = b' {"rewards": [{"name": "score", "value": 1}]}'
+    assert values(await served(reply, content_type=content_type)) == [{-1: 1.0}]
 
 
 async def test_a_wrong_reward_after_a_limit_does_not_hide_the_limit() -> None:

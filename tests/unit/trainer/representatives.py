@@ -26,4 +26,4 @@ REPRESENTATIVES = (
     "grpo_router_replay", "mssr", "otr", "pf_ppo", "red", "rep_exp", "riql", "risk_po", "rover", "seeupo", "siren",
     "spa", "text_feedback", "v0", "vcpo", "verl_rank", "wsrl",
 )  # fmt: skip
-"""A test of the suite recipes compares them with the recipes."""
+"""`tests/integration/test_exact_resume.py` compares them with the recipes."""

@@ -118,6 +118,19 @@ def test_rewards_that_are_not_ok_count_nothing() -> None:
     assert segment_rewards(sample, {}).tolist() == [0, 0, 0, 4]
 
 
+def test_a_member_with_rewards_of_turns_alone_is_not_scored() -> None:
+    made, seen = two_turns("s", 1.0, 3.0, 4.0)
+    turns_only = replace(
+        seen, rewards=(Reward(name="correct", value=0, outcome=Outcome.NOT_APPLICABLE), seen.rewards[1])
+    )
+    _, greedy = two_turns("greedy", 1.0, 1.0, 0.0, greedy=True)
+    of = group("g0", greedy, turns_only)
+    remax = make_estimator("remax", WEIGHTS)
+    assert remax.of_group(of) == {"greedy": 0.0}
+    assert remax(batch_of([made], [of])).dropped == {0: UNSCORED}
+    assert remax.of_group(group("g1", replace(turns_only, summary=greedy.summary), seen)) == {}
+
+
 def test_remax_has_no_options() -> None:
     with pytest.raises(Exception, match="remax"):
         make_estimator(Extension("remax", {"x": 1}))

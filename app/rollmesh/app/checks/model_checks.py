@@ -251,9 +251,10 @@ def _memory_plan(config: TrainConfig, base_dir: Path, folder: Path) -> MemoryPla
 def calls_tools(config: TrainConfig, tasks: TaskSurvey, base_dir: Path) -> bool:
     """Return whether an agent that reads calls by the chat format gets a task with tools."""
     agents = config.rollout.agents_by_name
-    chosen = [agents[name].name for name, tools in tasks.tools_by_agent.items() if tools and name in agents]
-    with contextlib.suppress(ConfigError):  # the check of the agents reports one that cannot be loaded
-        return any(AGENTS.find_class(name, base_dir).parses_calls for name in chosen)
+    for name in (agents[name].name for name, tools in tasks.tools_by_agent.items() if tools and name in agents):
+        with contextlib.suppress(ConfigError):  # the check of the agents reports one that cannot be loaded
+            if AGENTS.find_class(name, base_dir).parses_calls:
+                return True
     return False
 
 

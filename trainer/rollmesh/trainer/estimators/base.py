@@ -211,6 +211,11 @@ def has_failure(member: MemberOutcome) -> bool:
     )
 
 
+def is_scored(member: MemberOutcome) -> bool:
+    """Return whether a member has a reward, of its sample or of a turn, and no failure among them."""
+    return any(r.outcome is Outcome.OK for r in member.rewards) and not has_failure(member)
+
+
 def usable_rewards(member: MemberOutcome) -> dict[str, float] | None:
     """Return name -> value of a member's whole-sample rewards. None if the infrastructure failed, or if nothing was
     scored.
@@ -245,17 +250,19 @@ def reward_sums(group: GroupContext, weights: Mapping[str, float]) -> tuple[list
     return [m for m, _ in usable], sums
 
 
-def filled(group: GroupContext, among: Collection[str] = ()) -> GroupContext:
+def filled(group: GroupContext, among: Collection[str] = (), *, turns_suffice: bool = False) -> GroupContext:
     """Return the group with every whole-sample reward for each scored member, for estimators that do not read
     `reward_sums`.
 
     A reward that a member does not have gets its mean over the episodes that have it: those of the sample ids `among`,
-    or all if none of them has it. Members with a failure of the infrastructure are in no mean, and stay as they are.
+    or all if none of them has it. A member without usable rewards is in no mean, and stays as it is. With
+    `turns_suffice`, for estimators that read rewards of turns, one with those alone is scored, and one with a failure
+    among them is not.
     """
     scored = {
         m.sample_id: {r.name: r.value for r in m.rewards if r.segment == WHOLE_SAMPLE and r.outcome is Outcome.OK}
         for m in group.members
-        if any(r.outcome is Outcome.OK for r in m.rewards) and not has_failure(m)
+        if (is_scored(m) if turns_suffice else usable_rewards(m) is not None)
     }
     names = dict.fromkeys(name for rewards in scored.values() for name in rewards)
     if all(len(rewards) == len(names) for rewards in scored.values()):

@@ -42,11 +42,11 @@ class Remax(GroupEstimator):
     def of_group(self, group: GroupContext) -> dict[str, float]:
         """Return sample id -> its return minus that of the greedy member: the advantage of its first token. Empty
         without a baseline."""
-        baseline = self._baseline(self._filled(group))
+        group = self._filled(group)
+        baseline = self._baseline(group)
         if baseline is None:
             return {}
-        members = self._filled(group).members
-        return {m.sample_id: self._return(m) - baseline for m in members if usable_rewards(m) is not None}
+        return {m.sample_id: self._return(m) - baseline for m in group.members if usable_rewards(m) is not None}
 
     def __call__(self, batch: UpdateBatch) -> Estimate:
         """Return the advantages of the batch."""

@@ -22,7 +22,7 @@ from rollmesh.trainer.estimators.base import (
     Estimate,
     GroupEstimator,
     filled,
-    has_failure,
+    is_scored,
     turn_rewards,
     weight_of,
 )
@@ -62,7 +62,7 @@ def turn_returns(member: MemberOutcome, weights: Mapping[str, float], discount: 
     infrastructure failure or not finite, or if nothing was scored.
     """
     scored = [r for r in member.rewards if r.outcome is Outcome.OK]
-    if not scored or has_failure(member):
+    if not is_scored(member):
         return None
     if member.summary.turns:
         returns = np.array(turn_rewards(member, weights), dtype=np.float64)
@@ -80,13 +80,13 @@ def scored_members(
 ) -> list[tuple[MemberOutcome, PerTurn]]:
     """Return the members with usable rewards and their returns per turn. Rewards of the whole sample that a member does
     not have are `filled`."""
-    found = [(member, turn_returns(member, weights, discount)) for member in filled(group).members]
+    found = [(member, turn_returns(member, weights, discount)) for member in filled(group, turns_suffice=True).members]
     return [(member, returns) for member, returns in found if returns is not None]
 
 
 def filled_members(batch: UpdateBatch) -> tuple[MemberOutcome, ...]:
     """Return the samples of a batch as members of their groups, [S], whose rewards are `filled`."""
-    return replace(batch, groups=tuple(map(filled, batch.groups))).members
+    return replace(batch, groups=tuple(filled(group, turns_suffice=True) for group in batch.groups)).members
 
 
 def undecided_turns(group: GroupContext) -> dict[str, float]:

@@ -36,9 +36,13 @@ _REASON = re.compile(r"(?:because|since|as|due to)\b|[,;-]\s?(?:because|since|as
 _AFFIRMED = re.compile(
     r"is (?:the )?(?:(?:correct|right|best)(?: (?:answer|option|choice|one))?|answer|solution)(?![\w'])", re.IGNORECASE
 )
-_COMMENT = re.compile(r",\s?(?!.*\b[A-J]\b)")
+_PRONOUN = r"I\s(?:am|think|believe|know|guess|hope|see|chose|would|have|can)\b"
+_COMMENT = re.compile(
+    rf",\s?(?!.*(?:\b(?:or|either|maybe|perhaps|not)\b|\b(?!{_PRONOUN})[A-J]\b|[(\[][a-j][)\]]|\b[b-j]\b))"
+)
 _FURTHER = re.compile(
-    r"(?:\b(?:and|or|also|either|maybe|nor)\b|[,/&;+|])\s?(?:(?:option|choice|letter)\s)?[(\[]?([A-J])(?![A-Za-z'\d])"
+    r"(?:\b(?:and|or|also|either|maybe|nor)\b|[,/&;+|])\s?(?:(?:option|choice|letter)\s)?[(\[]?"
+    rf"(?!{_PRONOUN})([A-J])(?![A-Za-z'\d])"
 )
 _STYLED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\s?\{([^{}]*)\}")
 

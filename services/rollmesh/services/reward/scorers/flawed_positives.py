@@ -29,7 +29,7 @@ QUESTION = """\
 Review a solution of a task step by step. Its answer is right.
 {data}
 
- Return JSON: {{"first_error": INDEX}}, the index of the earliest wrong step, or -1 if there is none."""
+Return JSON: {{"first_error": INDEX}}, the index of the earliest wrong step, or -1 if there is none."""
 
 
 class FlawedPositivesOptions(AnswerOptions):

@@ -24,12 +24,9 @@ from rollmesh.shared.config.settings import NonNegativeFloat, Settings
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.endpoints.answer import Asks
 
-QUESTION = (
-    """\
+QUESTION = """\
 Rate the answer from 0 to 1. Return the number only.
 {data}"""
-    ""
-)
 MEMBERS_MAX = 8
 
 

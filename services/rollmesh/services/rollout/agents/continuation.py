@@ -136,13 +136,14 @@ class ContinuationAgent(Agent):
 
     def _mark(self, env: Environment, ranked: Sequence[RankedText]) -> None:
         """Make the candidates samples with their rewards. The first one is trained."""
-        for position, candidate in enumerate(ranked):
-            if candidate.given is None or env.purpose is Purpose.TRAIN:
-                if candidate.given is not None:
-                    candidate.env.append(candidate.given, role=Role.ACTION, source=Source.DATASET, train=not position)
-                candidate.env.sample(role=candidate.source, trainable=not position)
-                rank = (len(ranked) - 1 - position) / (len(ranked) - 1)
-                candidate.env.reward(RANK, rank, evidence=f"position {position + 1} of {len(ranked)}")
+        kept = [(n, one) for n, one in enumerate(ranked) if one.given is None or env.purpose is Purpose.TRAIN]
+        for position, candidate in kept:  # before any reward, because a limit ends the episode here
+            if candidate.given is not None:
+                candidate.env.append(candidate.given, role=Role.ACTION, source=Source.DATASET, train=not position)
+        for position, candidate in kept:
+            candidate.env.sample(role=candidate.source, trainable=not position)
+            rank = (len(ranked) - 1 - position) / (len(ranked) - 1)
+            candidate.env.reward(RANK, rank, evidence=f"position {position + 1} of {len(ranked)}")
         first = ranked[0].source
         env.reward(ROLLOUT_WON, float(first == ROLLOUT), evidence=f"first: {first}", episode=True)
 

@@ -19,8 +19,6 @@ import msgspec
 
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 
-JSON_TYPE = "application/json"
-"""The content type of a reply with rewards."""
 REWARD_BYTES_MAX = 1 << 20
 """Most bytes that a program or a reply may use for its rewards."""
 
@@ -59,16 +57,18 @@ def give_lines(raw: bytes, env: Environment, api: ServedEpisode, *, complete: bo
 
 
 def give_reply(raw: bytes, env: Environment, api: ServedEpisode) -> None:
-    """Give the rewards of a JSON reply: the field `rewards`, a list of objects. Any other reply, and one that is too
-    long, has none; its field is logged. Raise ValueError for an object that is not a reward, and as
+    """Give the rewards of a JSON reply: the field `rewards`, a list of objects. Any other reply has none, and a warning
+    is logged if it begins as a JSON object. Raise ValueError for an object that is not a reward, and as
     `SentReward.give`."""
+    if not raw.lstrip().startswith(b"{"):
+        return
     try:
         _check_size(raw)
         reply = msgspec.json.decode(raw)
         found = reply.get("rewards", []) if isinstance(reply, dict) else []
         sent = msgspec.convert(found, list[dict[str, Any]])
     except (ValueError, UnicodeDecodeError) as err:
-        _log.info("a reply has no rewards: episode=%s reply=%s: %s", env.key.episode, _shown(raw), err)
+        _log.warning("a reply has no rewards: episode=%s reply=%s: %s", env.key.episode, _shown(raw), err)
         return
     try:
         rewards = msgspec.convert(sent, list[SentReward])

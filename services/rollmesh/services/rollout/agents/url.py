@@ -5,8 +5,8 @@ protocol.
       agent: {name: url, options: {url: "http://127.0.0.1:9000/run"}}
 
 The body has the task, and `base_url`, `api_key` and `model` of the episode. The service replies with status 200 when it
-has finished. A reply of the type application/json may contain rewards that only the service knows, see `reply_rewards`.
-One of another type, and one that cannot be decoded, has no rewards.
+has finished. A reply that is a JSON object may contain rewards that only the service knows, see `reply_rewards`. Any
+other reply has no rewards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from rollmesh.services.rollout.agent import Agent, Task
 from rollmesh.services.rollout.agents.program import task_fields
-from rollmesh.services.rollout.agents.reply_rewards import JSON_TYPE, REWARD_BYTES_MAX, give_reply
+from rollmesh.services.rollout.agents.reply_rewards import REWARD_BYTES_MAX, give_reply
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.config.settings import PositiveFloat, Settings
@@ -88,8 +88,7 @@ class UrlAgent(Agent):
             raise AgentServiceFailed(f"{url} replied with a wrong reward: {err}", url=url) from err
 
     async def _post(self, task: Task, env: Environment, api: ServedEpisode) -> bytes:
-        """Post the task, and return the reply, of a longer one the beginning; nothing of one that is not JSON. The time
-        limit is that of the episode."""
+        """Post the task, and return the reply, of a longer one the beginning. The time limit is that of the episode."""
         import aiohttp
 
         body = {"task": task_fields(task, env), "base_url": api.base_url, "api_key": api.key, "model": "policy"}
@@ -104,8 +103,6 @@ class UrlAgent(Agent):
                     raise AgentServiceFailed(
                         f"{url} replied with status {reply.status}, expected 200: {said or 'an empty body'}", url=url
                     )
-                if reply.content_type != JSON_TYPE:
-                    return b""
                 found = b""
                 async for chunk in reply.content.iter_any():
                     found += chunk
