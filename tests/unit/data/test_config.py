@@ -86,6 +86,34 @@ def test_a_users_own_source_is_loaded_from_its_file_and_its_errors_name_its_line
         build_pools(config(source="own.py:Broken"), tmp_path)
 
 
+POOLED_SOURCE = """
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.source import TaskSource
+from rollmesh.services.data.task import PoolTask, Split
+from rollmesh.shared.domain.trajectory import Message
+
+class Pooled(TaskSource):
+    def __init__(self, *, base_dir): ...
+    def tasks(self):
+        raise AssertionError("only the pools are read")
+    def pools(self):
+        task = PoolTask(task_id="a", messages=(Message(role="user", content="1+1"),))
+        return {split: MemoryPool([task] if split is Split.TRAIN else []) for split in Split}
+
+class Lacking(Pooled):
+    def pools(self):
+        return {"train": super().pools()["train"]}
+"""
+
+
+def test_a_source_may_give_pools_instead_of_tasks(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(POOLED_SOURCE)
+    pools = build_pools(config(source="own.py:Pooled"), tmp_path)
+    assert {split: len(pool) for split, pool in pools.items()} == {"train": 1, "validation": 0, "test": 0}
+    with pytest.raises(ConfigError, match="source `own.py:Lacking` failed: KeyError"):
+        build_pools(config(source="own.py:Lacking"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -8,11 +8,10 @@ from typing import Annotated, cast
 from msgspec import Meta
 
 from rollmesh.services.data.engine import DataEngine
-from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.source import SOURCES, TaskSource
-from rollmesh.services.data.task import PoolTask, Split, TaskPool
+from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.config.registry import Extension
@@ -55,22 +54,20 @@ def build_pools(
     """
     name = config.source.name
     source: TaskSource = SOURCES.make(config.source, base_dir, base_dir=base_dir)
-    tasks: dict[Split, list[PoolTask]] = {split: [] for split in Split}
     try:
         with endpoints or BlockingEndpoints({}) as client:
             source.use_endpoints(client)
-            for task in source.tasks():
-                tasks[Split(task.split)].append(task)
-        pools = {split: MemoryPool(found) for split, found in tasks.items()}
+            pools = dict(source.pools())
+            sizes = {split: len(pools[split]) for split in Split}
     except MeshError:
         raise
     except Exception as err:  # user code may raise anything; the name that led to it must be reported
         raise ConfigError(
             f"`data.source`: source `{name}` failed: {explain(err)}\n{user_traceback(err)}", key="data.source"
         ) from err
-    if not pools[Split.TRAIN]:
+    if not sizes[Split.TRAIN]:
         raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
-    return dict(pools)
+    return pools
 
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:

@@ -5,9 +5,10 @@ Sources are found by name, or loaded from user code as `file.py:Name`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from rollmesh.services.data.task import PoolTask
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.endpoints.answer import AsksBlocking
@@ -26,8 +27,17 @@ class TaskSource(Plugin):
         per split."""
         raise NotImplementedError
 
+    def pools(self) -> Mapping[Split, TaskPool]:
+        """Return the pool of each split. The default holds all `tasks` in memory. A source that can read a task by its
+        position overrides it."""
+        tasks: dict[Split, list[PoolTask]] = {split: [] for split in Split}
+        for task in self.tasks():
+            tasks[Split(task.split)].append(task)
+        return {split: MemoryPool(found) for split, found in tasks.items()}
+
     def use_endpoints(self, endpoints: AsksBlocking) -> None:
-        """Store the client of endpoints, for example to let a model write tasks. It works until `tasks` has ended."""
+        """Store the client of endpoints, for example to let a model write tasks. It works until `pools` has
+        returned."""
 
 
 SOURCES = Registry(
