@@ -9,7 +9,8 @@ import pytest
 
 from rollmesh.services.reward.oracles import AnswerFileConfig, JsonlOracle, Oracles
 from rollmesh.shared.errors import ConfigError, UnknownOracle
-from rollmesh.shared.store.jsonl import RecordError, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import RecordError
 
 
 def answers(tmp_path: Path, *lines: object, **settings: str) -> tuple[Oracles, str]:

@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 
 from rollmesh.shared import errors
 from rollmesh.shared.rpc.status import from_rpc_error, from_status, to_status
-from rollmesh.shared.store import jsonl
+from rollmesh.shared.store.records import RecordError
 
 
 def test_codes_agree_with_google_rpc_and_grpc() -> None:
@@ -27,8 +27,8 @@ def test_every_error_survives_the_round_trip(cls: type[errors.MeshError]) -> Non
 
 
 def test_an_error_defined_beside_its_use_is_restored_too() -> None:
-    err = from_status(to_status(jsonl.RecordError.at(Path("tasks.jsonl"), 3, "is not a number", field="answer")))
-    assert type(err) is jsonl.RecordError
+    err = from_status(to_status(RecordError.at(Path("tasks.jsonl"), 3, "is not a number", field="answer")))
+    assert type(err) is RecordError
     assert err.message == 'tasks.jsonl:3: field "answer": is not a number'
 
 

@@ -46,7 +46,8 @@ from rollmesh.shared.domain.trajectory import EndpointUse, EpisodeKey, FinishRea
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.errors import ConfigError, InvalidInput, UnknownOracle
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
 
 NUM_LINES_MAX = 1_000_000
 CHUNK_LINES = 256
@@ -110,7 +111,7 @@ def _configuration(named: Path | None) -> tuple[Path, Path]:
 
 
 async def _score(
-    records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEngine, endpoints: Endpoints
+    records: Sequence[FileRecord], tasks: _Tasks, engine: RewardEngine, endpoints: Endpoints
 ) -> list[ScoredLine]:
     try:
         items = [_item(record, tasks, engine) for record in records]  # check all lines before scoring starts
@@ -146,7 +147,7 @@ class _Tasks:
         return None
 
 
-def _item(record: JsonlRecord, tasks: _Tasks, engine: RewardEngine) -> ScoreItem:
+def _item(record: FileRecord, tasks: _Tasks, engine: RewardEngine) -> ScoreItem:
     """Return the input of the scorers for a line. Raises RecordError."""
     sample = _sample(record) if "messages" in record.fields else _answer(record, tasks)
     known = tasks.find(sample.task)
@@ -222,7 +223,7 @@ def _view(sample: SampleLine, known: PoolTask | None) -> TaskView:
     )
 
 
-def _sample(record: JsonlRecord) -> SampleLine:
+def _sample(record: FileRecord) -> SampleLine:
     try:
         sample = msgspec.convert(dict(record.fields), SampleLine)
     except msgspec.ValidationError as err:
@@ -244,7 +245,7 @@ def _sample(record: JsonlRecord) -> SampleLine:
     return sample
 
 
-def _answer(record: JsonlRecord, tasks: _Tasks) -> SampleLine:
+def _answer(record: FileRecord, tasks: _Tasks) -> SampleLine:
     """Return a plain answer as a sample whose last message it is."""
     task_id = record.text("task")
     task = tasks.find(task_id)

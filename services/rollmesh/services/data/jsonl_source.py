@@ -19,7 +19,8 @@ from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
 from rollmesh.shared.domain.trajectory import Message
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
 
 NUM_LINES_MAX = 2_000_000
 _SHOWN_CHARS_MAX = 100
@@ -110,7 +111,7 @@ class JsonlSource(TaskSource):
             )
 
 
-def _prompt(record: JsonlRecord, field: str) -> tuple[Message, ...]:
+def _prompt(record: FileRecord, field: str) -> tuple[Message, ...]:
     value = record.value(field)
     if not isinstance(value, list):
         return (Message(role="user", content=record.text(field)),)
@@ -119,7 +120,7 @@ def _prompt(record: JsonlRecord, field: str) -> tuple[Message, ...]:
     return tuple(_message(record, field, index, entry) for index, entry in enumerate(value))
 
 
-def _message(record: JsonlRecord, field: str, index: int, entry: object) -> Message:
+def _message(record: FileRecord, field: str, index: int, entry: object) -> Message:
     if not isinstance(entry, dict):
         raise record.error(f"message {index} must be an object with role and content", field)
     role, content = entry.get("role"), entry.get("content")
@@ -128,7 +129,7 @@ def _message(record: JsonlRecord, field: str, index: int, entry: object) -> Mess
     return Message(role=role, content=content)
 
 
-def _split(record: JsonlRecord, options: JsonlOptions, prompt: tuple[Message, ...]) -> Split:
+def _split(record: FileRecord, options: JsonlOptions, prompt: tuple[Message, ...]) -> Split:
     if not options.split:
         text = "\n".join(message.content for message in prompt)
         return split_of(text, validation_share=options.validation_share, test_share=options.test_share)
@@ -138,14 +139,14 @@ def _split(record: JsonlRecord, options: JsonlOptions, prompt: tuple[Message, ..
     return Split(named)
 
 
-def _agent(record: JsonlRecord, field: str) -> str:
+def _agent(record: FileRecord, field: str) -> str:
     value = record.value(field) if field else None
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise record.error(f"must be the name of an agent, or null for the default agent, got {_shown(value)}", field)
     return value or ""
 
 
-def _scorers(record: JsonlRecord, field: str) -> tuple[str, ...]:
+def _scorers(record: FileRecord, field: str) -> tuple[str, ...]:
     value = record.value(field) if field else None
     if value is None:
         return ()

@@ -26,7 +26,8 @@ from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer
 from rollmesh.shared.errors import UnknownOracle
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
 
 NUM_LINES_MAX = 2_000_000
 
@@ -163,12 +164,12 @@ def _read(config: AnswerFileConfig, path: Path) -> tuple[dict[int, AnswerKey], s
     return {record.line: _key(record, config, pattern) for record in file.records}, file.digest
 
 
-def _key(record: JsonlRecord, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
+def _key(record: FileRecord, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
     answers = record.extract_all(config.answer, pattern) if config.answer else ()
     return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
 
 
-def _tests(record: JsonlRecord, field: str) -> str | Mapping[str, object]:
+def _tests(record: FileRecord, field: str) -> str | Mapping[str, object]:
     if not field:
         return ""
     value = record.value(field)
