@@ -7,13 +7,13 @@ tasks of a split in order, which is the same for every run and every step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.selector import Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.task import PoolTask, Split, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
@@ -65,10 +65,9 @@ class DataEngine:
         positions = await follower.positions(
             policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
         )
-        pool = self._pools[Split.TRAIN]
-        return [(first_draw + offset, pool.task(position)) for offset, position in enumerate(positions)]
+        return list(enumerate(await _read(self._pools[Split.TRAIN], positions), start=first_draw))
 
-    def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
+    async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
         """Return tasks [first_draw, first_draw + num) of a split, fewer at its end. Raise UnknownSplit, OutOfRange
         beyond the end."""
         known = [name for name, pool in self._pools.items() if len(pool)]
@@ -80,7 +79,8 @@ class DataEngine:
                 f"`first_draw` must be < {len(pool)}, the number of tasks in split `{split}`, got {first_draw}",
                 draw=first_draw,
             )
-        return [(draw, pool.task(draw)) for draw in range(first_draw, min(first_draw + num, len(pool)))]
+        draws = range(first_draw, min(first_draw + num, len(pool)))
+        return list(zip(draws, await _read(pool, draws), strict=True))
 
     def positions(self) -> dict[str, int]:
         """Return the last folded ledger record of each followed run."""
@@ -152,3 +152,9 @@ class DataEngine:
                 f"the limit of {self._runs_max} followed runs (`data.runs_max`) is reached; stop a run or raise the "
                 "limit"
             )
+
+
+async def _read(pool: TaskPool, positions: Sequence[int]) -> list[PoolTask]:
+    if isinstance(pool, StoredPool):
+        return await asyncio.to_thread(pool.read, positions)
+    return [pool.task(position) for position in positions]

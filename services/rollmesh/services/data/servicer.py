@@ -32,7 +32,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
                 ledger_position=request.ledger_position,
             )
         elif request.purpose in (types_pb2.PURPOSE_EVAL, types_pb2.PURPOSE_EXPORT):
-            tasks = self._engine.tasks_in_order(
+            tasks = await self._engine.tasks_in_order(
                 split=request.split or Split.TEST, first_draw=request.first_draw, num=request.num
             )
         else:

@@ -44,6 +44,7 @@ SOURCES = Registry(
     "source",
     {
         "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
+        "files": "rollmesh.services.data.files_source:FilesSource",
         "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
         "masked": "rollmesh.services.data.masked_source:MaskedSource",
         "trajectories": "rollmesh.services.data.trajectory_source:TrajectorySource",

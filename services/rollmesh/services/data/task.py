@@ -8,10 +8,10 @@ service, because only the reward service resolves references. Pools are finite, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollmesh.shared.domain.trajectory import Message
 
@@ -75,6 +75,15 @@ class TaskPool(Protocol):
 
     def label(self, position: int, name: str) -> str:
         """Return a label of the task at `position`. Empty if the task does not have it."""
+
+
+@runtime_checkable
+class StoredPool(TaskPool, Protocol):
+    """A pool that reads its tasks from files when they are drawn."""
+
+    def read(self, positions: Sequence[int]) -> list[PoolTask]:
+        """Return the tasks at `positions`, in their order. Raise IndexError beyond the pool, and FileChanged if a file
+        has changed since it was opened. It blocks, so an event loop calls it in a thread."""
 
 
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:
