@@ -263,18 +263,20 @@ def policy_tokenizer(layout: RunLayout) -> ChatTokenizer | None:
 
 
 def reward_config(config: MeshConfig) -> RewardConfig:
-    """Return the reward service's config with the answer key of a JSONL task file, which only this service reads."""
-    if config.data.source.name != "jsonl":
+    """Return the reward service's config with the answer keys of task files, which only this service reads."""
+    kind: Any = config.data.source.name
+    if kind not in ("jsonl", "files"):
         return config.reward
     source: Any = SOURCES.options(config.data.source)
     if source.name in config.reward.answer_files or not (source.answer or source.tests):
         return config.reward
     key = AnswerFileConfig(
         path=source.path,
+        source=kind,
         answer=source.answer,
         tests=source.tests,
         answer_pattern=source.answer_pattern,
-        num_lines_max=source.num_lines_max,
+        **({"num_lines_max": source.num_lines_max} if kind == "jsonl" else {}),
     )
     return msgspec.structs.replace(config.reward, answer_files={**config.reward.answer_files, source.name: key})
 

@@ -5,6 +5,7 @@ The answer key is passed from the oracles to the scorers. It is in no response.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -43,7 +44,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.RewardServiceScoreRequest, context: object
     ) -> reward_pb2.RewardServiceScoreResponse:
-        items = list(self._items(request))
+        if any(self._engine.oracles.blocks(item.task.oracle_ref) for item in request.items[:ITEMS_MAX]):
+            items = await asyncio.to_thread(list, self._items(request))
+        else:
+            items = list(self._items(request))
         with tracing.spans_below((item.traceparent for item in request.items), "scorers", "reward"):
             uses: Uses = {}
             scored = await self._engine.score(items, uses)
