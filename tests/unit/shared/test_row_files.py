@@ -129,7 +129,7 @@ def test_a_table_is_read_with_the_named_columns_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bytes_max", [1, 300, 10**6])
 def test_the_cache_of_row_groups_does_not_change_the_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_max: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bytes_max: int
 ) -> None:
     monkeypatch.setattr(arrow_rows.GroupCache, "__init__", _limited(bytes_max))
     monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 1)
@@ -137,6 +137,7 @@ def test_the_cache_of_row_groups_does_not_change_the_rows(
     files = open_rows(["a.parquet"], base_dir=tmp_path)
     for _ in range(2):
         assert [files.rows([row])[0].fields for row in range(40)] == ROWS
+    assert ("a.parquet: a row group of" in caplog.text) is (bytes_max < 10**6)
 
 
 def _limited(bytes_max: int) -> Callable[[arrow_rows.GroupCache], None]:

@@ -70,6 +70,8 @@ class ParquetRows(RowFile):
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self._starts = _starts([group.num_rows for group in groups])
         self._batch_rows = [_batch_rows(group) for group in groups]
+        if (largest := max((group.total_byte_size for group in groups), default=0)) > cache.bytes_max:
+            self.remark = f"a row group of {largest} bytes is decoded for each row; write it with row_group_size=10_000"
 
     def __len__(self) -> int:
         return int(self._starts[-1])

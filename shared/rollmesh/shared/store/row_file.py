@@ -67,6 +67,9 @@ class RowBatch(ABC):
 class RowFile(ABC):
     """One file. It MUST NOT change while it is open."""
 
+    remark = ""
+    """Why a single row is slow to read, with the remedy. Empty if it is not."""
+
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file does not exist."""
         self.path = path

@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord
 from rollmesh.shared.store.row_file import RowBatch, RowFile
 from rollmesh.shared.store.text_rows import CsvRows, JsonlRows
+
+_log = logging.getLogger(__name__)
 
 ENDINGS = (".parquet", ".arrow", ".jsonl", ".csv")
 FILES_MAX = 10_000
@@ -111,6 +114,8 @@ def open_rows(
     files = RowFiles(list(zip(found, opened, strict=True)), _digest(paths_found))
     for file in opened:
         file.check_unchanged()  # the digest is that of the rows
+    if slow := [file for file in opened if file.remark]:
+        _log.warning("rows are slow to read: files=%d first=%s: %s", len(slow), slow[0].path, slow[0].remark)
     return files
 
 
