@@ -25,7 +25,7 @@ class DataConfig(Settings):
     """Settings of the data service."""
 
     source: Extension = Extension("calc")
-    """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own."""
+    """Source of the tasks: `jsonl`, `files`, `calc`, `code`, `sql`, or your own."""
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, `sec`, `dump`, `historical_variance`, `changepoint`,
     or your own."""
