@@ -105,6 +105,14 @@ def test_random_mixtures_follow_their_shares() -> None:
             assert np.abs(lag - counts).max() < 1.2
 
 
+@pytest.mark.parametrize("num", [1, 300, 501, 5_000])
+def test_mean_shares_are_those_of_the_draws(num: int) -> None:
+    points = tuple(WeightPoint(draw=draw, weight=weight) for draw, weight in ((0, 3.0), (300, 1.0), (4500, 0.0)))
+    shares = Shares({"a": points, "b": 1.0, "c": 0.5}, {"c": 0.2}, {})
+    assert shares.mean(num) == pytest.approx(shares.at(np.arange(num)).mean(axis=0))
+    assert shares.mean(0) == pytest.approx(shares.at(np.array([0]))[0])
+
+
 def test_a_draw_far_ahead_takes_constant_time_and_continues_the_count_of_its_source() -> None:
     order = SourceOrder(Shares({"a": (WeightPoint(draw=10, weight=1.0),), "b": 3.0}, {}, {}))
     assert order.at(10 + PERIOD * 10**6) == (order.at(10).source, order.at(10).earlier + 3 * PERIOD * 10**6 // 4)
