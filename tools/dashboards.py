@@ -225,6 +225,12 @@ SAMPLES = Section(
             text="trained differs from requested where groups of a source are filtered or too old.",
             rare="the run must draw with the selector mixture",
         ),
+        Panel(
+            title="Records of task files that were dropped, by reason",
+            queries=[_sum(data.DROPPED, "reason")],
+            text="Since the start of the data services, each of which reads the source.",
+            rare="a source must drop a record, as masked and templated do",
+        ),
     ),
 )
 TIME = Section(

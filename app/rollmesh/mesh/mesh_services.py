@@ -7,7 +7,7 @@ imported when it is built, so that a process imports only the services that it h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -263,23 +263,23 @@ def policy_tokenizer(layout: RunLayout) -> ChatTokenizer | None:
     return load_tokenizer(folder, rollout.format)
 
 
+_ANSWER_FILES: Mapping[str, Any] = {"jsonl": "jsonl", "files": "files", "templated": "jsonl"}
+"""Sources of which the reward service reads the files, by the options that `AnswerFileConfig` has as well, with the
+scheme of their references."""
+
+
 def reward_config(config: MeshConfig) -> RewardConfig:
     """Return the reward service's config with the answer keys of task files, which only this service reads. Raise
     ConfigError if two files have one name."""
     keys: dict[str, AnswerFileConfig] = {}
     for place, chosen in single_sources(config.data.source):
-        kind: Any = chosen.name
-        source: Any = SOURCES.options(chosen) if kind in ("jsonl", "files") else None
-        if source is None or not (source.answer or source.tests):
+        if chosen.name not in _ANSWER_FILES:
             continue
-        key = AnswerFileConfig(
-            path=source.path,
-            source=kind,
-            answer=source.answer,
-            tests=source.tests,
-            answer_pattern=source.answer_pattern,
-            **({"num_lines_max": source.num_lines_max} if kind == "jsonl" else {}),
-        )
+        source: Any = SOURCES.options(chosen)
+        given = {name: getattr(source, name) for name in AnswerFileConfig.__struct_fields__ if hasattr(source, name)}
+        if not given["answer"] and not given.get("tests"):
+            continue
+        key = AnswerFileConfig(**given, source=_ANSWER_FILES[chosen.name])
         if keys.setdefault(source.name, key) != key:
             place += ".options.name"
             raise ConfigError(

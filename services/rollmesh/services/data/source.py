@@ -49,6 +49,7 @@ SOURCES = Registry(
         "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
         "files": "rollmesh.services.data.files_source:FilesSource",
         "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
+        "templated": "rollmesh.services.data.templated_source:TemplatedSource",
         "masked": "rollmesh.services.data.masked_source:MaskedSource",
         "trajectories": "rollmesh.services.data.trajectory_source:TrajectorySource",
         "mixture": "rollmesh.services.data.mixture_source:MixtureSource",
