@@ -64,10 +64,12 @@ class StoredSelector(Selector):
 
 def categories_of(pool: TaskPool, label: str) -> tuple[tuple[str, ...], Ints]:
     """Return the values of a label in the pool, and the index of the value of each task, [n]."""
-    labels = [pool.label(position, label) for position in range(len(pool))]
-    names = tuple(sorted(set(labels)))
+    codes: dict[str, int] = {}
+    labels = (codes.setdefault(pool.label(position, label), len(codes)) for position in range(len(pool)))
+    found: Ints = np.fromiter(labels, dtype=np.int64, count=len(pool))
+    names = tuple(sorted(codes))
     index = {name: n for n, name in enumerate(names)}
-    return names, np.array([index[name] for name in labels], dtype=np.int64)
+    return names, np.array([index[name] for name in codes], dtype=np.int64)[found]
 
 
 class CategoryOptions(Settings):

@@ -71,8 +71,8 @@ class MixtureSelector(StoredSelector):
         _check_names(names, options)
         self._shares = Shares(options.weights, options.floor, options.ceiling)
         self._order = SourceOrder(self._shares)
-        place = np.array([self._shares.names.index(name) for name in names])
-        self._source: Ints = place[category]
+        place = np.array([self._shares.names.index(name) for name in names], dtype=np.uint8)
+        self._source = place[category]
         self._pools = [SubPool(pool, np.flatnonzero(self._source == n)) for n in range(len(names))]
         self._selectors = self._new_selectors()
         self._decided: Ints = np.zeros(len(names), dtype=np.int64)
