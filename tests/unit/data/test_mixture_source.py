@@ -106,6 +106,11 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
         ({"source": calc(1, level_max=99)}, f"{KEY}.x.source", r"`level_max` must be in .*, got 99"),
         ({"source": calc(1, lvl=9)}, f"{KEY}.x.source.options.lvl", "options of source `calc`: `lvl`: unknown key"),
         ({"source": {"name": "jsonl", "options": {"path": "no"}}}, f"{KEY}.x.source", "cannot read .*no"),
+        (
+            {"source": {"name": "files", "options": {"path": "folder"}}},
+            f"{KEY}.x.source",
+            "folders with files must be train, validation, test, got dev",
+        ),
         ({"source": "own.py:Broken"}, f"{KEY}.x.source", "source `own.py:Broken` failed: KeyError: 'mine'"),
         (
             {"source": calc(0, 1), "splits": ["train"]},
@@ -116,6 +121,9 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
 )
 def test_an_error_names_its_entry(tmp_path: Path, entry: dict[str, Any], key: str, message: str) -> None:
     (tmp_path / "own.py").write_text(BROKEN)
+    for name in ("train", "dev"):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+        (tmp_path / "folder" / name / "a.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     with pytest.raises(ConfigError, match=rf"`{key.partition('.source.options.lvl')[0]}.*{message}") as caught:
         pools(tmp_path, x=entry, y={"source": calc(1)})
     assert caught.value.metadata["key"] == key
@@ -154,11 +162,11 @@ def test_a_wrong_option_is_named(entries: dict[str, Any], message: str) -> None:
     assert "mistakes" not in caught.value.message
 
 
-def test_answers_of_every_jsonl_file_are_read_and_two_files_need_two_names(tmp_path: Path) -> None:
+def test_answers_of_every_file_are_read_and_two_files_need_two_names(tmp_path: Path) -> None:
     def entry(path: str, name: str) -> dict[str, Any]:
         return {"source": {"name": "jsonl", "options": {"path": path, "name": name}}}
 
-    def keys(**entries: Any) -> dict[str, str]:
+    def keys(**entries: Any) -> dict[str, str | tuple[str, ...]]:
         made = config_from_dict(MeshConfig, {"data": mixture(**entries)})
         return {name: file.path for name, file in reward_config(made).answer_files.items()}
 
@@ -167,6 +175,8 @@ def test_answers_of_every_jsonl_file_are_read_and_two_files_need_two_names(tmp_p
         "b": "b.jsonl",
     }
     assert keys(a=entry("a.jsonl", "a"), b=entry("a.jsonl", "a")) == {"a": "a.jsonl"}
+    rows = {"source": {"name": "files", "options": {"path": ["b.parquet", "c.csv"], "name": "b"}}}
+    assert keys(a=entry("a.jsonl", "a"), b=rows) == {"a": "a.jsonl", "b": ("b.parquet", "c.csv")}
     with pytest.raises(ConfigError, match=rf"`{KEY}.b.source.options.name` must be another name, .* earlier file, a"):
         keys(a=entry("a.jsonl", "a"), b=entry("b.jsonl", "a"))
 
