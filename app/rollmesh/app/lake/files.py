@@ -1,0 +1,152 @@
+"""The files of exported samples, partitioned by run and update.
+
+    FOLDER/run=NAME/update=12/part-0.parquet      the samples that update 12 trained
+    FOLDER/run=NAME/update=none/part-0.parquet    samples with another end, in the order of the ledger
+
+A file is written under a temporary name, and renamed when it is complete. Its metadata name what it has (`PartNote`),
+so that a later export adds only what is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollmesh.app.lake.rows import FORMAT, SCHEMA
+from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.formats import check_format
+from rollmesh.shared.errors import ConfigError, FailedPrecondition
+from rollmesh.shared.store.disk import disk_full_errors
+from rollmesh.shared.store.private_files import private_folder, private_opener
+
+UNTRAINED = "none"
+"""Update of the samples that no update trained."""
+_KEY = b"rollmesh"
+_PARTIAL = ".partial"
+_LOCK = "export.lock"
+
+
+class FolderBusy(FailedPrecondition):
+    """Another export writes to the folder."""
+
+    reason = "EXPORT_FOLDER_BUSY"
+
+
+class PartNote(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of one file, in its metadata."""
+
+    format: int = FORMAT
+    run: str
+    ledger: str
+    """Hash of the first record of the ledger, which identifies the run."""
+    digest: str = ""
+    """Digest of the commit of the update; empty for samples that no update trained."""
+    through: int = 0
+    """Position of the last record of the ledger whose ends are in this file or an earlier one of its folder."""
+    num_rows: int = 0
+    num_stored: int = 0
+    """Number of rows with tokens and messages."""
+
+
+class Partitions:
+    """The folder of one run. Its files are complete at every moment."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.run = run
+        self.folder = folder / f"run={run}"
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Own the folder, without what an interrupted export left. Raises FolderBusy, ConfigError."""
+        try:
+            private_folder(self.folder)
+            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as err:
+            raise ConfigError(f"{self.folder}: cannot be written: {err.strerror}; name another folder") from err
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FolderBusy(f"{self.folder}: another export writes to it; wait until it ends") from None
+            for path in self.folder.rglob(f"*{_PARTIAL}"):
+                path.unlink()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def notes(self) -> dict[Path, PartNote]:
+        """Return the notes of all files. Raises ConfigError for a file that no export wrote, NewerFormat."""
+        return {path: _note(path) for path in sorted(self.folder.glob("update=*/*.parquet"))}
+
+    def part(self, update: int | str, note: PartNote) -> PartWriter:
+        """Return a writer of the next file of an update."""
+        folder = private_folder(self.folder / f"update={update}")
+        number = sum(1 for _ in folder.glob("part-*.parquet")) if update == UNTRAINED else 0
+        return PartWriter(folder / f"part-{number}.parquet", note)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, and its folder if that is then empty."""
+        path.unlink()
+        with suppress(OSError):
+            path.parent.rmdir()
+
+
+class PartWriter:
+    """Writes one file. Leaving the context without an error completes it."""
+
+    def __init__(self, path: Path, note: PartNote) -> None:
+        self.path = path
+        self.note = note
+        self._partial = path.with_name(path.name + _PARTIAL)
+        self._stack = ExitStack()
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(disk_full_errors(self.path.parent))
+        file = self._stack.enter_context(open(self._partial, "wb", opener=private_opener))
+        self._writer = self._stack.enter_context(pq.ParquetWriter(file, SCHEMA, compression="zstd"))
+        return self
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write rows as one row group."""
+        assert self._writer is not None
+        self._writer.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=SCHEMA))
+        self.note = msgspec.structs.replace(
+            self.note,
+            num_rows=self.note.num_rows + len(rows),
+            num_stored=self.note.num_stored + sum(row["stored"] for row in rows),
+        )
+
+    def reaches(self, position: int) -> None:
+        """Note that the ends up to this record of the ledger are in the file."""
+        self.note = msgspec.structs.replace(self.note, through=position)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._writer is not None
+        if error[0] is None:
+            self._writer.add_key_value_metadata({_KEY: msgspec.json.encode(self.note)})
+        self._stack.__exit__(*error)
+        if error[0] is None:
+            self._partial.replace(self.path)
+        else:
+            self._partial.unlink(missing_ok=True)
+
+
+def _note(path: Path) -> PartNote:
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+        note = msgspec.json.decode(metadata[_KEY], type=PartNote)
+    except (OSError, pa.ArrowInvalid, KeyError, *UNDECODABLE) as err:
+        raise ConfigError(f"{path}: not a file of `rollmesh export` ({err}); remove it, then export again") from err
+    check_format(str(path), note.format, FORMAT)
+    return note
