@@ -9,6 +9,7 @@ Collaborators: `lineage` (which samples ended how), `rows` (columns), `files` (p
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,6 +42,9 @@ PART_ROWS = 65_536
 """Rows after which the samples that no update trained continue in another file."""
 
 
+_log = logging.getLogger(__name__)
+
+
 class LakeExport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an export. Rows are samples, and episodes that ended without one."""
 
@@ -58,6 +62,10 @@ class LakeExport(msgspec.Struct, frozen=True, kw_only=True):
     """Reservations that have not ended, and samples whose update is not in a checkpoint. A later export has them."""
     num_updates: int
     """Updates with a file."""
+    out: str = ""
+    """File with conversations, if they were asked for."""
+    num_written: int = 0
+    """Number of conversations in it."""
 
 
 class _Run:
@@ -113,7 +121,8 @@ class _Run:
             return []
         try:
             return await stored_lines(self._samples, sample.payload.sequence, sample.group.task)
-        except (UnreadableRecord, DecodeError, InvalidInput):
+        except (UnreadableRecord, DecodeError, InvalidInput) as err:
+            _log.warning("payload skipped: episode=%s: %s", sample.episode, err)
             self.num_damaged += 1
             return []
 

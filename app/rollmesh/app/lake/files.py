@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -133,10 +134,10 @@ class PartWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._writer is not None
-        if error[0] is None:
+        if error is None:
             self._writer.add_key_value_metadata({_KEY: msgspec.json.encode(self.note)})
-        self._stack.__exit__(*error)
-        if error[0] is None:
+        self._stack.__exit__(kind, error, traceback)
+        if error is None:
             self._partial.replace(self.path)
         else:
             self._partial.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ of a file has its run and its update, which are therefore not columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,7 +14,14 @@ import msgspec
 import pyarrow as pa
 
 from rollmesh.app.lake.lineage import SampleLineage, group_measures
-from rollmesh.app.samples.samples import SampleLine, SegmentLine
+from rollmesh.app.samples.samples import (
+    MessageLine,
+    RewardLine,
+    SampleLine,
+    SamplingLine,
+    SegmentLine,
+    VersionLine,
+)
 from rollmesh.services.coordinator.core import facts as f
 
 FORMAT = 1
@@ -106,6 +113,7 @@ SCHEMA = pa.schema(
     }
 )
 _PAYLOAD = SCHEMA.names[SCHEMA.names.index("stored") + 1 :]
+_PER_TOKEN = ("token_ids", "logprobs", "logprobs_model", "loss_mask")
 _NOT_STORED: dict[str, Any] = {"stored": False, **dict.fromkeys(_PAYLOAD)}
 
 
@@ -154,6 +162,60 @@ def row(sample: SampleLineage, line: SampleLine | None) -> dict[str, Any]:
         "num_sampled_tokens": meta.num_sampled_tokens,
         **(_NOT_STORED if line is None else _payload(line)),
     }
+
+
+def sample_line(row: Mapping[str, Any]) -> SampleLine:
+    """Return the sample of a row with a payload, as `samples.jsonl` has it, except for further outputs of the
+    engine, endpoints and chains."""
+    at, segments = 0, []
+    for segment in row["segments"]:
+        tokens = slice(at, at := at + segment["num_tokens"])
+        segments.append(_segment_line(segment, {name: row[name] and row[name][tokens] for name in _PER_TOKEN}))
+    return SampleLine(
+        sample_id=row["sample_id"],
+        run=row["run"],
+        task=row["task_id"],
+        group=row["group_id"],
+        episode=row["episode"],
+        attempt=row["attempt"],
+        split=row["split"],
+        labels=dict(row["labels"]),
+        oracle_ref=row["oracle_ref"],
+        agent=row["agent"],
+        scorers=list(row["scorers"]),
+        role=row["role"],
+        policy=row["policy"],
+        trainable=row["trainable"],
+        weight=row["weight"],
+        finish=row["finish"],
+        num_tokens=row["num_tokens"],
+        messages=[MessageLine(**message) for message in row["messages"]],
+        rewards=[
+            RewardLine(**reward, evidence=evidence)
+            for reward, evidence in zip(row["rewards"], row["evidence"], strict=True)
+        ],
+        segments=segments,
+        sampling=[SamplingLine(**params) for params in row["sampling"]],
+        stage_s=dict(row["stage_s"]),
+    )
+
+
+def _segment_line(segment: Mapping[str, Any], values: Mapping[str, list[Any] | None]) -> SegmentLine:
+    names = ("policy", "step", "incarnation", "weights_digest")
+    sampled = segment["step"] is not None
+    return SegmentLine(
+        index=segment["index"],
+        role=segment["role"],
+        source=segment["source"],
+        token_ids=values["token_ids"] or [],
+        logprobs=values["logprobs"] if sampled else None,
+        logprobs_model=values["logprobs_model"] if sampled else None,
+        loss_mask=values["loss_mask"] if sampled else None,
+        version=VersionLine(**{name: segment[name] for name in names}) if sampled else None,
+        sampling=segment["sampling"],
+        finish=segment["finish"],
+        text=segment["text"],
+    )
 
 
 def _payload(line: SampleLine) -> dict[str, Any]:

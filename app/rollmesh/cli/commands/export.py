@@ -47,7 +47,7 @@ def export(
         Path | None,
         typer.Option(
             help="File for sft or atif: JSON lines, or Parquet if it ends in .parquet.",
-            show_default="FOLDER/FORMAT.jsonl",
+            show_default="FOLDER/NAME.FORMAT.jsonl",
         ),
     ] = None,
     name: Annotated[
@@ -72,10 +72,26 @@ def export(
             result = export_folder(
                 run, name=name, folder=folder, on_update=lambda update: status.update(f"writing update {update}")
             )
+            if kind is not ExportFormat.PARQUET:
+                status.update(f"writing conversations as {kind}")
+                result = _write_conversations(kind, result, where, out)
     if as_json:
         print_json(result)
     else:
         typer.echo(_text(result))
+
+
+def _write_conversations(kind: ExportFormat, result: LakeExport, where: str, out: Path | None) -> LakeExport:
+    import msgspec
+
+    from rollmesh.app.lake.conversations import write_atif, write_sft
+    from rollmesh.app.lake.query import opened
+
+    path = out or Path(result.folder) / f"{result.run}.{kind}.jsonl"
+    mine = f"run = '{result.run}'" + (f" AND ({where})" if where else "")
+    with opened(Path(result.folder)) as tables:
+        num = (write_sft if kind is ExportFormat.SFT else write_atif)(tables, path, mine)
+    return msgspec.structs.replace(result, out=str(path), num_written=num)
 
 
 def _text(result: LakeExport) -> str:
@@ -86,6 +102,8 @@ def _text(result: LakeExport) -> str:
         f"with tokens  {result.num_stored}",
         f"folder       {result.folder}   (rollmesh query)",
     ]
+    if result.out:
+        lines.append(f"written      {result.num_written} to {result.out}")
     if result.num_damaged:
         lines.append(f"{result.num_damaged} payloads are damaged; see `rollmesh audit --payloads`")
     return "\n".join(lines)
