@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,54 @@ def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lin
     assert json.loads(audit.stdout)["holds"], audit.output
     assert json.loads(audit.stdout)["samples"]["exported"] == NUM
     assert [(head["where"], head["holds"]) for head in json.loads(audit.stdout)["heads"]] == [("summary.json", True)]
+
+
+def test_export_and_query_have_every_sample_of_the_run(mine: Path, lines: list[dict[str, object]]) -> None:
+    exported = run("export", mine / "run", "--json")
+    assert exported.exit_code == 0, exported.output
+    found = json.loads(exported.stdout)
+    assert (found["num_rows"], found["num_stored"], found["num_live"]) == (NUM, NUM, 0)
+    names = "sample_id, messages, token_ids, reward.correct AS correct, ended_as, oracle_ref"
+    queried = run("query", mine / "run", f"SELECT {names} FROM samples", "--json")
+    assert queried.exit_code == 0, queried.output
+    rows = {row["sample_id"]: row for row in map(json.loads, queried.stdout.splitlines())}
+    assert len(rows) == NUM
+    for line in lines:
+        row = rows[line["sample_id"]]
+        assert row["messages"] == line["messages"]
+        assert row["token_ids"] == [token for segment in line["segments"] for token in segment["token_ids"]]  # type: ignore[attr-defined]
+        assert row["correct"] == line["rewards"][0]["value"]  # type: ignore[index]
+        assert (row["ended_as"], row["oracle_ref"]) == ("exported", line["oracle_ref"])
+    table = run("query", mine / "run", "SELECT ended_as, count(*) AS num FROM samples GROUP BY ALL")
+    assert "exported" in table.stdout
+    assert str(NUM) in table.stdout
+    as_csv = run("query", mine / "run", "SELECT ended_as, count(*) AS num FROM samples GROUP BY ALL", "--csv")
+    assert as_csv.stdout.splitlines() == ["ended_as,num", f"exported,{NUM}"]
+    sft = run("export", mine / "run", "--format", "sft", "--where", "reward.correct >= 1", "--out", mine / "sft.jsonl")
+    assert sft.exit_code == 0, sft.output
+    right = [line["messages"] for line in lines if line["rewards"][0]["value"] == 1]  # type: ignore[index]
+    written = [json.loads(line)["messages"] for line in (mine / "sft.jsonl").read_text().splitlines()]
+    assert sorted(written, key=str) == sorted(right, key=str)
+
+
+def test_wrong_input_of_export_and_query_is_answered_with_what_is_right(
+    mine: Path, lines: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, expected in {
+        ("export", mine): "not the folder of a run",
+        ("export", mine / "run", "--run-name", "other"): "--run-name takes one of: cli-rollout",
+        ("export", mine / "run", "--where", "true"): "--where and --out need --format sft or atif",
+        ("query", mine, "SELECT 1"): "has no exported samples; run `rollmesh export",
+    }.items():
+        refused = run(*arguments)
+        assert refused.exit_code in (1, 2)
+        assert expected in refused.output
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    monkeypatch.delitem(sys.modules, "rollmesh.app.lake.query", raising=False)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ['duckdb>=1.3; extra == "lake"'])
+    missing = run("query", mine / "run", "SELECT 1")
+    assert missing.exit_code == 2
+    assert "needs the library `duckdb`, which is not installed: pip install 'rollmesh[lake]'" in missing.output
 
 
 def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines: list[dict[str, object]]) -> None:

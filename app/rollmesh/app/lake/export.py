@@ -68,7 +68,7 @@ class LakeExport(msgspec.Struct, frozen=True, kw_only=True):
     """Number of conversations in it."""
 
 
-class _Run:
+class _RunExport:
     """One export of one run."""
 
     def __init__(self, partitions: Partitions, ledger: str, samples: StreamLog | None) -> None:
@@ -164,7 +164,7 @@ async def export_samples(
     with partitions.opened():
         digests = {commit.digest for commit in fates.settled.values()}
         known, through = _known(partitions, first, digests)
-        work, lineage = _Run(partitions, first, samples), Lineage(fates.settled)
+        work, lineage = _RunExport(partitions, first, samples), Lineage(fates.settled)
 
         async def others() -> AsyncIterator[EndedTogether]:
             """Write the files of updates on the way."""

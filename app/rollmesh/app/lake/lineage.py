@@ -86,7 +86,7 @@ class UpdateFates:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Group:
+class _OpenGroup:
     fact: f.GroupReserved
     reserved_s: float
     num_open: int
@@ -98,7 +98,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Commit:
+class _OpenCommit:
     """An update that is not settled: a roll-back undoes it, or no checkpoint has it yet."""
 
     fact: f.UpdateCommitted
@@ -111,9 +111,9 @@ class Lineage:
     def __init__(self, settled: Iterable[int]) -> None:
         self._settled = frozenset(settled)
         self._num_commits = 0
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _OpenGroup] = {}
         self._live: dict[str, SampleLineage] = {}
-        self._commits: list[_Commit] = []
+        self._commits: list[_OpenCommit] = []
         self._now_s = 0.0
 
     @property
@@ -132,7 +132,7 @@ class Lineage:
                     trained = tuple(self._finish(name, SampleEnd.TRAINED, update=fact) for name in fact.used)
                     yield EndedTogether(position=record.position, update=fact, samples=trained)
                 else:
-                    self._commits.append(_Commit(fact))
+                    self._commits.append(_OpenCommit(fact))
                 self._num_commits += 1
             else:
                 others += self._ends(fact)
@@ -143,7 +143,7 @@ class Lineage:
         """Fold a fact that is not a commit, and yield what it ends."""
         match fact:
             case f.GroupReserved():
-                self._groups[fact.group] = _Group(fact=fact, reserved_s=self._now_s, num_open=fact.num_episodes)
+                self._groups[fact.group] = _OpenGroup(fact=fact, reserved_s=self._now_s, num_open=fact.num_episodes)
             case f.EpisodesAdded():
                 self._groups[fact.group].num_open += fact.num_episodes
             case f.EpisodeLeased():
@@ -230,7 +230,7 @@ class Lineage:
         self._close(group, 1)
         return replace(sample, end=end, reason=reason, update=update, ended_s=self._now_s)
 
-    def _close(self, group: _Group, num: int) -> None:
+    def _close(self, group: _OpenGroup, num: int) -> None:
         """Count `num` ends of a group, and forget the group after its last one."""
         group.num_open -= num
         if group.num_open <= 0:

@@ -86,6 +86,7 @@ def opened(folder: Path) -> Iterator[SampleTables]:
         raise ConfigError(f"{folder}: has no exported samples; run `rollmesh export {folder}` first", path=folder)
     with tempfile.TemporaryDirectory() as spill, duckdb.connect() as connection:
         connection.execute(f"SET temp_directory = {_quoted(spill)}")
+        connection.execute("SET parquet_metadata_cache = true")  # a statement binds the view again
         _create_views(connection, samples)
         yield SampleTables(connection, samples)
 
