@@ -123,6 +123,28 @@ def test_export_and_query_have_every_sample_of_the_run(mine: Path, lines: list[d
     assert sorted(written, key=str) == sorted(right, key=str)
 
 
+def test_scores_of_exported_samples_are_added_beside_them(mine: Path, lines: list[dict[str, object]]) -> None:
+    assert run("export", mine / "run").exit_code == 0
+    added = ("score", mine / "run", "--config", mine / "mine.yaml", "--name", "again", "--json")
+    scored = run(*added)
+    assert scored.exit_code == 0, scored.output
+    report = json.loads(scored.stdout)
+    mean = sum(line["rewards"][0]["value"] for line in lines) / NUM  # type: ignore[index]
+    assert (report["num_files"], report["num_samples"]) == (1, NUM)
+    assert report["mean_rewards"] == {"correct": pytest.approx(mean)}
+    sql = "SELECT count(*) AS num FROM samples JOIN scores USING (run, sample_id) WHERE reward.correct = value AND scores = 'again'"
+    assert json.loads(run("query", mine / "run", sql, "--json").stdout) == {"num": NUM}
+    assert json.loads(run(*added).stdout)["num_files"] == 0
+    assert "--name must have 1 to 64 letters" in run("score", mine / "run", "--config", mine / "mine.yaml").output
+    stored = mine / "run/samples/scores=again/run=cli-rollout/update=none/part-0.parquet"
+    gone = stored.parent.parent / "update=9/part-0.parquet"
+    gone.parent.mkdir()
+    gone.write_bytes(stored.read_bytes())
+    (mine / "other.yaml").write_text((mine / "mine.yaml").read_text().replace("reward: correct", "reward: other"))
+    assert "choose another --name" in run(*added[:3], mine / "other.yaml", *added[4:]).output
+    assert not gone.exists(), "the rewards of samples that are no longer there are removed"
+
+
 def test_wrong_input_of_export_and_query_is_answered_with_what_is_right(
     mine: Path, lines: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

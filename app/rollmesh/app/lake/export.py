@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 from google.protobuf.message import DecodeError
 
 from rollmesh.app.config import load_train_config
-from rollmesh.app.lake.files import UNTRAINED, Partitions, PartNote, PartWriter
+from rollmesh.app.lake.files import FOLDER, UNTRAINED, Partitions, PartNote, PartWriter
 from rollmesh.app.lake.lineage import EndedTogether, Lineage, SampleLineage, UpdateFates
 from rollmesh.app.lake.rows import row
 from rollmesh.app.run_bus import run_bus
@@ -31,8 +30,6 @@ from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
 from rollmesh.shared.errors import ConfigError, DataLoss, InvalidInput, UnknownRun
 from rollmesh.shared.store.payload_files import UnreadableRecord
 
-FOLDER = "samples"
-"""Folder of the files in the run folder."""
 READS_MAX = 16
 """Number of payloads that are read at once."""
 CHUNK_ROWS = 512
@@ -87,22 +84,23 @@ class _RunExport:
 
     async def write_others(self, ends: AsyncIterator[EndedTogether]) -> None:
         """Write the samples that no update trained. A file ends between two records of the ledger."""
-        with ExitStack() as stack:
-            part: PartWriter | None = None
-            waiting: list[SampleLineage] = []
-            async for ended in ends:
-                if part is None:
-                    part = stack.enter_context(self._partitions.part(UNTRAINED, self._note()))
-                waiting += ended.samples
-                part.reaches(ended.position)
-                if _is_full(waiting):
-                    await self._write(part, waiting)
-                    waiting = []
+        first = await anext(ends, None)
+        while first is not None:
+            with self._partitions.part(UNTRAINED, self._note()) as part:
+                waiting = list(first.samples)
+                part.reaches(first.position)
+                first = None
+                async for ended in ends:
                     if part.note.num_rows >= PART_ROWS:
-                        stack.pop_all().close()
-                        part = None
-            if part is not None and waiting:
-                await self._write(part, waiting)
+                        first = ended
+                        break
+                    waiting += ended.samples
+                    part.reaches(ended.position)
+                    if _is_full(waiting):
+                        await self._write(part, waiting)
+                        waiting = []
+                for chunk in chunks(waiting):
+                    await self._write(part, chunk)
 
     def _note(self, digest: str = "") -> PartNote:
         return PartNote(run=self._partitions.run, ledger=self._ledger, digest=digest)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -28,9 +27,16 @@ from rollmesh.shared.errors import ConfigError, FailedPrecondition
 from rollmesh.shared.store.disk import disk_full_errors
 from rollmesh.shared.store.private_files import private_folder, private_opener
 
+FOLDER = "samples"
+"""Folder of the files in the run folder."""
+FILES = "run=*/update=*/*.parquet"
+SCORES = f"scores=*/{FILES}"
+"""Files of rewards that `rollmesh score` added, by the name of the scores. They have the names of the files of the
+samples."""
 UNTRAINED = "none"
 """Update of the samples that no update trained."""
-_KEY = b"rollmesh"
+KEY = b"rollmesh"
+"""Key of the note in the metadata of a file."""
 _PARTIAL = ".partial"
 _LOCK = "export.lock"
 
@@ -85,13 +91,17 @@ class Partitions:
 
     def notes(self) -> dict[Path, PartNote]:
         """Return the notes of all files. Raises ConfigError for a file that no export wrote, NewerFormat."""
-        return {path: _note(path) for path in sorted(self.folder.glob("update=*/*.parquet"))}
+        return {path: read_note(path) for path in sorted(self.folder.glob("update=*/*.parquet"))}
 
-    def part(self, update: int | str, note: PartNote) -> PartWriter:
-        """Return a writer of the next file of an update."""
+    @contextmanager
+    def part(self, update: int | str, note: PartNote) -> Iterator[PartWriter]:
+        """Write the next file of an update. It is complete when the context is left without an error."""
         folder = private_folder(self.folder / f"update={update}")
         number = sum(1 for _ in folder.glob("part-*.parquet")) if update == UNTRAINED else 0
-        return PartWriter(folder / f"part-{number}.parquet", note)
+        with whole_file(folder / f"part-{number}.parquet", SCHEMA) as writer:
+            part = PartWriter(writer, note)
+            yield part
+            writer.add_key_value_metadata({KEY: msgspec.json.encode(part.note)})
 
     def remove(self, path: Path) -> None:
         """Remove a file, and its folder if that is then empty."""
@@ -101,24 +111,14 @@ class Partitions:
 
 
 class PartWriter:
-    """Writes one file. Leaving the context without an error completes it."""
+    """Rows of one file, and its note."""
 
-    def __init__(self, path: Path, note: PartNote) -> None:
-        self.path = path
+    def __init__(self, writer: pq.ParquetWriter, note: PartNote) -> None:
+        self._writer = writer
         self.note = note
-        self._partial = path.with_name(path.name + _PARTIAL)
-        self._stack = ExitStack()
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> Self:
-        self._stack.enter_context(disk_full_errors(self.path.parent))
-        file = self._stack.enter_context(open(self._partial, "wb", opener=private_opener))
-        self._writer = self._stack.enter_context(pq.ParquetWriter(file, SCHEMA, compression="zstd"))
-        return self
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Write rows as one row group."""
-        assert self._writer is not None
         self._writer.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=SCHEMA))
         self.note = msgspec.structs.replace(
             self.note,
@@ -130,23 +130,28 @@ class PartWriter:
         """Note that the ends up to this record of the ledger are in the file."""
         self.note = msgspec.structs.replace(self.note, through=position)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._writer is not None
-        if error is None:
-            self._writer.add_key_value_metadata({_KEY: msgspec.json.encode(self.note)})
-        self._stack.__exit__(kind, error, traceback)
-        if error is None:
-            self._partial.replace(self.path)
-        else:
-            self._partial.unlink(missing_ok=True)
+
+@contextmanager
+def whole_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """Write a file under a temporary name, and rename it if the context is left without an error. Raises DiskFull."""
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        with (
+            disk_full_errors(path.parent),
+            open(partial, "wb", opener=private_opener) as file,
+            pq.ParquetWriter(file, schema, compression="zstd") as writer,
+        ):
+            yield writer
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def _note(path: Path) -> PartNote:
+def read_note(path: Path) -> PartNote:
+    """Return the note of a file of samples. Raises ConfigError, NewerFormat."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
-        note = msgspec.json.decode(metadata[_KEY], type=PartNote)
+        note = msgspec.json.decode(metadata[KEY], type=PartNote)
     except (OSError, pa.ArrowInvalid, KeyError, *UNDECODABLE) as err:
         raise ConfigError(f"{path}: not a file of `rollmesh export` ({err}); remove it, then export again") from err
     check_format(str(path), note.format, FORMAT)

@@ -1,7 +1,7 @@
 """SQL over exported samples, with DuckDB.
 
-The view `samples` has one row per sample, `rewards` one per reward, and `updates` one per update. DuckDB reads only the
-columns and files that a query needs.
+The view `samples` has one row per sample, `rewards` one per reward, `updates` one per update, and `scores` one per
+reward that `rollmesh score` added. DuckDB reads only the columns and files that a query needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import duckdb
 
-from rollmesh.app.lake.export import FOLDER
+from rollmesh.app.lake.files import FILES, FOLDER, SCORES
 from rollmesh.shared.errors import ConfigError, InvalidInput
 
 FETCH_ROWS = 1024
@@ -33,6 +33,15 @@ SELECT run, "update", any_value(incarnation) AS incarnation, any_value(applied) 
     min(ended_time) AS committed_time, count(*) AS num_samples, count(DISTINCT group_id) AS num_groups,
     sum(num_tokens) AS num_tokens, avg(staleness) AS staleness_mean, max(staleness) AS staleness_max
 FROM samples WHERE "update" IS NOT NULL GROUP BY ALL
+"""
+
+
+_SCORES = """
+CREATE VIEW scores AS
+SELECT scores, run, "update", sample_id, reward.*, evidence FROM (
+    SELECT scores, run, TRY_CAST("update" AS BIGINT) AS "update", sample_id, unnest(rewards) AS reward,
+        unnest(evidence) AS evidence
+    FROM {source})
 """
 
 
@@ -77,13 +86,19 @@ class SampleTables:
             raise self.error(err) from err
 
 
+def samples_folder(folder: Path) -> Path:
+    """Return the folder of the files of a run folder, or of samples of several runs. Raises ConfigError if nothing was
+    exported."""
+    for path in (folder / FOLDER, folder):
+        if any(path.glob(FILES)):
+            return path
+    raise ConfigError(f"{folder}: has no exported samples; run `rollmesh export {folder}` first", path=folder)
+
+
 @contextmanager
 def opened(folder: Path) -> Iterator[SampleTables]:
-    """Open the samples of a run folder, or of a folder with samples of several runs. Raises ConfigError if nothing was
-    exported."""
-    samples = next((path for path in (folder / FOLDER, folder) if any(path.glob("run=*/update=*/*.parquet"))), None)
-    if samples is None:
-        raise ConfigError(f"{folder}: has no exported samples; run `rollmesh export {folder}` first", path=folder)
+    """Open the samples of a run folder, or of several runs. Raises ConfigError if nothing was exported."""
+    samples = samples_folder(folder)
     with tempfile.TemporaryDirectory() as spill, duckdb.connect() as connection:
         connection.execute(f"SET temp_directory = {_quoted(spill)}")
         connection.execute("SET parquet_metadata_cache = true")  # a statement binds the view again
@@ -92,11 +107,7 @@ def opened(folder: Path) -> Iterator[SampleTables]:
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, samples: Path) -> None:
-    files = _quoted(f"{samples}/run=*/update=*/*.parquet")
-    source = (
-        f"read_parquet({files}, union_by_name = true, hive_partitioning = true, "
-        "hive_types = {'run': VARCHAR, 'update': VARCHAR})"
-    )
+    source = _source(samples, FILES)
     names = connection.execute(
         f"SELECT DISTINCT reward.name FROM (SELECT unnest(rewards) AS reward FROM {source}) ORDER BY ALL"
     ).fetchall()
@@ -112,6 +123,15 @@ def _create_views(connection: duckdb.DuckDBPyConnection, samples: Path) -> None:
     )
     connection.execute(_REWARDS)
     connection.execute(_UPDATES)
+    if any(samples.glob(SCORES)):
+        connection.execute(_SCORES.format(source=_source(samples, SCORES)))
+
+
+def _source(samples: Path, files: str) -> str:
+    return (
+        f"read_parquet({_quoted(f'{samples}/{files}')}, union_by_name = true, hive_partitioning = true, "
+        "hive_types = {'run': VARCHAR, 'update': VARCHAR})"
+    )
 
 
 def _quoted(text: str) -> str:
