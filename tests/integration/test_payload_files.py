@@ -12,7 +12,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.housekeeping import retained
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.payload_files import PayloadFiles, UnreadableRecord, file_of, in_file
+from rollmesh.shared.store.payload_files import NoPayloadFile, PayloadFiles, file_of, in_file
 from rollmesh.v1 import run_pb2, types_pb2
 
 from ..chaos.world import save_model_folder
@@ -56,7 +56,7 @@ async def test_a_file_without_live_payloads_is_removed_while_the_run_continues(m
                 found = types_pb2.Episode.FromString(files.read(fact.payload.sequence))
                 assert found.key.episode == fact.episode
             else:
-                with pytest.raises(UnreadableRecord):
+                with pytest.raises(NoPayloadFile):
                     files.read(fact.payload.sequence)
 
 

@@ -6,6 +6,7 @@ removed as a whole, if no live group has a payload in it and its size has not ch
 ended accepts no report, so it needs no such term.
 
 `retain_share` keeps a copy of the payloads of whole groups of a removed file. Readers find it at the same positions.
+It changes neither which files are removed nor when.
 """
 
 from __future__ import annotations
@@ -124,9 +125,16 @@ class Housekeeper:
         }
         for number in await self._driver.read(self._unneeded):
             if self._limits.retain_share:
-                await asyncio.to_thread(files.keep, number, self._is_retained)
-                await asyncio.to_thread(files.limit_kept, self._limits.retained_bytes_max)
+                await asyncio.to_thread(self._keep, files, number)
             await asyncio.to_thread(files.remove, number)
+
+    def _keep(self, files: PayloadFiles, number: int) -> None:
+        """Keep what `retain_share` names of a file. A failure does not delay its removal, which frees the disk."""
+        try:
+            files.keep(number, self._is_retained)
+            files.limit_kept(self._limits.retained_bytes_max)
+        except (MeshError, OSError) as error:
+            _log.warning("payloads not kept: run=%s file=%d cause=%s", self._driver.run, number, error)
 
     def _is_retained(self, payload: bytes) -> bool:
         share = self._limits.retain_share

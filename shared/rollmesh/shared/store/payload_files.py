@@ -94,6 +94,8 @@ class PayloadFiles:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _unreadable(sequence, path, "it is not a file")
+            if path.parent.name == _KEPT and _is_hole(descriptor, sequence):
+                raise NoPayloadFile(f"payload {sequence} is purged: {path} has others of its file")
             return _record(descriptor, sequence, path)
         except OSError as error:
             raise _unreadable(sequence, path, f"cannot read it: {error.strerror}") from error
@@ -136,18 +138,20 @@ class PayloadFiles:
         path, partial = self._kept(number), self._kept(number).with_suffix(".partial")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         num = 0
-        with open(self._path(number), "rb") as source, disk_full_errors(path.parent):
-            copy = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _OPEN, 0o600)
-            try:
+        try:
+            with (
+                disk_full_errors(path.parent),
+                open(self._path(number), "rb", opener=_opener) as source,
+                open(partial, "wb", opener=_opener) as copy,
+            ):
                 for offset, record in _records(source, number):
                     if wanted(record[HEADER.size :]):
-                        num += os.pwrite(copy, record, offset)
-            finally:
-                os.close(copy)
-        if num:
-            partial.replace(path)
-        else:
-            partial.unlink()
+                        copy.seek(offset)
+                        num += copy.write(record)
+            if num:
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def limit_kept(self, bytes_max: int) -> None:
         """Remove the oldest kept files until the others use at most `bytes_max` of the disk."""
@@ -169,6 +173,10 @@ class PayloadFiles:
         return self.folder / _KEPT / f"{number:08d}.payloads"
 
 
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | _OPEN, 0o600)
+
+
 def _records(file: BinaryIO, number: int) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, record) up to the first one that is not whole, which its writer did not report."""
     offset = 0
@@ -181,6 +189,12 @@ def _records(file: BinaryIO, number: int) -> Iterator[tuple[int, bytes]]:
             return
         yield offset, header + payload
         offset += len(header) + length
+
+
+def _is_hole(descriptor: int, sequence: int) -> bool:
+    """Return whether a copy has nothing at a position: a payload that was not kept."""
+    header = os.pread(descriptor, HEADER.size, sequence & ((1 << OFFSET_BITS) - 1))
+    return not any(header)
 
 
 def _record(descriptor: int, sequence: int, path: Path) -> bytes:
