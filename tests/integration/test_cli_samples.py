@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.app.config import load_train_config
+from rollmesh.app.lake.files import owned
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh.run_layout import open_layout
@@ -137,12 +139,17 @@ def test_scores_of_exported_samples_are_added_beside_them(mine: Path, lines: lis
     assert json.loads(run(*added).stdout)["num_files"] == 0
     assert "--name must have 1 to 64 letters" in run("score", mine / "run", "--config", mine / "mine.yaml").output
     stored = mine / "run/samples/scores=again/run=cli-rollout/update=none/part-0.parquet"
+    with owned(stored.parents[2]):
+        assert "another call writes to it; wait until it ends" in run(*added).output
     gone = stored.parent.parent / "update=9/part-0.parquet"
     gone.parent.mkdir()
     gone.write_bytes(stored.read_bytes())
     (mine / "other.yaml").write_text((mine / "mine.yaml").read_text().replace("reward: correct", "reward: other"))
     assert "choose another --name" in run(*added[:3], mine / "other.yaml", *added[4:]).output
     assert not gone.exists(), "the rewards of samples that are no longer there are removed"
+    stored.write_bytes(b"PAR1")
+    assert "part-0.parquet: not a file that rollmesh wrote" in run(*added).output
+    shutil.rmtree(stored.parents[2])
 
 
 def test_wrong_input_of_export_and_query_is_answered_with_what_is_right(
@@ -153,6 +160,8 @@ def test_wrong_input_of_export_and_query_is_answered_with_what_is_right(
         ("export", mine / "run", "--run-name", "other"): "--run-name takes one of: cli-rollout",
         ("export", mine / "run", "--where", "true"): "--where and --out need --format sft or atif",
         ("query", mine, "SELECT 1"): "has no exported samples; run `rollmesh export",
+        ("query", mine, "SELECT 1", "--csv", "--json"): "--json and --csv exclude each other",
+        ("score", mine / "samples.jsonl", "--name", "x"): "--name and --processes need a folder with exported samples",
     }.items():
         refused = run(*arguments)
         assert refused.exit_code in (1, 2)

@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.app.lake.conversations import trajectory, write_atif, write_sft
 from rollmesh.app.lake.export import LakeExport, export_samples
-from rollmesh.app.lake.files import FolderBusy, Partitions
+from rollmesh.app.lake.files import FolderBusy, Partitions, owned
 from rollmesh.app.lake.query import opened
 from rollmesh.app.lake.rows import sample_line
 from rollmesh.app.samples.samples import sample_lines
@@ -222,11 +222,11 @@ async def test_files_of_another_run_or_another_program_are_rejected(tmp_path: Pa
     await export_samples(await bus_of(mixed()), "r", tmp_path)
     with pytest.raises(ConfigError, match="has samples of an earlier run of the name 'r'; export to another folder"):
         await export_samples(await bus_of(CoreRun(max_staleness=2)), "r", tmp_path)
-    with Partitions(tmp_path, "r").opened(), pytest.raises(FolderBusy, match="another export writes to it"):
+    with owned(Partitions(tmp_path, "r").folder), pytest.raises(FolderBusy, match="another call writes to it"):
         await export_samples(await bus_of(mixed()), "r", tmp_path)
     (tmp_path / "run=r/update=9").mkdir()
     (tmp_path / "run=r/update=9/part-0.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match="update=9/part-0.parquet: not a file of `rollmesh export`"):
+    with pytest.raises(ConfigError, match="update=9/part-0.parquet: not a file that rollmesh wrote"):
         await export_samples(await bus_of(mixed()), "r", tmp_path)
 
 

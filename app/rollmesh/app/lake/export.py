@@ -17,7 +17,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 
 from rollmesh.app.config import load_train_config
-from rollmesh.app.lake.files import FOLDER, UNTRAINED, Partitions, PartNote, PartWriter
+from rollmesh.app.lake.files import FOLDER, UNTRAINED, Partitions, PartNote, PartWriter, owned
 from rollmesh.app.lake.lineage import EndedTogether, Lineage, SampleLineage, UpdateFates
 from rollmesh.app.lake.rows import row
 from rollmesh.app.run_bus import run_bus
@@ -159,7 +159,7 @@ async def export_samples(
         samples = await bus.open(streams.samples.name)
     except UnknownStream:
         samples = None
-    with partitions.opened():
+    with owned(partitions.folder):
         digests = {commit.digest for commit in fates.settled.values()}
         known, through = _known(partitions, first, digests)
         work, lineage = _RunExport(partitions, first, samples), Lineage(fates.settled)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -37,12 +37,13 @@ UNTRAINED = "none"
 """Update of the samples that no update trained."""
 KEY = b"rollmesh"
 """Key of the note in the metadata of a file."""
+Note = TypeVar("Note", bound=msgspec.Struct)
 _PARTIAL = ".partial"
 _LOCK = "export.lock"
 
 
 class FolderBusy(FailedPrecondition):
-    """Another export writes to the folder."""
+    """Another process writes to the folder."""
 
     reason = "EXPORT_FOLDER_BUSY"
 
@@ -70,28 +71,9 @@ class Partitions:
         self.run = run
         self.folder = folder / f"run={run}"
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Own the folder, without what an interrupted export left. Raises FolderBusy, ConfigError."""
-        try:
-            private_folder(self.folder)
-            descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as err:
-            raise ConfigError(f"{self.folder}: cannot be written: {err.strerror}; name another folder") from err
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise FolderBusy(f"{self.folder}: another export writes to it; wait until it ends") from None
-            for path in self.folder.rglob(f"*{_PARTIAL}"):
-                path.unlink()
-            yield
-        finally:
-            os.close(descriptor)
-
     def notes(self) -> dict[Path, PartNote]:
         """Return the notes of all files. Raises ConfigError for a file that no export wrote, NewerFormat."""
-        return {path: read_note(path) for path in sorted(self.folder.glob("update=*/*.parquet"))}
+        return {path: part_note(path) for path in sorted(self.folder.glob("update=*/*.parquet"))}
 
     @contextmanager
     def part(self, update: int | str, note: PartNote) -> Iterator[PartWriter]:
@@ -132,6 +114,26 @@ class PartWriter:
 
 
 @contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Create and own a folder, and remove what an interrupted call left there. Raises FolderBusy, ConfigError."""
+    try:
+        private_folder(folder)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as err:
+        raise ConfigError(f"{folder}: cannot be written: {err.strerror}; name another folder") from err
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FolderBusy(f"{folder}: another call writes to it; wait until it ends") from None
+        for path in folder.rglob(f"*{_PARTIAL}"):
+            path.unlink()
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def whole_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """Write a file under a temporary name, and rename it if the context is left without an error. Raises DiskFull."""
     partial = path.with_name(path.name + _PARTIAL)
@@ -147,12 +149,19 @@ def whole_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         partial.unlink(missing_ok=True)
 
 
-def read_note(path: Path) -> PartNote:
-    """Return the note of a file of samples. Raises ConfigError, NewerFormat."""
+def read_note(path: Path, of: type[Note]) -> Note:
+    """Return the note in the metadata of a file. Raises ConfigError for a file that has none."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
-        note = msgspec.json.decode(metadata[KEY], type=PartNote)
+        return msgspec.json.decode(metadata[KEY], type=of)
     except (OSError, pa.ArrowInvalid, KeyError, *UNDECODABLE) as err:
-        raise ConfigError(f"{path}: not a file of `rollmesh export` ({err}); remove it, then export again") from err
+        raise ConfigError(
+            f"{path}: not a file that rollmesh wrote ({err}); remove it, then repeat the command"
+        ) from err
+
+
+def part_note(path: Path) -> PartNote:
+    """Return the note of a file of samples. Raises ConfigError, NewerFormat."""
+    note = read_note(path, PartNote)
     check_format(str(path), note.format, FORMAT)
     return note

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,20 +63,27 @@ class EndedTogether:
     samples: tuple[SampleLineage, ...]
 
 
+class Commit(NamedTuple):
+    """What identifies a commit, without its samples."""
+
+    update: int
+    digest: str
+
+
 class UpdateFates:
     """Which commits stand and are in a checkpoint, by their number in the order of the ledger."""
 
     def __init__(self) -> None:
         self._num = 0
-        self._open: dict[int, f.UpdateCommitted] = {}
+        self._open: dict[int, Commit] = {}
         """Commits that stand, by their number, of which no checkpoint is known."""
-        self.settled: dict[int, f.UpdateCommitted] = {}
+        self.settled: dict[int, Commit] = {}
         """Commits that stand and are in a checkpoint."""
 
     def enter(self, record: StoredRecord) -> None:
         for fact in record.facts:
             if isinstance(fact, f.UpdateCommitted):
-                self._open[self._num] = fact
+                self._open[self._num] = Commit(fact.update, fact.digest)
                 self._num += 1
             elif isinstance(fact, f.CheckpointReported):
                 self.settled |= {n: c for n, c in self._open.items() if c.update <= fact.update}
@@ -86,7 +94,7 @@ class UpdateFates:
 
 
 @dataclass(slots=True, kw_only=True)
-class _OpenGroup:
+class _LiveGroup:
     fact: f.GroupReserved
     reserved_s: float
     num_open: int
@@ -111,7 +119,7 @@ class Lineage:
     def __init__(self, settled: Iterable[int]) -> None:
         self._settled = frozenset(settled)
         self._num_commits = 0
-        self._groups: dict[str, _OpenGroup] = {}
+        self._groups: dict[str, _LiveGroup] = {}
         self._live: dict[str, SampleLineage] = {}
         self._commits: list[_OpenCommit] = []
         self._now_s = 0.0
@@ -143,7 +151,7 @@ class Lineage:
         """Fold a fact that is not a commit, and yield what it ends."""
         match fact:
             case f.GroupReserved():
-                self._groups[fact.group] = _OpenGroup(fact=fact, reserved_s=self._now_s, num_open=fact.num_episodes)
+                self._groups[fact.group] = _LiveGroup(fact=fact, reserved_s=self._now_s, num_open=fact.num_episodes)
             case f.EpisodesAdded():
                 self._groups[fact.group].num_open += fact.num_episodes
             case f.EpisodeLeased():
@@ -230,7 +238,7 @@ class Lineage:
         self._close(group, 1)
         return replace(sample, end=end, reason=reason, update=update, ended_s=self._now_s)
 
-    def _close(self, group: _OpenGroup, num: int) -> None:
+    def _close(self, group: _LiveGroup, num: int) -> None:
         """Count `num` ends of a group, and forget the group after its last one."""
         group.num_open -= num
         if group.num_open <= 0:

@@ -21,7 +21,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollmesh.app.lake.files import FILES, KEY, PartNote, read_note, whole_file
+from rollmesh.app.lake.files import FILES, KEY, PartNote, owned, part_note, read_note, whole_file
 from rollmesh.app.lake.query import samples_folder
 from rollmesh.app.lake.rows import SCHEMA, sample_line
 from rollmesh.app.samples.samples import mean_rewards
@@ -66,20 +66,22 @@ class _FileScores(msgspec.Struct, frozen=True, kw_only=True):
 def score_exported(
     folder: Path, config: Path | None, overrides: Sequence[str], *, name: str, processes: int
 ) -> LakeScores:
-    """Score the samples below `folder` that have messages and no scores `name`. Raises ConfigError, RecordError for a
-    sample that cannot be scored."""
+    """Score the samples below `folder` that have messages and no scores `name`. Raises ConfigError, FolderBusy,
+    RecordError for a sample that cannot be scored."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise ConfigError(f"--name must have 1 to 64 letters, digits, dashes or underscores, got {name!r}")
     samples = samples_folder(folder)
     target = samples / f"scores={name}"
-    todo = _todo(samples, target, LineScorer(config, overrides).rewards)
-    shares = [todo[at::processes] for at in range(processes) if todo[at::processes]]
-    if len(shares) <= 1:
-        done = [_score_files(share, config, overrides) for share in shares]
-    else:
-        with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
-            jobs = [pool.submit(_score_files, share, config, overrides) for share in shares]
-            done = [job.result() for job in jobs]
+    scorers = asyncio.run(_scorers(config, overrides))
+    with owned(target):
+        todo = _todo(samples, target, scorers)
+        shares = [todo[at::processes] for at in range(processes) if todo[at::processes]]
+        if len(shares) <= 1:
+            done = [_score_files(share, config, overrides) for share in shares]
+        else:
+            with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
+                jobs = [pool.submit(_score_files, share, config, overrides) for share in shares]
+                done = [job.result() for job in jobs]
     found = [each for share in done for each in share]
     counts = Counter[str]()
     for each in found:
@@ -95,6 +97,12 @@ def score_exported(
     )
 
 
+async def _scorers(config: Path | None, overrides: Sequence[str]) -> dict[str, str]:
+    scorer = LineScorer(config, overrides)
+    await scorer.close()
+    return scorer.rewards
+
+
 def _todo(samples: Path, target: Path, scorers: Mapping[str, str]) -> list[tuple[Path, Path]]:
     """Return (file of samples, file of rewards to write), and remove the rewards of files that an export removed.
     Raises ConfigError if the scores of this name are those of other scorers."""
@@ -105,13 +113,13 @@ def _todo(samples: Path, target: Path, scorers: Mapping[str, str]) -> list[tuple
     for source in sorted(samples.glob(FILES)):
         path = target / source.relative_to(samples)
         if path.exists():
-            known = msgspec.json.decode(pq.read_metadata(path).metadata[KEY], type=ScoresNote)
+            known = read_note(path, ScoresNote)
             if known.scorers != scorers:
                 raise ConfigError(
                     f"{path}: has rewards of {known.scorers}, the configuration has {dict(scorers)}; choose another "
                     "--name"
                 )
-            if known.samples == read_note(source):
+            if known.samples == part_note(source):
                 continue
         todo.append((source, path))
     return todo
@@ -134,7 +142,7 @@ def _score_files(
 
 async def _score_file(scorer: LineScorer, source: Path, path: Path) -> _FileScores:
     private_folder(path.parent)
-    note = ScoresNote(samples=read_note(source), scorers=scorer.rewards)
+    note = ScoresNote(samples=part_note(source), scorers=scorer.rewards)
     num_samples = num_failed = 0
     sums, counts = dict[str, float](), Counter[str]()
     with whole_file(path, _SCHEMA) as writer:

@@ -26,7 +26,10 @@ def query(
     """Query exported samples with SQL. Run `rollmesh export` first. See docs/samples.md."""
     with report_errors():
         from rollmesh.app.lake.query import opened
+        from rollmesh.shared.errors import ConfigError
 
+        if as_json and as_csv:
+            raise ConfigError("--json and --csv exclude each other; give one of them")
         with opened(run) as tables:
             result = tables.query(sql)
             if as_json:

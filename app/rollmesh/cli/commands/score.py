@@ -41,6 +41,10 @@ def score(
     with report_errors():
         from rollmesh.app.samples.scoring import score_file
         from rollmesh.app.samples.transcript import means_text, rewards_line
+        from rollmesh.shared.errors import ConfigError
+
+        if name or processes > 1:
+            raise ConfigError(f"--name and --processes need a folder with exported samples, got {file}")
 
         report = score_file(file, config, overrides or [])
     if as_json:
