@@ -1,16 +1,18 @@
-"""Export of every sample of a run to Parquet, and SQL over the files: samples per second, bytes, and memory.
+"""Export of every sample of a run to Parquet, SQL over the files, and a scorer that adds a column: samples per second,
+bytes, and memory.
 
 The facts of an ordinary run (`history`) are in the ledger of a real nats-server, and its payloads, of 450 tokens each,
 in payload files. The baseline in the same run reads the same ledger twice and the same payloads, without decoding the
-payloads or writing anything.
+payloads or writing anything. The scorer is `exact`, in one process.
 
-How to read it: `peak MB` must not grow with the number of samples. Samples per second are limited by one CPU core.
+How to read it: `peak MB` is that of the export, of which the process had `before MB`; it must not grow with the number
+of samples. Samples per second are limited by one CPU core. `open s` is what every query needs before its statement.
 """
 
 from __future__ import annotations
 
 import asyncio
-import resource
+import json
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -19,11 +21,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace as replace_fields
 
 from benchmarks.history import CHECKPOINT_EVERY, SAMPLES_PER_UPDATE, SPEC, History
 from benchmarks.report import Report
 from rollmesh.app.lake.export import READS_MAX, export_samples
 from rollmesh.app.lake.query import SampleTables, opened
+from rollmesh.app.lake.rescore import score_exported
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.ledger import Ledger, read_ledger
@@ -42,9 +46,17 @@ from rollmesh.v1 import types_pb2
 
 NUM_SAMPLES = (10_000, 100_000)
 NUM_TURNS = 3
+NUM_TASKS = 1024
+CONFIG = """
+model: model
+data: {source: {name: jsonl, options: {path: tasks.jsonl}}}
+reward: {scorers: [{name: exact, reward: again, options: {pattern: '-?[0-9]+'}}]}
+"""
+"""The scorer that adds a column."""
 LOGIN = BusLogin(user="rollmesh", password="bench")
 SQL = 'SELECT "update", count(*), avg(reward.correct), avg(num_tokens) FROM samples GROUP BY "update"'
 SQL_TOKENS = "SELECT avg(list_sum(logprobs)) FROM samples"
+SQL_SCORES = "SELECT reward.correct, avg(value) FROM samples JOIN scores USING (run, sample_id) GROUP BY 1"
 STREAMS = run_streams(SPEC.run, StreamLimits(ledger_bytes_max=8 << 30))
 
 
@@ -61,6 +73,9 @@ class _StoredHistory(History):
         payload = self._episode(lease, report.samples[0]).SerializeToString()
         (sequence,) = self._writer.append([payload])
         return replace(report, payload=f.PayloadRef(sequence=sequence, size_bytes=len(payload)))
+
+    def _task(self, draw: int) -> f.Task:
+        return replace_fields(super()._task(draw), task_id=f"tasks-{draw % NUM_TASKS + 1}")
 
     def _episode(self, lease: i.EpisodeLease, meta: f.SampleMeta) -> types_pb2.Episode:
         """Return a prompt of 50 tokens, and turns of 100 tokens with results of 50 between them."""
@@ -90,7 +105,7 @@ class _StoredHistory(History):
             )  # fmt: skip
         return types_pb2.Episode(
             key=types_pb2.EpisodeKey(
-                run=SPEC.run, task="train/0", group=lease.group, episode=lease.episode, attempt=lease.attempt
+                run=SPEC.run, task="tasks-1", group=lease.group, episode=lease.episode, attempt=lease.attempt
             ),
             purpose=types_pb2.PURPOSE_TRAIN,
             segments=segments,
@@ -131,14 +146,20 @@ async def _exported(folder: Path, bus: Bus, num_samples: int) -> dict[str, Any]:
     await _write(bus, files, num_samples)
     num_payload_bytes = sum(files.sizes().values())
     _, bare_cpu_s = await _timed(_read(bus))
+    _reset_peak()
+    before_mb = _peak_mb()
     export_s, export_cpu_s = await _timed(export_samples(bus, SPEC.run, folder / "lake"))
+    peak_mb = _peak_mb()
     _, again_cpu_s = await _timed(export_samples(bus, SPEC.run, folder / "lake"))
     paths = list((folder / "lake").rglob("*.parquet"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    score_s, score_cpu_s = await _timed(asyncio.to_thread(_score, folder))
+    begin_s = time.perf_counter()
     with opened(folder / "lake") as tables:
+        open_s = time.perf_counter() - begin_s
         (num_rows,) = next(tables.query("SELECT count(*) FROM samples").rows)
         query_s = _query(tables, SQL)
         tokens_s = _query(tables, SQL_TOKENS)
+        scores_s = _query(tables, SQL_SCORES)
     return {
         "samples": f"{num_rows:,}",
         "files": len(paths),
@@ -149,9 +170,14 @@ async def _exported(folder: Path, bus: Bus, num_samples: int) -> dict[str, Any]:
         "CPU s": export_cpu_s,
         "bare read, CPU s": bare_cpu_s,
         "second export, CPU s": again_cpu_s,
-        "peak MB": peak / 1e3,
+        "before MB": before_mb,
+        "peak MB": peak_mb,
+        "open s": open_s,
         "query s": query_s,
         "query of log-probs s": tokens_s,
+        "column s": score_s,
+        "column, CPU s": score_cpu_s,
+        "query of the column s": scores_s,
     }
 
 
@@ -184,7 +210,25 @@ async def _timed(work: Coroutine[Any, Any, object]) -> tuple[float, float]:
     return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
 
 
+def _score(folder: Path) -> None:
+    tasks = [{"question": f"{n}?", "answer": "63"} for n in range(NUM_TASKS)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "score.yaml").write_text(CONFIG)
+    scores = score_exported(folder / "lake", folder / "score.yaml", (), name="again", processes=1)
+    assert scores.mean_rewards == {"again": 1.0}
+
+
 def _query(tables: SampleTables, sql: str) -> float:
     begin_s = time.perf_counter()
     assert list(tables.query(sql).rows)
     return time.perf_counter() - begin_s
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_mb() -> float:
+    """Return the largest memory of this process since the peak was reset."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1e3
