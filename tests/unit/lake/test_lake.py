@@ -233,7 +233,7 @@ async def test_files_of_another_run_or_another_program_are_rejected(tmp_path: Pa
 @pytest.fixture(scope="module")
 def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two updates of four samples; the groups g2 and g5 are filtered. Rewards are 0 and 1 in turn."""
-    folder = tmp_path_factory.mktemp("lake")
+    folder = tmp_path_factory.mktemp("lake") / "a[1] b*"
 
     async def export() -> LakeExport:
         return await export_samples(await bus_of(mixed()), "r", folder)
@@ -271,7 +271,14 @@ def test_wrong_sql_is_answered_with_the_columns_and_an_empty_folder_with_the_com
         query(lake, "SELECT tokens FROM samples")
     with pytest.raises(InvalidInput, match="syntax error"):
         query(lake, "SELEC")
+    for wrong in ("", "SELECT 1; SELECT 2"):
+        with pytest.raises(InvalidInput, match="must be one statement, got [02]"):
+            query(lake, wrong)
     with pytest.raises(ConfigError, match="has no exported samples; run `rollmesh export"):
+        query(tmp_path, "SELECT 1")
+    (tmp_path / "run=r/update=1").mkdir(parents=True)
+    (tmp_path / "run=r/update=1/part-0.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match="cannot be read: .*part-0.parquet"):
         query(tmp_path, "SELECT 1")
 
 

@@ -6,6 +6,7 @@ reward that `rollmesh score` added. DuckDB reads only the columns and files that
 
 from __future__ import annotations
 
+import glob
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,10 @@ class SampleTables:
     def query(self, sql: str) -> QueryResult:
         """Run one statement. Raises InvalidInput with the columns that exist if it is wrong."""
         try:
-            result = self.connection.execute(sql)
+            statements = self.connection.extract_statements(sql)
+            if len(statements) != 1:
+                raise InvalidInput(f"SQL: must be one statement, got {len(statements)}")
+            result = self.connection.execute(statements[0])
         except duckdb.Error as err:
             raise self.error(err) from err
         return QueryResult([column[0] for column in result.description or ()], self._rows(result))
@@ -97,12 +101,16 @@ def samples_folder(folder: Path) -> Path:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[SampleTables]:
-    """Open the samples of a run folder, or of several runs. Raises ConfigError if nothing was exported."""
+    """Open the samples of a run folder, or of several runs. Raises ConfigError if nothing was exported or a file is
+    damaged."""
     samples = samples_folder(folder)
     with tempfile.TemporaryDirectory() as spill, duckdb.connect() as connection:
         connection.execute(f"SET temp_directory = {_quoted(spill)}")
         connection.execute("SET parquet_metadata_cache = true")  # a statement binds the view again
-        _create_views(connection, samples)
+        try:
+            _create_views(connection, samples)
+        except duckdb.Error as err:
+            raise ConfigError(f"{samples}: cannot be read: {err}; remove the file, then export again") from err
         yield SampleTables(connection, samples)
 
 
@@ -128,8 +136,9 @@ def _create_views(connection: duckdb.DuckDBPyConnection, samples: Path) -> None:
 
 
 def _source(samples: Path, files: str) -> str:
+    pattern = _quoted(f"{glob.escape(str(samples))}/{files}")
     return (
-        f"read_parquet({_quoted(f'{samples}/{files}')}, union_by_name = true, hive_partitioning = true, "
+        f"read_parquet({pattern}, union_by_name = true, hive_partitioning = true, "
         "hive_types = {'run': VARCHAR, 'update': VARCHAR})"
     )
 
