@@ -8,10 +8,11 @@ service, because only the reward service resolves references. Pools are finite, 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rollmesh.shared.domain.trajectory import Message
 
@@ -77,10 +78,10 @@ class TaskPool(Protocol):
         """Return a label of the task at `position`. Empty if the task does not have it."""
 
 
-@runtime_checkable
-class StoredPool(TaskPool, Protocol):
+class StoredPool(TaskPool, ABC):
     """A pool that reads its tasks from files when they are drawn."""
 
+    @abstractmethod
     def read(self, positions: Sequence[int]) -> list[PoolTask]:
         """Return the tasks at `positions`, in their order. Raise IndexError beyond the pool, and FileChanged if a file
         has changed since it was opened. It blocks, so an event loop calls it in a thread."""
