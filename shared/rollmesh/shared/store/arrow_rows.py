@@ -198,6 +198,10 @@ class _ArrowTexts:
     def usable(self) -> Bools:
         return np.asarray(pc.fill_null(pc.match_substring_regex(self._array, _NOT_BLANK), False))
 
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        return np.asarray(pc.fill_null(pc.binary_length(self._array), 0), dtype=np.int64)
+
     def utf8(self) -> Iterator[memoryview]:
         _, offsets, data = self._array.buffers()
         first, size = self._array.offset, len(self._array)

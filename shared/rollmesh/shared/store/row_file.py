@@ -38,6 +38,10 @@ class Texts(Protocol):
     def usable(self) -> Bools:
         """Which values `FileRecord.text` returns without an error. It may be False for other rows too."""
 
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        """Number of bytes of each value in UTF-8. 0 for null."""
+
     def utf8(self) -> Iterator[memoryview]:
         """Yield the UTF-8 bytes of each value. The bytes of null are empty."""
 
