@@ -241,6 +241,7 @@ def _view(sample: SampleLine, known: PoolTask | None) -> TaskView:
         split=known.split,
         labels=known.labels,
         scorers=tuple(known.scorers),
+        extras=known.extras,
     )
 
 
