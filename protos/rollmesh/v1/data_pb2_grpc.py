@@ -96,7 +96,7 @@ class DataServiceServicer(object):
 
     def GetPrivateExtras(self, request, context):
         """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
-        them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Consumes nothing.
+        them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
         Errors:
         NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
         NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.

@@ -50,7 +50,7 @@ class DataServiceStub:
     """
     GetPrivateExtras: _grpc.UnaryUnaryMultiCallable[_data_pb2.GetPrivateExtrasRequest, _data_pb2.GetPrivateExtrasResponse]
     """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
-    them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Consumes nothing.
+    them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
     Errors:
       NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
       NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.
@@ -85,7 +85,7 @@ class DataServiceAsyncStub(DataServiceStub):
     """
     GetPrivateExtras: _aio.UnaryUnaryMultiCallable[_data_pb2.GetPrivateExtrasRequest, _data_pb2.GetPrivateExtrasResponse]  # type: ignore[assignment]
     """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
-    them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Consumes nothing.
+    them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
     Errors:
       NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
       NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.
@@ -141,7 +141,7 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_data_pb2.GetPrivateExtrasResponse, _abc.Awaitable[_data_pb2.GetPrivateExtrasResponse]]:
         """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
-        them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Consumes nothing.
+        them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
         Errors:
           NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
           NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.

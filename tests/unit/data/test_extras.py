@@ -101,15 +101,13 @@ def test_values_that_are_not_json_are_named_without_their_text(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"labels": {"s": "worked"}, "private_extras": {"s": "worked"}},
-            "`labels.s` must not be the field of a private",
-        ),
-        (
-            {"extras": {"p": "worked"}, "private_extras": {"s": "worked"}},
-            "`extras.p` must not be the field of a private",
-        ),
-        ({"extras": {"s": "a"}, "private_extras": {"s": "b"}}, "must not have names of `extras`, got 's' in both"),
+        ({"labels": {"s": "worked"}}, "`labels.s` must not have the private field 'worked', because every process of"),
+        ({"labels": {"s": "worked.text"}}, "the run can read labels, got 'worked.text'"),
+        ({"extras": {"p": "worked"}}, "`extras.p` must not have the private field 'worked'"),
+        ({"extras": {"p": "meta"}, "private_extras": {"t": "meta.worked"}}, "got 'meta'"),
+        ({"extras": {"p": "answer"}}, "`extras.p` must not have the private field 'answer', because every process"),
+        ({"extras": {"p": "checks"}, "tests": "checks"}, "`extras.p` must not have the private field 'checks'"),
+        ({"extras": {"s": "a"}}, "must not have names of `extras`, got 's' in both"),
         ({"private_extras": {"not a name": "b"}}, "private_extras"),
         ({"private_extras": {"s": ""}}, "private_extras"),
     ],
@@ -119,7 +117,7 @@ def test_settings_that_would_publish_a_private_field_are_rejected(
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ConfigError, match=message):
-        train(tmp_path, source("a.jsonl", "jsonl", **options))
+        train(tmp_path, source("a.jsonl", "jsonl", **{"private_extras": {"s": "worked"}, **options}))
 
 
 def test_extras_of_a_custom_task_are_checked() -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollmesh.services.rollout.agent import Agent, Environment, Task, load_agents
-from rollmesh.services.rollout.config import RolloutConfig, StagesConfig, WorkerConfig
-from rollmesh.services.rollout.data_link import DataLink
-from rollmesh.shared.clock import ManualClock, SystemClock
+from rollmesh.services.rollout.config import RolloutConfig, StagesConfig
+from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
-from rollmesh.shared.errors import ConfigError, InfraFailure, MeshError, NoNode, NotReady, Overloaded, UnknownTask
-from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.server import RpcServer
+from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import LocalMesh, lease
-from rollmesh.v1 import coordinator_pb2, data_pb2, data_pb2_grpc
+from rollmesh.v1 import coordinator_pb2
 
 SECRET = "the-walrus-is-in-the-garden"
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
@@ -169,71 +162,3 @@ def test_malformed_names_are_rejected(tmp_path: Path) -> None:
         load(tmp_path, agent="hints.py:Wrong", private_extras={"hints.py:Wrong": ["solution"]})
     with pytest.raises(ConfigError, match="private_extras"):
         load(tmp_path, private_extras={"prefix": ["not a name"]})
-
-
-# The client -----------------------------------------------------------------------------------------------------------
-
-
-class Data(data_pb2_grpc.DataServiceServicer):
-    """A data service that fails with the errors of `failures`, and then returns `extras`."""
-
-    def __init__(self, *failures: MeshError, **extras: str) -> None:
-        self.failures, self.extras = list(failures), extras
-        self.asked: list[data_pb2.GetPrivateExtrasRequest] = []
-
-    async def GetPrivateExtras(
-        self, request: data_pb2.GetPrivateExtrasRequest, context: object
-    ) -> data_pb2.GetPrivateExtrasResponse:
-        self.asked.append(request)
-        if self.failures:
-            raise self.failures.pop(0)
-        return data_pb2.GetPrivateExtrasResponse(extras=self.extras)
-
-
-@asynccontextmanager
-async def linked(service: Data, *, ready_after: int = 0, **config: float) -> AsyncIterator[DataLink]:
-    """A link to a data node that joins after `ready_after` looks at the fleet."""
-    looks = itertools.count()
-    async with RpcServer(access=Access(token="t")) as server:
-        server.add(data_pb2_grpc.add_DataServiceServicer_to_server, service)
-        await server.start()
-        link = DataLink(
-            lambda: [server.address] if next(looks) >= ready_after else [],
-            lambda address: open_channel(address, access=Access(token="t")),
-            SystemClock(),
-            WorkerConfig(**{"backoff_s": 0.001, "backoff_s_max": 0.002, **config}),
-        )
-        try:
-            yield link
-        finally:
-            await link.close()
-
-
-def ask(link: DataLink) -> Awaitable[Mapping[str, object]]:
-    return link.private_extras(run="r", split="train", task_id="t", names=("solution", "turns"))
-
-
-async def test_the_link_repeats_what_can_succeed_and_decodes_the_values() -> None:
-    service = Data(NotReady("not yet"), Overloaded("full"), solution='"x"', turns="[1]")
-    async with linked(service, ready_after=2) as link:
-        assert await ask(link) == {"solution": "x", "turns": [1]}
-        assert link.waiting_for == ""
-    sent = service.asked[-1]
-    assert len(service.asked) == 3
-    assert (sent.run, sent.split, sent.task_id, list(sent.names)) == ("r", "train", "t", ["solution", "turns"])
-
-
-async def test_the_link_does_not_repeat_an_unknown_task_and_stops_at_its_limit() -> None:
-    async with linked(Data(UnknownTask("no task", task="t"))) as link:
-        with pytest.raises(UnknownTask):
-            await ask(link)
-    async with linked(Data(), ready_after=10**9, give_up_s=0.02) as link:
-        asked = asyncio.ensure_future(ask(link))
-        await asyncio.sleep(0)
-        assert link.waiting_for.startswith("1 requests for private extras are retried: no data node has joined")
-        with pytest.raises(NoNode, match="no data node has joined; start one"):
-            await asked
-        assert link.waiting_for == ""
-    async with linked(Data(solution="{")) as link:
-        with pytest.raises(InfraFailure, match="the extra 'solution' is not JSON"):
-            await ask(link)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta
@@ -77,11 +78,15 @@ class TaskFields(Settings):
         check_shares(self.validation_share, self.test_share)
         if both := self.extras.keys() & self.private_extras.keys():
             raise ValueError(f"`private_extras` must not have names of `extras`, got {min(both)!r} in both")
-        for setting, public in (("labels", self.labels), ("extras", self.extras)):
-            for name, field in public.items():
-                if field in self.private_extras.values():
+        self._check_public("labels", self.labels, (*self.private_extras.values(),))
+        self._check_public("extras", self.extras, (*self.private_extras.values(), self.answer, self.tests))
+
+    def _check_public(self, setting: str, public: Mapping[str, str], private: Sequence[str]) -> None:
+        for name, field in public.items():
+            for hidden in private:
+                if f"{field}.".startswith(f"{hidden}.") or f"{hidden}.".startswith(f"{field}."):
                     raise ValueError(
-                        f"`{setting}.{name}` must not be the field of a private extra, because every process of the "
+                        f"`{setting}.{name}` must not have the private field {hidden!r}, because every process of the "
                         f"run can read {setting}, got {field!r}"
                     )
 
