@@ -165,25 +165,28 @@ def test_the_effective_configuration_has_the_options_of_every_agent(tmp_path: Pa
 # Private extras -------------------------------------------------------------------------------------------------------
 
 
-def with_solutions(folder: Path, of_source: dict[str, Any], **rollout: Any) -> TrainConfig:
+def with_solutions(folder: Path, of_source: dict[str, Any], source: str = "jsonl", **rollout: Any) -> TrainConfig:
     lines = [{"question": f"{split}+1", "answer": "1", "split": split, "worked": "#"} for split in ("train", "test")]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = config(**{"agents": {}, **rollout})
     options = {"path": "tasks.jsonl", "split": "split", **of_source}
-    return replace(settings, data=replace(settings.data, source=Extension("jsonl", options)))
+    return replace(settings, data=replace(settings.data, source=Extension(source, options)))
 
 
-def test_an_agent_that_reads_a_private_extra_needs_the_permission_and_the_field(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["jsonl", "files"])
+def test_an_agent_that_reads_a_private_extra_needs_the_permission_and_the_field(tmp_path: Path, source: str) -> None:
     mapped, permitted = {"private_extras": {"solution": "worked"}}, {"prefix": ["solution"]}
-    assert mistakes(tmp_path, with_solutions(tmp_path, mapped, agent="prefix", private_extras=permitted)) == []
-    ((key, message),) = mistakes(tmp_path, with_solutions(tmp_path, mapped, agent="prefix"))
+    assert mistakes(tmp_path, with_solutions(tmp_path, mapped, source, agent="prefix", private_extras=permitted)) == []
+    ((key, message),) = mistakes(tmp_path, with_solutions(tmp_path, mapped, source, agent="prefix"))
     assert key == "rollout.private_extras.prefix"
     assert message == (
         "agent `prefix` reads the private extra `solution` of its tasks, which the configuration does not permit; if it "
         "may, add `rollout: {private_extras: {prefix: [solution]}}`"
     )
     labelled = {"labels": {"solution": "worked"}}
-    ((key, message),) = mistakes(tmp_path, with_solutions(tmp_path, labelled, agent="prefix", private_extras=permitted))
+    ((key, message),) = mistakes(
+        tmp_path, with_solutions(tmp_path, labelled, source, agent="prefix", private_extras=permitted)
+    )
     assert key == "data.source.options.private_extras"
     assert message == (
         "`data.source`: the task tasks-1 has no private extra `solution`; name its field in "

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.services.data.config import DataConfig, build_engine, build_pools
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.servicer import DataServicer, encode_task
-from rollmesh.services.data.task import PoolTask, Split, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.extras import ExtraError, decode_extras, encode_extras
@@ -30,7 +30,7 @@ ROWS: list[dict[str, object]] = [
     {"question": "1+1?", "answer": "2", "kit": {"a.py": "x = 1"}, "worked": f"{SECRET} ü", "said": [{"role": "user"}]},
     {"question": "2+2?", "answer": "4", "kit": None, "worked": None, "said": []},
 ]
-MAPPED = {"extras": {"files": "kit"}, "private_extras": {"solution": "worked", "turns": "said"}}
+MAPPED: dict[str, Any] = {"extras": {"files": "kit"}, "private_extras": {"solution": "worked", "turns": "said"}}
 TASK = PoolTask(task_id="t", messages=(Message(role="user", content="1+1"),))
 
 
@@ -54,6 +54,27 @@ def test_fields_become_extras_and_the_message_has_the_public_ones(tmp_path: Path
     message = encode_task(first)
     assert decode_extras(message.extras) == {"files": {"a.py": "x = 1"}}
     assert SECRET not in str(message) + repr(first)
+
+
+def test_a_draw_from_a_table_does_not_read_private_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    pool = train(tmp_path, source("a.parquet", **MAPPED))
+    read: list[list[str]] = []
+    decoded = pq.ParquetFile.iter_batches
+
+    def listed(file: pq.ParquetFile, rows: int, groups: list[int], columns: list[str], **how: bool) -> Any:
+        read.append(columns)
+        return decoded(file, rows, groups, columns, **how)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", listed)
+    assert isinstance(pool, StoredPool)
+    (drawn,) = pool.read([0])
+    assert (dict(drawn.extras), dict(drawn.private_extras)) == ({"files": {"a.py": "x = 1"}}, {})
+    assert replace(drawn, private_extras=pool.task(0).private_extras) == pool.task(0)
+    assert [sorted(columns) for columns in read] == [
+        ["answer", "kit", "question"],
+        ["answer", "kit", "question", "said", "worked"],
+    ]
 
 
 def test_the_digest_of_a_pool_in_memory_has_extras_if_there_are_any() -> None:

@@ -87,7 +87,7 @@ class DataEngine:
                 f"the split `{split}` has no task `{task_id}`; give every data node the source that drew it",
                 task=task_id,
             )
-        (task,) = await _read(pool, [position])
+        task = await asyncio.to_thread(pool.task, position) if isinstance(pool, StoredPool) else pool.task(position)
         return {name: value for name, value in task.private_extras.items() if name in names}
 
     def positions(self) -> dict[str, int]:

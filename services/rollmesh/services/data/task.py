@@ -93,8 +93,9 @@ class StoredPool(TaskPool, ABC):
 
     @abstractmethod
     def read(self, positions: Sequence[int]) -> list[PoolTask]:
-        """Return the tasks at `positions`, in their order. Raise IndexError beyond the pool, and FileChanged if a file
-        has changed since it was opened. It blocks, so an event loop calls it in a thread."""
+        """Return the tasks at `positions`, in their order, as they are drawn: without private extras, which `task` also
+        reads. Raise IndexError beyond the pool, and FileChanged if a file has changed since it was opened. Both block,
+        so an event loop calls them in a thread."""
 
 
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:

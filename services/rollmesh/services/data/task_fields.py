@@ -98,9 +98,13 @@ class TaskFields(Settings):
     @property
     def read(self) -> tuple[str, ...]:
         """The fields that are read."""
+        return (*self.drawn, *self.private_extras.values())
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The fields of a task without private extras."""
         named = (self.prompt, self.answer, self.tests, self.split, self.agent, self.scorers, self.tools_field)
-        mapped = (*self.labels.values(), *self.extras.values(), *self.private_extras.values())
-        return tuple(field for field in (*named, *mapped) if field)
+        return tuple(field for field in (*named, *self.labels.values(), *self.extras.values()) if field)
 
 
 class TaskMapping:
@@ -112,9 +116,11 @@ class TaskMapping:
         self._default_tools = f"`tools` ({', '.join(fields.tools)})"
         self._system = (Message(role="system", content=fields.system),) if fields.system else ()
 
-    def task(self, record: FileRecord, *, task_id: str, reference: str, split: Split | None = None) -> PoolTask:
-        """Return the task of a record. `reference` names the record for the oracle. Without a `split`, the record
-        decides. Raise RecordError."""
+    def task(
+        self, record: FileRecord, *, task_id: str, reference: str, split: Split | None = None, private: bool = True
+    ) -> PoolTask:
+        """Return the task of a record, without private extras unless `private`. `reference` names the record for the
+        oracle. Without a `split`, the record decides. Raise RecordError."""
         fields = self.fields
         if fields.answer:
             record.extract_all(fields.answer, self._pattern)
@@ -132,7 +138,7 @@ class TaskMapping:
                 agent=_agent(record, fields.agent),
                 scorers=_names(record, fields.scorers, "reward", "all"),
                 extras={name: record.value(field) for name, field in fields.extras.items()},
-                private_extras={name: record.value(field) for name, field in fields.private_extras.items()},
+                private_extras={name: record.value(field) for name, field in fields.private_extras.items() if private},
             )
         except ExtraError as error:
             raise record.error(error.what, (fields.extras | fields.private_extras)[error.name]) from None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord, RecordError
-from rollmesh.shared.store.row_file import Bools, RowBatch, RowFile, Texts
+from rollmesh.shared.store.row_file import Bools, Columns, RowBatch, RowFile, Texts
 
 CACHE_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of decoded row groups that one set of files keeps."""
@@ -36,20 +36,23 @@ _NOT_BLANK = r"[^\x{00}-\x{20}\x{85}\p{Z}]"
 """A character that is not white space in Python (RE2)."""
 
 
+_GroupKey = tuple[Path, int, tuple[str, ...]]
+
+
 class GroupCache:
-    """The decoded row groups that were used last, as batches, by file and number."""
+    """The decoded row groups that were used last, as batches, by file, number and columns."""
 
     def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self.bytes_max = bytes_max
-        self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
+        self._groups: OrderedDict[_GroupKey, list[Any]] = OrderedDict()
         self._size = 0
 
-    def get(self, key: tuple[Path, int]) -> list[Any] | None:
+    def get(self, key: _GroupKey) -> list[Any] | None:
         if key in self._groups:
             self._groups.move_to_end(key)
         return self._groups.get(key)
 
-    def put(self, key: tuple[Path, int], batches: list[Any]) -> None:
+    def put(self, key: _GroupKey, batches: list[Any]) -> None:
         """Keep a row group of at most `bytes_max`, and remove others until it fits."""
         self._size += _size(batches)
         while self._size > self.bytes_max:
@@ -60,7 +63,7 @@ class GroupCache:
 class ParquetRows(RowFile):
     """A Parquet file."""
 
-    def __init__(self, path: Path, columns: frozenset[str] | None, cache: GroupCache) -> None:
+    def __init__(self, path: Path, columns: Columns, cache: GroupCache) -> None:
         """Read the `columns` only; None means all. Raise ConfigError if it is not a Parquet file."""
         super().__init__(path)
         self._cache = cache
@@ -76,26 +79,28 @@ class ParquetRows(RowFile):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
         wanted = np.asarray(rows, dtype=np.int64)
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        names = tuple(_chosen(self._columns, columns))
         found: dict[int, FileRecord] = {}
         for group in np.unique(groups):
-            found |= self._read_group(int(group), np.unique(wanted[groups == group]))
+            found |= self._read_group(int(group), np.unique(wanted[groups == group]), names)
         return [found[row] for row in rows]
 
     def scan(self) -> Iterator[RowBatch]:
         for group, start in enumerate(self._starts[:-1]):
-            for batch in self._decoded(group):
+            for batch in self._decoded(group, self._columns):
                 yield _ArrowBatch(self.path, int(start) + 1, batch)
                 start += batch.num_rows
 
-    def _read_group(self, group: int, rows: NDArray[np.int64]) -> dict[int, FileRecord]:
+    def _read_group(self, group: int, rows: NDArray[np.int64], names: tuple[str, ...]) -> dict[int, FileRecord]:
         """Return the records of different rows of a group in ascending order."""
         found: dict[int, FileRecord] = {}
-        batches, kept, size = self._cache.get((self.path, group)), [], 0
+        key = (self.path, group, names)
+        batches, kept, size = self._cache.get(key), [], 0
         start = int(self._starts[group])
-        for batch in self._decoded(group) if batches is None else batches:
+        for batch in self._decoded(group, names) if batches is None else batches:
             first, last = np.searchsorted(rows, (start, start + batch.num_rows))
             if last > first:
                 found |= _records(self.path, start, batch, rows[first:last])
@@ -108,19 +113,19 @@ class ParquetRows(RowFile):
                 if len(found) == len(rows):
                     break  # the group is not kept, so the rest of it is not needed
         if batches is None and kept:
-            self._cache.put((self.path, group), kept)
+            self._cache.put(key, kept)
         return found
 
-    def _decoded(self, group: int) -> Iterator[Any]:
+    def _decoded(self, group: int, names: Sequence[str]) -> Iterator[Any]:
         with _explained(self.path), pq.ParquetFile(self.path, metadata=self._metadata, buffer_size=BATCH_BYTES) as file:
-            yield from file.iter_batches(self._batch_rows[group], [group], self._columns, use_threads=False)
+            yield from file.iter_batches(self._batch_rows[group], [group], list(names), use_threads=False)
 
 
 class ArrowRows(RowFile):
     """A file of the Arrow IPC stream or file format, such as `datasets` writes. Compressed ones are not mapped but
     decoded into memory."""
 
-    def __init__(self, path: Path, columns: frozenset[str] | None) -> None:
+    def __init__(self, path: Path, columns: Columns) -> None:
         """Read the `columns` only; None means all. Raise ConfigError if it is not an Arrow file."""
         super().__init__(path)
         with _explained(path):
@@ -136,13 +141,16 @@ class ArrowRows(RowFile):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
         wanted = np.asarray(rows, dtype=np.int64)
         batches = np.searchsorted(self._starts, wanted, side="right") - 1
         found: dict[int, FileRecord] = {}
         for number in np.unique(batches):
             members = np.unique(wanted[batches == number])
-            found |= _records(self.path, int(self._starts[number]), self._batches[number], members)
+            batch = self._batches[number]
+            found |= _records(
+                self.path, int(self._starts[number]), batch.select(_chosen(batch.schema.names, columns)), members
+            )
         return [found[row] for row in rows]
 
     def scan(self) -> Iterator[RowBatch]:
@@ -253,7 +261,7 @@ def _records(
     }
 
 
-def _chosen(names: Sequence[str], columns: frozenset[str] | None) -> list[str]:
+def _chosen(names: Sequence[str], columns: Columns) -> list[str]:
     return [name for name in names if columns is None or name in columns]
 
 

@@ -19,6 +19,8 @@ from rollmesh.shared.errors import ConfigError, FailedPrecondition
 from rollmesh.shared.store.records import FileRecord
 
 Bools = NDArray[np.bool_]
+Columns = frozenset[str] | None
+"""Names of the columns of a table that are read. None means all."""
 
 
 class FileChanged(FailedPrecondition):
@@ -83,8 +85,9 @@ class RowFile(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
-        """Return the records of rows in [0, len), in the order of `rows`. Raise RecordError."""
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
+        """Return the records of rows in [0, len), in the order of `rows`. Raise RecordError. A table may read only
+        `columns` of those that it was opened with; None means all."""
 
     @abstractmethod
     def scan(self) -> Iterator[RowBatch]:

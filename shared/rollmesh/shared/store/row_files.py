@@ -21,7 +21,7 @@ import numpy as np
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord
-from rollmesh.shared.store.row_file import RowBatch, RowFile
+from rollmesh.shared.store.row_file import Columns, RowBatch, RowFile
 from rollmesh.shared.store.text_rows import CsvRows, JsonlRows
 
 _log = logging.getLogger(__name__)
@@ -70,9 +70,11 @@ class RowFiles:
         """Names of the folders with splits, in order. Empty if folders do not name splits."""
         return tuple(dict.fromkeys(found.split for found, _ in self._files if found.split))
 
-    def rows(self, rows: Sequence[int]) -> list[FileRecord]:
-        """Return the records of rows in [0, len), in the order of `rows`. Raise RecordError, and FileChanged if a file
-        has changed since it was opened."""
+    def rows(self, rows: Sequence[int], *, fields: Sequence[str] | None = None) -> list[FileRecord]:
+        """Return the records of rows in [0, len), in the order of `rows`. Of tables, read only the columns of `fields`,
+        which are among those of `open_rows`; None means all of them. Raise RecordError, and FileChanged if a file has
+        changed since it was opened."""
+        columns = _columns(fields)
         if rows and not 0 <= min(rows) <= max(rows) < len(self):
             raise IndexError(f"rows must be in [0, {len(self)}), got {min(rows)} to {max(rows)}")
         by_file: dict[int, list[int]] = {}
@@ -83,7 +85,7 @@ class RowFiles:
             for number, members in by_file.items():
                 file, start = self._files[number][1], int(self._starts[number])
                 file.check_unchanged()
-                found.update(zip(members, file.read([row - start for row in members]), strict=True))
+                found.update(zip(members, file.read([row - start for row in members], columns), strict=True))
         return [found[row] for row in rows]
 
     def scan(self) -> Iterator[Scanned]:
@@ -108,9 +110,8 @@ def open_rows(
         raise ConfigError(f"{', '.join(paths)}: {len(found)} files are more than {FILES_MAX}; use larger files")
     if len({bool(file.split) for file in found}) > 1:
         raise ConfigError(f"{', '.join(paths)}: only some of the files are in folders of splits; name files or folders")
-    columns = None if fields is None else frozenset(field.partition(".")[0] for field in fields)
     paths_found = [file.path for file in found]
-    opened = _opened(paths_found, columns)
+    opened = _opened(paths_found, _columns(fields))
     files = RowFiles(list(zip(found, opened, strict=True)), _digest(paths_found))
     for file in opened:
         file.check_unchanged()  # the digest is that of the rows
@@ -119,7 +120,11 @@ def open_rows(
     return files
 
 
-def _opened(paths: Sequence[Path], columns: frozenset[str] | None) -> list[RowFile]:
+def _columns(fields: Sequence[str] | None) -> Columns:
+    return None if fields is None else frozenset(field.partition(".")[0] for field in fields)
+
+
+def _opened(paths: Sequence[Path], columns: Columns) -> list[RowFile]:
     if any(path.suffix in (".parquet", ".arrow") for path in paths):
         with libraries_needed("a Parquet or Arrow file"):
             from rollmesh.shared.store.arrow_rows import ArrowRows, GroupCache, ParquetRows
