@@ -4,7 +4,6 @@ counts."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,15 +41,9 @@ def trained(update: int, state: run_pb2.RunState) -> bool:
 
 async def scale(*arguments: str, code: int = 0, command: str = "scale") -> str:
     """Run `rollmesh scale ...` and return its output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.cli", command, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(LIMIT_S):
-        said, _ = await process.communicate()
-    assert process.returncode == code, said.decode()
-    return said.decode()
+    done = await asyncio.to_thread(CliRunner().invoke, app, [command, *arguments])
+    assert done.exit_code == code, done.output
+    return done.output
 
 
 async def ready(run: World, *names: str) -> bool:
