@@ -294,7 +294,7 @@ async def test_nothing_is_left_of_a_train_command_that_is_killed_and_its_run_goe
         assert any(service in process.command for process in family), service
 
     before = updates(run)
-    async with command("train", "--in-process", str(run)) as train:  # the learner is a process also then
+    async with command("train", str(run), "processes.enabled=false") as train:  # the learner is a process also then
         await until(lambda: updates(run) > before)
         started = [e for e in read_process_events(run / FILE) if e.what == "started" and e.process == "learner"]
         os.kill(started[-1].pid, signal.SIGKILL)
