@@ -34,7 +34,7 @@ class TaskSurvey:
     longest: tuple[PoolTask, ...] = ()
     """The tasks with the longest prompts, by their characters."""
     repeated: tuple[tuple[PoolTask, ...], ...] = ()
-"""Tasks of task files that have the same prompt."""
+    """Tasks of task files that have the same prompt."""
     num_tasks: Mapping[Split, int] = field(default_factory=dict)
     """Number of tasks of each split; none if the source is unusable."""
     first_tools: tuple[str, ...] = ()
