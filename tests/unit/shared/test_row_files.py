@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,45 @@ def test_blank_lines_and_a_missing_last_line_break_do_not_count_as_rows(tmp_path
         ("a.csv", b'q,a\n"1"x,2\n', r"a.csv:2: is not a record of CSV"),
         ("a.csv", b'q,a\n"1,2\n', r"a.csv:2: is not a record of CSV"),
         ("a.csv", b"q,a\n\xff,2\n", r"a.csv:2: is not UTF-8"),
-        ("a.csv", b"q,q\n1,2\n", r"a.csv:1: the header must have different names of fields"),
+        ("a.csv", b"q,q\n1,2\n", r"a.csv:1: the header must have different names of fields, got 1 names of 2 fields"),
+        ("a.csv", b'q,a\n5" pipe,3\n6" pipe,4\n7,5\n', r"a.csv:2: has 2 records of CSV, because a quote or"),
+        ("a.csv", b"q,a\n1,2\r3,4\n", r"a.csv:2: has 2 records of CSV, because a quote or a carriage return"),
+        ("a.csv", b"q,a\r1,2\r3,4\r", r"a.csv:1: has 3 records of CSV"),
     ],
 )
 def test_a_malformed_record_is_named_by_file_and_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RecordError, match=message):
         scanned(open_rows([name], base_dir=tmp_path))
+
+
+@pytest.mark.parametrize("quoted", [True, False])
+def test_csv_gives_the_records_of_the_module_csv_or_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quoted: bool
+) -> None:
+    chance, num_equal, path = random.Random(7), 0, tmp_path / "a.csv"
+    for _ in range(300):
+        monkeypatch.setattr(text_rows, "CHUNK_BYTES", chance.choice([7, 50, 1000]))
+        values = ["".join(chance.choices('ab,"\n\r é', k=chance.randrange(6))) for _ in range(2 * chance.randrange(8))]
+        lines = list(zip(values[::2], values[1::2], strict=True))
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator=chance.choice(["\n", "\r\n"]), quoting=csv.QUOTE_ALL)
+            writer.writerow(["x", "y"])
+            if quoted:
+                writer.writerows(lines)
+            else:
+                file.writelines(f"{x},{y}\n" for x, y in lines)
+        with path.open(newline="") as file:
+            expected = [tuple(one) for one in csv.reader(file) if "".join(one).strip() or len(one) > 1][1:]
+        files = open_rows(["a.csv"], base_dir=tmp_path)
+        try:
+            found = [(record.fields["x"] or "", record.fields["y"] or "") for record in files.rows(range(len(files)))]
+        except RecordError:
+            assert not quoted
+            continue
+        assert found == expected
+        num_equal += 1
+    assert num_equal == 300 if quoted else 20 < num_equal < 280
 
 
 def test_a_string_of_a_table_that_is_not_utf8_is_named_by_its_row(tmp_path: Path) -> None:
@@ -222,6 +255,7 @@ def test_a_file_that_changes_is_named(tmp_path: Path, name: str) -> None:
         (["wrong.parquet"], "cannot read .*wrong.parquet: "),
         (["wrong.arrow"], "cannot read .*wrong.arrow: "),
         (["empty.csv"], "empty.csv is empty; the first line of a CSV file must have the names"),
+        (["mark.csv"], "mark.csv is empty; the first line of a CSV file must have the names"),
         (["notes.txt"], "notes.txt must end with .parquet, .arrow, .jsonl, .csv"),
         (["folder"], "folder has no file that ends with"),
         (["outside"], "`splits` must have names in its folder, got '../folder'"),
@@ -232,6 +266,7 @@ def test_files_that_cannot_be_rows_are_named(tmp_path: Path, paths: list[str], m
         (tmp_path / name).write_text("neither of them")
     for name in ("notes.txt", "empty.csv"):
         (tmp_path / name).write_text("")
+    (tmp_path / "mark.csv").write_bytes(b"\xef\xbb\xbf")
     for name in ("folder", "outside"):
         (tmp_path / name).mkdir()
     (tmp_path / "outside" / "dataset_dict.json").write_text('{"splits": ["../folder"]}')
