@@ -103,9 +103,38 @@ def test_lists_globs_and_folders_number_their_rows_in_order(tmp_path: Path) -> N
     assert scanned(open_rows(["[ab].*"], base_dir=tmp_path)) == [*ROWS[10:20], *ROWS[:10]]
     files = open_rows([str(tmp_path)])
     assert scanned(files) == [*ROWS[10:20], *ROWS[:10], *ROWS[20:]]
-    content = b"".join((tmp_path / name).read_bytes() for name in ("a.jsonl", "b.parquet", "c.csv"))
-    assert files.digest == hashlib.sha256(content).hexdigest()
+    digest = hashlib.sha256()
+    for name in ("a.jsonl", "b.parquet", "c.csv"):
+        digest.update(Path(name).suffix.encode() + b"\0" + hashlib.sha256((tmp_path / name).read_bytes()).digest())
+    assert files.digest == digest.hexdigest()
     assert [record.fields for record in files.rows([0, 39, 11])] == [ROWS[10], ROWS[39], ROWS[1]]
+
+
+def test_the_digest_says_where_files_end_and_which_format_they_have(tmp_path: Path) -> None:
+    contents = {"two/a.csv": b"q,a\n1,2\n", "two/b.csv": b"q,a\n3,4\n", "empty.csv": b"{}\n", "empty.jsonl": b"{}\n"}
+    (tmp_path / "two").mkdir()
+    for name, content in (contents | {"one.csv": contents["two/a.csv"] + contents["two/b.csv"]}).items():
+        (tmp_path / name).write_bytes(content)
+    names = ("two", "one.csv", "empty.csv", "empty.jsonl")
+    assert len({open_rows([name], base_dir=tmp_path).digest for name in names}) == 4
+
+
+def test_a_process_reads_a_file_once_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+    whole = hashlib.file_digest
+
+    def counted(*args: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return whole(*args)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    first = open_rows(["a.jsonl"], base_dir=tmp_path).digest
+    assert open_rows(["a.jsonl"], base_dir=tmp_path).digest == first
+    os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+    assert open_rows(["a.jsonl"], base_dir=tmp_path).digest == first
+    assert num_read == 2
 
 
 def test_folders_of_a_folder_are_splits(tmp_path: Path) -> None:
@@ -240,10 +269,10 @@ def test_a_file_that_changes_is_named(tmp_path: Path, name: str) -> None:
     files = open_rows([name], base_dir=tmp_path)
     files.rows([3])
     os.utime(path, ns=(1, 1))
-    with pytest.raises(FileChanged, match=rf"{name} has changed since it was opened"):
+    with pytest.raises(FileChanged, match=rf"{name} has changed .*restore the file and restart the service, or start"):
         files.rows([3])
     path.unlink()
-    with pytest.raises(FileChanged, match=rf"{name} cannot be read any more"):
+    with pytest.raises(FileChanged, match=rf"{name} can no longer be read"):
         files.rows([3])
 
 

@@ -19,10 +19,12 @@ from rollmesh.shared.errors import ConfigError, FailedPrecondition
 from rollmesh.shared.store.records import FileRecord
 
 Bools = NDArray[np.bool_]
+Stamp = tuple[int, int, int]
+"""Size, time of modification (ns) and inode of a file."""
 
 
 class FileChanged(FailedPrecondition):
-    """A file is not the one that was opened: its size or its time of modification differs."""
+    """A file is not the one that was opened: its size, its time of modification or its inode differs."""
 
     reason = "FILE_CHANGED"
 
@@ -73,7 +75,8 @@ class RowFile(ABC):
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file does not exist."""
         self.path = path
-        self._stamp = _stamp(path)
+        self.stamp = _stamp(path)
+        """The stamp when it was opened."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -91,18 +94,18 @@ class RowFile(ABC):
         try:
             found = _stamp(self.path)
         except ConfigError as error:
-            raise FileChanged(f"{self.path} cannot be read any more: {error.message}", path=self.path) from error
-        if found != self._stamp:
+            raise FileChanged(f"{self.path} can no longer be read: {error.message}", path=self.path) from error
+        if found != self.stamp:
             raise FileChanged(
-                f"{self.path} has changed since it was opened; the tasks of a run must stay the same: restore the "
-                "file, or start a new run",
+                f"{self.path} has changed since it was opened, and the tasks of a run must stay the same; restore the "
+                "file and restart the service, or start a new run",
                 path=self.path,
             )
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> Stamp:
     try:
         found = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file", path=path) from error
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ino

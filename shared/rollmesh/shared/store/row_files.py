@@ -2,7 +2,7 @@
 
 `open_rows` finds the files and opens them. Their rows are numbered from 0 over all files, in the order of the given
 paths, of the files in a folder or of the matches of a glob. Nothing but an index is held in memory. The digest is the
-SHA-256 of the bytes of all files in this order, so it does not depend on their names.
+SHA-256 over the ending and the SHA-256 of each file in this order, so it depends on no other part of their names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -21,7 +22,7 @@ import numpy as np
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord
-from rollmesh.shared.store.row_file import RowBatch, RowFile
+from rollmesh.shared.store.row_file import RowBatch, RowFile, Stamp
 from rollmesh.shared.store.text_rows import CsvRows, JsonlRows
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ _log = logging.getLogger(__name__)
 ENDINGS = (".parquet", ".arrow", ".jsonl", ".csv")
 FILES_MAX = 10_000
 ROWS_MAX = 2**32 - 1
-_CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RowFiles:
     def __init__(self, files: Sequence[tuple[FoundFile, RowFile]], digest: str) -> None:
         self._files = tuple(files)
         self.digest = digest
-        """SHA-256 of the bytes of the files, in hex."""
+        """SHA-256 over the endings and the bytes of the files, in hex."""
         self._starts = np.cumsum([0, *(len(file) for _, file in files)], dtype=np.int64)
         self._lock = Lock()
         if len(self) > ROWS_MAX:
@@ -109,9 +109,8 @@ def open_rows(
     if len({bool(file.split) for file in found}) > 1:
         raise ConfigError(f"{', '.join(paths)}: only some of the files are in folders of splits; name files or folders")
     columns = None if fields is None else frozenset(field.partition(".")[0] for field in fields)
-    paths_found = [file.path for file in found]
-    opened = _opened(paths_found, columns)
-    files = RowFiles(list(zip(found, opened, strict=True)), _digest(paths_found))
+    opened = _opened([file.path for file in found], columns)
+    files = RowFiles(list(zip(found, opened, strict=True)), _digest(opened))
     for file in opened:
         file.check_unchanged()  # the digest is that of the rows
     if slow := [file for file in opened if file.remark]:
@@ -189,13 +188,19 @@ def _known(path: Path) -> FoundFile:
     return FoundFile(path, "")
 
 
-def _digest(paths: Sequence[Path]) -> str:
+def _digest(files: Sequence[RowFile]) -> str:
     digest = hashlib.sha256()
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file", path=path) from error
+    for file in files:
+        digest.update(file.path.suffix.encode() + b"\0" + _file_digest(file.path.resolve(), file.stamp))
     return digest.hexdigest()
+
+
+@lru_cache(FILES_MAX)
+def _file_digest(path: Path, stamp: Stamp) -> bytes:
+    """Return the SHA-256 of a file. A process reads an unchanged file once, because several parts of it open the same
+    files."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file", path=path) from error
