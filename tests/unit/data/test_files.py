@@ -121,6 +121,15 @@ def test_a_malformed_row_is_named_by_file_row_and_field(
         pools(tmp_path, name, split="part", agent="who", labels={"level": "level"})
 
 
+@pytest.mark.parametrize("field", ["agent", "scorers", "tools_field"])
+@pytest.mark.parametrize("value", [3, True])
+def test_a_number_is_not_a_name(tmp_path: Path, field: str, value: object) -> None:
+    write_parquet(tmp_path / "a.parquet", [GOOD, GOOD | {"question": "r"}])
+    write_parquet(tmp_path / "b.parquet", [GOOD | {"who": value}] * 2)
+    with pytest.raises(RecordError, match=r'b.parquet:1: field "who": must be the name of'):
+        pools(tmp_path, ("a.parquet", "b.parquet"), **{field: "who"})
+
+
 def test_a_field_that_no_column_has_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [{"q": "1", "answer": "2"}])
     with pytest.raises(RecordError, match='a.parquet:1: field "question": is missing; the line has answer'):

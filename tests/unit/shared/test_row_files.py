@@ -12,6 +12,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,9 @@ def test_blank_lines_and_a_missing_last_line_break_do_not_count_as_rows(tmp_path
     [
         ("a.jsonl", b'{"q": 1}\n\n{broken\n', r"a.jsonl:3: is not JSON"),
         ("a.jsonl", b'{"q": 1}\n[2]\n', r"a.jsonl:2: must be a JSON object, got a list"),
+        ("a.jsonl", b'{"q": ' + b"9" * 5000 + b"}\n", r"a.jsonl:1: has a number with too many digits"),
+        ("a.jsonl", b'{"q": "\\uD83D"}\n', r"a.jsonl:1: has half of a surrogate pair"),
+        ("a.jsonl", b'{"q": "\xed\xa0\xbd"}\n', r"a.jsonl:1: is not UTF-8"),
         ("a.csv", b"q,a\n1,2\n3\n", r"a.csv:3: has 1 fields, the header has 2"),
         ("a.csv", b'q,a\n"1"x,2\n', r"a.csv:2: is not a record of CSV"),
         ("a.csv", b'q,a\n"1,2\n', r"a.csv:2: is not a record of CSV"),
@@ -248,6 +252,47 @@ def test_a_string_of_a_table_that_is_not_utf8_is_named_by_its_row(tmp_path: Path
         scanned(files)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_types_without_a_kernel_or_an_equal_type_of_python_are_read(tmp_path: Path, name: str) -> None:
+    columns = {
+        "view": pa.array(["a", "b", "c"]).cast(pa.string_view()),
+        "kind": pa.array(["a", None, "a"]).dictionary_encode(),
+        "at": pa.array([1_700_000_000_000_000_001, None, 3], pa.timestamp("ns", "UTC")),
+        "took": pa.array([1_001, None, 3], pa.duration("ns")),
+    }
+    write_table(tmp_path / name, pa.table(columns))
+    files = open_rows([name], base_dir=tmp_path)
+    first, third = files.rows([0, 2])
+    assert (first.fields["view"], third.fields["view"]) == ("a", "c")
+    assert first.fields["at"] == datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert first.fields["took"] == timedelta(microseconds=1)
+    batch = next(iter(files.scan())).batch
+    for field, values in (("view", ["a", "b", "c"]), ("kind", ["a", "", "a"])):
+        texts = batch.texts(field)
+        assert texts is not None
+        assert [bytes(text).decode() for text in texts.utf8()] == values
+        assert (texts.present.tolist(), texts.usable.tolist()) == ([bool(value) for value in values],) * 2
+        indices, known = texts.encoded()
+        assert [known[index] for index, value in zip(indices, values, strict=True) if value] == [*filter(None, values)]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_value_that_python_cannot_represent_is_named_by_its_row(tmp_path: Path, name: str) -> None:
+    write_table(tmp_path / name, pa.table({"day": pa.array([1, 2**62, 3], pa.timestamp("us"))}))
+    files = open_rows([name], base_dir=tmp_path)
+    assert len(files.rows([0, 2])) == 2
+    with pytest.raises(RecordError, match=rf"{name}:2: cannot be decoded: "):
+        scanned(files)
+
+
+def write_table(path: Path, table: Any) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+        return
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
 def _raw_strings(*values: bytes) -> Any:
     binary = pa.array(values, pa.binary())
     return pa.Array.from_buffers(pa.string(), len(values), binary.buffers())
@@ -287,6 +332,7 @@ def test_a_file_that_changes_is_named(tmp_path: Path, name: str) -> None:
         (["mark.csv"], "mark.csv is empty; the first line of a CSV file must have the names"),
         (["notes.txt"], "notes.txt must end with .parquet, .arrow, .jsonl, .csv"),
         (["folder"], "folder has no file that ends with"),
+        (["twice.arrow"], "twice.arrow has several columns with the name 'q'; rename all but one"),
         (["outside"], "`splits` must have names in its folder, got '../folder'"),
     ],
 )
@@ -295,6 +341,7 @@ def test_files_that_cannot_be_rows_are_named(tmp_path: Path, paths: list[str], m
         (tmp_path / name).write_text("neither of them")
     for name in ("notes.txt", "empty.csv"):
         (tmp_path / name).write_text("")
+    write_table(tmp_path / "twice.arrow", pa.Table.from_arrays([pa.array(["a"])] * 2, names=["q", "q"]))
     (tmp_path / "mark.csv").write_bytes(b"\xef\xbb\xbf")
     for name in ("folder", "outside"):
         (tmp_path / name).mkdir()

@@ -124,7 +124,7 @@ class _TaskScan:
         for name in (fields.prompt, fields.answer, fields.split, *fields.labels.values()):
             good &= _usable(batch, name)
         for name in (fields.agent, fields.scorers, fields.tools_field):
-            good &= _usable(batch, name, or_null=True)
+            good &= _usable(batch, name, names=True)
         if fields.answer_pattern or (fields.tests and not batch.has(fields.tests)):
             good[:] = False
         labels = {name: np.zeros(num, dtype=np.uint16) for name in fields.labels}
@@ -186,15 +186,15 @@ class _LabelScan:
         return LabelCodes(np.concatenate([np.empty(0, np.uint16), *self._codes.pop(split)]), tuple(self._known))
 
 
-def _usable(batch: RowBatch, name: str, *, or_null: bool = False) -> Bools | bool:
-    """Return which rows have a text, or null if `or_null`, in a field. True if the name of the field is empty, and
-    False if only records show it."""
+def _usable(batch: RowBatch, name: str, *, names: bool = False) -> Bools | bool:
+    """Return which rows have a text in a field, or a string or null if `names`. True if the name of the field is empty,
+    and False if only records show it."""
     if not name:
         return True
     texts = batch.texts(name)
-    if texts is None:
+    if texts is None or (names and not texts.strings):
         return False
-    return texts.usable | ~texts.present if or_null else texts.usable
+    return texts.usable | ~texts.present if names else texts.usable
 
 
 def _encoded(batch: RowBatch, name: str) -> tuple[NDArray[np.int64], list[str]]:

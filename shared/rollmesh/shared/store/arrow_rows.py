@@ -7,7 +7,7 @@ An Arrow file is mapped into memory: a row is read where it is stored.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -66,7 +66,7 @@ class ParquetRows(RowFile):
         self._cache = cache
         with _explained(path), pq.ParquetFile(path) as file:
             self._metadata = file.metadata
-            self._columns = _chosen(file.schema_arrow.names, columns)
+            self._columns = _chosen(path, file.schema_arrow.names, columns)
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self._starts = _starts([group.num_rows for group in groups])
         self._batch_rows = [_batch_rows(group) for group in groups]
@@ -128,7 +128,7 @@ class ArrowRows(RowFile):
             is_file = mapped.read(6) == b"ARROW1"
             mapped.seek(0)
             reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
-            names = _chosen(reader.schema.names, columns)
+            names = _chosen(path, reader.schema.names, columns)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             self._batches = [batch.select(names) for batch in batches]
         self._starts = _starts([batch.num_rows for batch in self._batches])
@@ -181,14 +181,17 @@ class _ArrowBatch(RowBatch):
             if not pa.types.is_struct(column.type) or column.type.get_field_index(nested) < 0:
                 return None
             column = pc.struct_field(column, nested)
-        return _texts(column)
+        try:
+            return _texts(column)
+        except pa.ArrowNotImplementedError:  # a rare type
+            return None
 
 
 class _ArrowTexts:
     """Implements `Texts` for an array of strings."""
 
-    def __init__(self, array: Any) -> None:
-        self._array = array
+    def __init__(self, array: Any, *, strings: bool) -> None:
+        self._array, self.strings = array, strings
 
     @property
     def present(self) -> Bools:
@@ -213,9 +216,36 @@ class _ArrowTexts:
         return indices, encoded.dictionary.to_pylist()
 
 
+class _CategoryTexts:
+    """Implements `Texts` for an array of indices of different values. A long value is not copied for each row."""
+
+    def __init__(self, indices: NDArray[np.int64], valid: Bools, values: Texts) -> None:
+        self._indices, self._valid, self._values = indices, valid, values
+        self.strings = values.strings
+
+    @property
+    def present(self) -> Bools:
+        return self._valid & self._values.present[self._indices]
+
+    @property
+    def usable(self) -> Bools:
+        return self._valid & self._values.usable[self._indices]
+
+    def utf8(self) -> Iterator[memoryview]:
+        values = list(self._values.utf8())
+        for index, valid in zip(self._indices.tolist(), self._valid.tolist(), strict=True):
+            yield values[index] if valid else memoryview(b"")
+
+    def encoded(self) -> tuple[NDArray[np.int64], list[str]]:
+        indices, values = self._values.encoded()
+        return np.where(self._valid, indices[self._indices], 0), values
+
+
 def _texts(column: Any) -> Texts | None:
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    if pa.types.is_dictionary(column.type) and len(column.dictionary):
+        used, indices = np.unique(np.asarray(pc.fill_null(column.indices, 0)), return_inverse=True)
+        values = _texts(column.dictionary.take(pa.array(used)))
+        return None if values is None else _CategoryTexts(indices, np.asarray(column.is_valid()), values)
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_string_view(kind):
         column = column.cast(pa.string())
@@ -225,7 +255,7 @@ def _texts(column: Any) -> Texts | None:
         column.validate(full=True)
     except pa.ArrowInvalid:  # not UTF-8; the record names the row
         return None
-    return _ArrowTexts(column)
+    return _ArrowTexts(column, strings=column.type == kind or pa.types.is_string_view(kind))
 
 
 def _records(
@@ -236,10 +266,14 @@ def _records(
     line = start + 1 if line is None else line
     lines = [line + int(row) - start for row in rows]
     try:
-        values = batch.take(pa.array(rows - start)).to_pylist()
-    except UnicodeDecodeError as error:
+        part = batch.slice(int(rows[0]) - start, int(rows[-1] - rows[0]) + 1)
+        part = _in_microseconds(part if len(part) == len(rows) else part.take(pa.array(rows - rows[0])))
+        values = part.to_pylist()
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # some types have no `take`
         if len(rows) == 1:
-            raise RecordError.at(path, lines[0], f"is not UTF-8: {error.reason}") from None
+            if isinstance(error, UnicodeDecodeError):
+                raise RecordError.at(path, lines[0], f"is not UTF-8: {error.reason}") from None
+            raise RecordError.at(path, lines[0], f"cannot be decoded: {_cause(error)}") from None
         return {
             key: record for row in rows for key, record in _records(path, start, batch, row[None], line=line).items()
         }
@@ -249,8 +283,27 @@ def _records(
     }
 
 
-def _chosen(names: Sequence[str], columns: frozenset[str] | None) -> list[str]:
-    return [name for name in names if columns is None or name in columns]
+def _in_microseconds(batch: Any) -> Any:
+    """Return the rows with times that Python can represent."""
+    kinds = [_microseconds(kind) for kind in batch.schema.types]
+    if kinds == batch.schema.types:
+        return batch
+    return batch.cast(pa.schema(zip(batch.schema.names, kinds, strict=True)), safe=False)
+
+
+def _microseconds(kind: Any) -> Any:
+    if not pa.types.is_temporal(kind) or getattr(kind, "unit", "") != "ns":
+        return kind
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", kind.tz)
+    return pa.time64("us") if pa.types.is_time64(kind) else pa.duration("us")
+
+
+def _chosen(path: Path, names: Sequence[str], columns: frozenset[str] | None) -> list[str]:
+    chosen = [name for name in names if columns is None or name in columns]
+    if twice := [name for name, number in Counter(chosen).items() if number > 1]:
+        raise ConfigError(f"{path} has several columns with the name {twice[0]!r}; rename all but one", path=path)
+    return chosen
 
 
 def _starts(sizes: Sequence[int]) -> NDArray[np.int64]:
@@ -272,7 +325,10 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
-        what = str(error).partition("\n")[0][:_CAUSE_CHARS_MAX]
         raise ConfigError(
-            f"cannot read {path}: {what}; give a file of the format that its name says", path=path
+            f"cannot read {path}: {_cause(error)}; give a file of the format that its name says", path=path
         ) from error
+
+
+def _cause(error: Exception) -> str:
+    return str(error).partition("\n")[0][:_CAUSE_CHARS_MAX]

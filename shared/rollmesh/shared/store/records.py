@@ -100,5 +100,12 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 def kind_of(value: object) -> str:
     """Return the JSON type of a value with its article. Tables also have values of other types, such as dates."""
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bytes: "bytes",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}")

@@ -33,6 +33,10 @@ class Texts(Protocol):
     """A column of texts, numbers or booleans of one batch, each in the form of `FileRecord.text`."""
 
     @property
+    def strings(self) -> bool:
+        """Whether the file has strings, not numbers or booleans."""
+
+    @property
     def present(self) -> Bools:
         """Which values are not null."""
 
