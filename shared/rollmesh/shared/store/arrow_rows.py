@@ -29,6 +29,8 @@ CACHE_BYTES_MAX = 64 * 1024 * 1024
 BATCH_BYTES = 4 * 1024 * 1024
 BATCH_ROWS_MAX = 16_384
 """A batch of a Parquet file has at most this number of rows, and about `BATCH_BYTES` or one row."""
+DECODED_ROWS_MAX = 256
+"""Rows of a Parquet file that are decoded before their size is known."""
 _RECORDS_AT_ONCE = 64
 """Rows that a scan converts to records together, because a conversion has a fixed cost."""
 _CAUSE_CHARS_MAX = 200
@@ -70,8 +72,7 @@ class ParquetRows(RowFile):
         groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
         self._starts = _starts([group.num_rows for group in groups])
         self._batch_rows = [_batch_rows(group) for group in groups]
-        if (largest := max((group.total_byte_size for group in groups), default=0)) > cache.bytes_max:
-            self.remark = f"a row group of {largest} bytes is decoded for each row; write it with row_group_size=10_000"
+        self._check_size(max((group.total_byte_size for group in groups), default=0))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -86,9 +87,12 @@ class ParquetRows(RowFile):
 
     def scan(self) -> Iterator[RowBatch]:
         for group, start in enumerate(self._starts[:-1]):
+            size = 0
             for batch in self._decoded(group):
-                yield _ArrowBatch(self.path, int(start) + 1, batch)
+                yield ArrowBatch(self.path, int(start) + 1, batch)
                 start += batch.num_rows
+                size += batch.nbytes
+            self._check_size(size)
 
     def _read_group(self, group: int, rows: NDArray[np.int64]) -> dict[int, FileRecord]:
         """Return the records of different rows of a group in ascending order."""
@@ -112,8 +116,25 @@ class ParquetRows(RowFile):
         return found
 
     def _decoded(self, group: int) -> Iterator[Any]:
+        """Yield the rows of a group in batches. A value that the file stores once may be in each row, so only decoded
+        rows show their size."""
+        parts: list[Any] = []
+        size = 0
         with _explained(self.path), pq.ParquetFile(self.path, metadata=self._metadata, buffer_size=BATCH_BYTES) as file:
-            yield from file.iter_batches(self._batch_rows[group], [group], self._columns, use_threads=False)
+            for part in file.iter_batches(self._batch_rows[group], [group], self._columns, use_threads=False):
+                parts.append(part)
+                size += part.nbytes
+                if size >= BATCH_BYTES or len(parts) * len(part) >= BATCH_ROWS_MAX:
+                    yield pa.concat_batches(parts)
+                    parts, size = [], 0
+            if parts:
+                yield pa.concat_batches(parts)
+
+    def _check_size(self, group_bytes: int) -> None:
+        if group_bytes > self._cache.bytes_max and not self.remark:
+            self.remark = (
+                f"a row group of {group_bytes} bytes is decoded for each row; write it with row_group_size=10_000"
+            )
 
 
 class ArrowRows(RowFile):
@@ -148,10 +169,12 @@ class ArrowRows(RowFile):
     def scan(self) -> Iterator[RowBatch]:
         for start, batch in zip(self._starts, self._batches, strict=False):
             for offset in range(0, batch.num_rows, BATCH_ROWS_MAX):
-                yield _ArrowBatch(self.path, int(start) + offset + 1, batch.slice(offset, BATCH_ROWS_MAX))
+                yield ArrowBatch(self.path, int(start) + offset + 1, batch.slice(offset, BATCH_ROWS_MAX))
 
 
-class _ArrowBatch(RowBatch):
+class ArrowBatch(RowBatch):
+    """Rows of a Parquet or Arrow file."""
+
     def __init__(self, path: Path, line: int, batch: Any) -> None:
         """`line` is the number of the first row, from 1."""
         self._path, self._line, self._batch = path, line, batch
@@ -168,6 +191,10 @@ class _ArrowBatch(RowBatch):
             except RecordError:
                 self._block = _records(self._path, 0, self._batch, at[:1], line=self._line)
         return self._block[index]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._batch.nbytes)
 
     def has(self, field: str) -> bool:
         return field in self._batch.schema.names
@@ -312,7 +339,7 @@ def _starts(sizes: Sequence[int]) -> NDArray[np.int64]:
 
 def _batch_rows(group: Any) -> int:
     row_bytes = int(group.total_byte_size) / max(1, int(group.num_rows))
-    return max(1, min(BATCH_ROWS_MAX, int(BATCH_BYTES / max(1.0, row_bytes))))
+    return max(1, min(DECODED_ROWS_MAX, int(BATCH_BYTES / max(1.0, row_bytes))))
 
 
 def _size(batches: Sequence[Any]) -> int:

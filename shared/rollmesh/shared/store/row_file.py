@@ -74,7 +74,7 @@ class RowFile(ABC):
     """One file. It MUST NOT change while it is open."""
 
     remark = ""
-    """Why a single row is slow to read, with the remedy. Empty if it is not."""
+    """Why a single row is slow to read, with the remedy. Empty if it is not. A scan may set it."""
 
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file does not exist."""

@@ -88,11 +88,22 @@ class RowFiles:
 
     def scan(self) -> Iterator[Scanned]:
         """Yield all rows in order. Raise FileChanged if a file has changed since it was opened."""
+        known = self._slow()
         for (found, file), start in zip(self._files, self._starts.tolist(), strict=False):
             for batch in file.scan():
                 yield Scanned(start, found.split, batch)
                 start += len(batch)
             file.check_unchanged()
+        if len(self._slow()) > len(known):
+            self.warn()
+
+    def warn(self) -> None:
+        """Log how many files are slow to read."""
+        if slow := self._slow():
+            _log.warning("rows are slow to read: files=%d first=%s: %s", len(slow), slow[0].path, slow[0].remark)
+
+    def _slow(self) -> list[RowFile]:
+        return [file for _, file in self._files if file.remark]
 
 
 def open_rows(
@@ -113,8 +124,7 @@ def open_rows(
     files = RowFiles(list(zip(found, opened, strict=True)), _digest(opened))
     for file in opened:
         file.check_unchanged()  # the digest is that of the rows
-    if slow := [file for file in opened if file.remark]:
-        _log.warning("rows are slow to read: files=%d first=%s: %s", len(slow), slow[0].path, slow[0].remark)
+    files.warn()
     return files
 
 
