@@ -138,6 +138,18 @@ def test_a_process_reads_a_file_once_for_its_digest(tmp_path: Path, monkeypatch:
     assert num_read == 2
 
 
+def test_a_truncated_arrow_stream_is_not_opened(tmp_path: Path) -> None:
+    write_stream(tmp_path / "a.arrow", ROWS)
+    whole = (tmp_path / "a.arrow").read_bytes()
+    for size in range(8, len(whole), 8):
+        (tmp_path / "a.arrow").write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"a.arrow does not end with the end mark|cannot read .*a.arrow"):
+            open_rows(["a.arrow"], base_dir=tmp_path)
+    (tmp_path / "a.arrow").write_bytes(whole * 2)
+    with pytest.raises(ConfigError, match=r"a.arrow does not end with the end mark of an Arrow stream"):
+        open_rows(["a.arrow"], base_dir=tmp_path)
+
+
 def test_folders_of_a_folder_are_splits(tmp_path: Path) -> None:
     for name, rows in (("train", ROWS[:30]), ("test", ROWS[30:])):
         write_dataset(tmp_path / "saved" / name, rows)
@@ -149,6 +161,36 @@ def test_folders_of_a_folder_are_splits(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "more.jsonl", ROWS)
     with pytest.raises(ConfigError, match="only some of the files are in folders of splits"):
         open_rows(["saved", "more.jsonl"], base_dir=tmp_path)
+
+
+def test_names_of_files_are_splits_if_a_folder_has_several(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    write_parquet(tmp_path / "hub" / "train-00000-of-00002.parquet", ROWS[:10])
+    write_parquet(tmp_path / "hub" / "train-00001-of-00002.parquet", ROWS[10:30])
+    (tmp_path / "hub" / "._train-00000-of-00002.parquet").write_bytes(b"of another system")
+    assert open_rows(["hub"], base_dir=tmp_path).splits == ()
+    write_parquet(tmp_path / "hub" / "test-00000-of-00001.parquet", ROWS[30:])
+    files = open_rows(["hub"], base_dir=tmp_path)
+    assert files.splits == ("test", "train")
+    assert sum(len(one.batch) for one in files.scan() if one.split == "test") == 10
+    assert open_rows(["hub/*.parquet"], base_dir=tmp_path).splits == ()
+    write_jsonl(tmp_path / "hub" / "dev.jsonl", ROWS)
+    with pytest.raises(
+        ConfigError, match="only some of the files are in folders of splits, or have a name that begins"
+    ):
+        open_rows(["hub"], base_dir=tmp_path)
+
+
+def test_files_that_are_named_twice_or_hide_folders_are_rejected(tmp_path: Path) -> None:
+    for name in ("all/train/a.jsonl", "all/test/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        write_jsonl(tmp_path / name, ROWS)
+    for paths in (["all/train", "all/train/*.jsonl"], ["all", "all/../all"]):
+        with pytest.raises(ConfigError, match=r"a.jsonl is named twice; name each file once"):
+            open_rows(paths, base_dir=tmp_path)
+    write_jsonl(tmp_path / "all" / "notes.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"all has files, such as notes.jsonl, and folders with files, such as test"):
+        open_rows(["all"], base_dir=tmp_path)
 
 
 def test_a_table_is_read_with_the_named_columns_only(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ DECODED_ROWS_MAX = 256
 _RECORDS_AT_ONCE = 64
 """Rows that a scan converts to records together, because a conversion has a fixed cost."""
 _CAUSE_CHARS_MAX = 200
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _NOT_BLANK = r"[^\x{00}-\x{20}\x{85}\p{Z}]"
 """A character that is not white space in Python (RE2)."""
 
@@ -152,6 +153,12 @@ class ArrowRows(RowFile):
             names = _chosen(path, reader.schema.names, columns)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             self._batches = [batch.select(names) for batch in batches]
+            if not is_file and not _is_complete(mapped):
+                raise ConfigError(
+                    f"{path} does not end with the end mark of an Arrow stream, so it is truncated, or its writer was "
+                    "not closed; copy or write it again",
+                    path=path,
+                )
         self._starts = _starts([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:
@@ -308,6 +315,14 @@ def _records(
         int(row): FileRecord(path=path, line=number, fields=fields)
         for row, number, fields in zip(rows, lines, values, strict=True)
     }
+
+
+def _is_complete(stream: Any) -> bool:
+    """Return whether a stream that was read ends with its end mark. The reader also accepts the end of the file."""
+    if stream.tell() != stream.size():
+        return False
+    stream.seek(stream.size() - len(_END_OF_STREAM))
+    return bool(stream.read() == _END_OF_STREAM)
 
 
 def _in_microseconds(batch: Any) -> Any:

@@ -11,6 +11,8 @@ import glob
 import hashlib
 import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,11 +32,13 @@ _log = logging.getLogger(__name__)
 ENDINGS = (".parquet", ".arrow", ".jsonl", ".csv")
 FILES_MAX = 10_000
 ROWS_MAX = 2**32 - 1
+_SPLITS = ("train", "validation", "test")
+_SPLIT_NAME = re.compile(rf"({'|'.join(_SPLITS)})(?![A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file of rows, and the name of the folder with its split, empty if folders do not name splits."""
+    """A file of rows, and the name of its split, empty if neither folders nor the names of files say it."""
 
     path: Path
     split: str
@@ -67,7 +71,7 @@ class RowFiles:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the folders with splits, in order. Empty if folders do not name splits."""
+        """Names of the splits, in order. Empty if neither folders nor the names of files say it."""
         return tuple(dict.fromkeys(found.split for found, _ in self._files if found.split))
 
     def rows(self, rows: Sequence[int]) -> list[FileRecord]:
@@ -118,7 +122,12 @@ def open_rows(
     if len(found) > FILES_MAX:
         raise ConfigError(f"{', '.join(paths)}: {len(found)} files are more than {FILES_MAX}; use larger files")
     if len({bool(file.split) for file in found}) > 1:
-        raise ConfigError(f"{', '.join(paths)}: only some of the files are in folders of splits; name files or folders")
+        raise ConfigError(
+            f"{', '.join(paths)}: only some of the files are in folders of splits, or have a name that begins with "
+            f"{', '.join(_SPLITS)}; name files or folders"
+        )
+    if twice := [path for path, number in Counter(file.path.resolve() for file in found).items() if number > 1]:
+        raise ConfigError(f"{', '.join(paths)}: {twice[0]} is named twice; name each file once", path=twice[0])
     columns = None if fields is None else frozenset(field.partition(".")[0] for field in fields)
     opened = _opened([file.path for file in found], columns)
     files = RowFiles(list(zip(found, opened, strict=True)), _digest(opened))
@@ -158,17 +167,27 @@ def _find(base_dir: Path, given: str) -> list[FoundFile]:
 
 
 def _in_folder(folder: Path) -> list[FoundFile]:
-    """Return the files of a folder, or else those of its folders, each of which is a split."""
-    if files := _files_of(folder):
-        return [FoundFile(file, "") for file in files]
-    listed = folder / "dataset_dict.json"
-    names = (
-        _listed(listed, "splits") if listed.exists() else sorted(one.name for one in folder.iterdir() if one.is_dir())
-    )
-    found = [FoundFile(file, name) for name in names for file in _files_of(folder / name)]
-    if not found:
+    """Return the files of a folder, whose names say the split if several splits are among them, or else those of its
+    folders, each of which is a split."""
+    files, listed = _files_of(folder), folder / "dataset_dict.json"
+    if listed.exists():
+        names = _listed(listed, "splits")
+    elif (folder / "state.json").exists():
+        names = []
+    else:
+        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    below = [FoundFile(file, name) for name in names for file in _files_of(folder / name)]
+    if not files and not below:
         raise ConfigError(f"{folder} has no file that ends with {', '.join(ENDINGS)}", path=folder)
-    return found
+    if files and below:
+        raise ConfigError(
+            f"{folder} has files, such as {files[0].name}, and folders with files, such as {below[0].split}; move the "
+            "files into folders of splits, or name files or folders",
+            path=folder,
+        )
+    splits = {file: found[1] if (found := _SPLIT_NAME.match(file.name)) else "" for file in files}
+    several = len(set(splits.values())) > 1
+    return below or [FoundFile(file, split if several else "") for file, split in splits.items()]
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -176,7 +195,9 @@ def _files_of(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.exists():
         return [_known(folder / name).path for name in _listed(state, "_data_files")]
-    return sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(file for file in folder.iterdir() if file.suffix in ENDINGS and not file.name.startswith("."))
 
 
 def _listed(file: Path, key: str) -> list[str]:
