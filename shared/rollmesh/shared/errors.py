@@ -133,10 +133,12 @@ def at_key(error: InvalidInput, key: str) -> ConfigError:
 
 @contextmanager
 def located_at(key: str) -> Iterator[None]:
-    """Add the key to an InvalidInput that is raised in the block."""
+    """Add the key to an InvalidInput that is raised in the block and does not name one."""
     try:
         yield
     except InvalidInput as error:
+        if "key" in error.metadata:
+            raise
         raise at_key(error, key) from error
 
 

@@ -97,3 +97,12 @@ def test_the_error_of_a_field_names_it_and_what_it_must_be(got: object, shown: s
     assert err.violations == (errors.FieldViolation("a.b", f"must be in [0, 1], got {shown}; lower it"),)
     assert err.metadata == {"limit": "1"}
     assert type(errors.field_error("a", "be set", got)) is errors.InvalidInput
+
+
+def test_an_error_keeps_the_key_that_it_names() -> None:
+    with pytest.raises(errors.ConfigError, match="^`inner`: wrong$") as inner, errors.located_at("outer"):
+        raise errors.ConfigError("`inner`: wrong", key="inner")
+    assert inner.value.metadata["key"] == "inner"
+    with pytest.raises(errors.ConfigError, match="^`outer`: wrong$") as outer, errors.located_at("outer"):
+        raise errors.InvalidInput("wrong")
+    assert outer.value.metadata["key"] == "outer"

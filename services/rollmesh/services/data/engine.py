@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
-from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.selector import Selector, SourceShare
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.shared.bus.bus import Bus, UnknownStream
@@ -85,6 +85,10 @@ class DataEngine:
     def positions(self) -> dict[str, int]:
         """Return the last folded ledger record of each followed run."""
         return {run: follower.position for run, follower in self._runs.items()}
+
+    def source_shares(self) -> dict[str, list[SourceShare]]:
+        """Return the shares of the sources in each followed run, if its selector gives them shares."""
+        return {run: follower.source_shares for run, follower in self._runs.items()}
 
     async def snapshot(self, run: str) -> tuple[bytes, int]:
         """Return the state of the run and the ledger sequence of its last folded record. Raise UnknownRun,

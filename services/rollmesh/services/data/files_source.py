@@ -63,9 +63,8 @@ class FilesSource(TaskSource):
         files = open_rows(self._options.paths, base_dir=self._base_dir, fields=self._options.read)
         if not self._options.split and (wrong := [name for name in files.splits if name not in set(Split)]):
             raise ConfigError(
-                f"`data.source.options.path`: folders with files must be {', '.join(Split)}, got {wrong[0]}; set "
-                "`split` to the field with the split, or name the files to read them as one set",
-                key="data.source.options.path",
+                f"`path`: folders with files must be {', '.join(Split)}, got {wrong[0]}; set `split` to the field with "
+                "the split, or name the files to read them as one set"
             )
         mapping = TaskMapping(self._options)
         found = scan_tasks(files, mapping, self._options.on_bad_row)

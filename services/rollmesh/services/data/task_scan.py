@@ -18,11 +18,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.services.data.metrics import DROPPED
 from rollmesh.services.data.task import Split
 from rollmesh.services.data.task_fields import TaskMapping
 from rollmesh.shared.store.records import RecordError
 from rollmesh.shared.store.row_file import Bools, RowBatch
 from rollmesh.shared.store.row_files import RowFiles, Scanned
+from rollmesh.shared.telemetry.metrics import count
 
 _log = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class _TaskScan:
 
     def result(self) -> dict[Split, SplitRows]:
         if self._num_bad:
+            count(DROPPED, "malformed", amount=self._num_bad)
             _log.warning(
                 "malformed rows skipped: source=%s rows=%d first=%s", self._fields.name, self._num_bad, self._bad
             )

@@ -25,7 +25,7 @@ from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import Settings
-from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer
+from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import FileRecord
@@ -77,6 +77,9 @@ class AnswerFileConfig(Settings):
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has
     one."""
+    options: str = ""
+    """Field with the list of options of a line, or null. An answer that names an option by its letter is then the text
+    of the option. Empty means no options."""
     num_lines_max: Annotated[int, Meta(ge=1, le=NUM_LINES_MAX)] = NUM_LINES_MAX
     """Maximum number of lines of a `jsonl` source. The file is held in memory."""
 
@@ -256,6 +259,13 @@ def _compiled(config: AnswerFileConfig) -> re.Pattern[str] | None:
 
 def _key(record: FileRecord, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
     answers = record.extract_all(config.answer, pattern) if config.answer else ()
+    options = record.value(config.options, None)
+    if isinstance(options, list):
+        texts = [str(option) for option in options]
+        places = [option_named(answer, texts) for answer in answers]
+        answers = tuple(
+            answer if place is None else texts[place] for answer, place in zip(answers, places, strict=True)
+        )
     return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
 
 
