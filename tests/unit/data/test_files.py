@@ -204,6 +204,17 @@ def test_a_run_resumes_with_the_same_pool_and_not_with_another(tmp_path: Path) -
     assert len(digests) == 6
 
 
+def test_the_digest_of_a_pool_stays_the_same_in_later_releases(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}\n')
+    found = {
+        pools(tmp_path, "a.jsonl", labels={"x": "question", "a": "answer"}, test_share=0.0, **settings)[
+            Split.TRAIN
+        ].digest
+        for settings in ({}, {"on_bad_row": "skip"}, {"validation_share": 0.05})
+    }
+    assert found == {"6a6b021be40e6b7689dc9935e7385c89ec51d8366f69b788b6d3e95b5ba09068"}
+
+
 def test_a_label_of_too_many_values_is_read_from_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_scan, "LABEL_VALUES_MAX", 4)
     for name in ("rows.parquet", "rows.jsonl"):

@@ -25,6 +25,7 @@ from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.row_files import RowFiles, open_rows
 
+_NOT_MAPPING = ("path", "on_bad_row")
 _ROW = re.compile("[1-9][0-9]{0,9}")
 
 
@@ -122,10 +123,20 @@ class FilePool(StoredPool):
 
 def _digest(files: RowFiles, fields: TaskFields, split: Split, members: SplitRows) -> str:
     """Return the SHA-256 of the digest of the files, the mapping, the split and its rows. Paths are not in it."""
-    settings = {name: value for name, value in msgspec.structs.asdict(fields).items() if name != "path"}
-    digest = hashlib.sha256(msgspec.json.encode([files.digest, settings, split], order="sorted"))
+    digest = hashlib.sha256(msgspec.json.encode([files.digest, _changed(fields), split], order="sorted"))
     if isinstance(members.rows, range):
         digest.update(f"{members.rows.start}-{members.rows.stop}".encode())
     else:
         digest.update(members.rows.astype("<u4", copy=False).tobytes())
     return digest.hexdigest()
+
+
+def _changed(fields: TaskFields) -> dict[str, object]:
+    """Return the settings of the mapping that differ from their defaults. A later release may add settings, and
+    resumes the runs that do not use them."""
+    changed: dict[str, object] = {}
+    for setting in msgspec.structs.fields(fields):
+        value, factory = getattr(fields, setting.name), setting.default_factory
+        if setting.name not in _NOT_MAPPING and value != (factory() if callable(factory) else setting.default):
+            changed[setting.name] = value
+    return changed
