@@ -97,7 +97,7 @@ def test_folders_are_splits_unless_a_field_is(tmp_path: Path) -> None:
     assert len(pools(tmp_path, "saved", split="part")[Split.TRAIN]) == 20
 
 
-GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level": "x"}
+GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level": "x", "hidden": "calc/sum"}
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow", "rows.jsonl", "rows.csv"])
@@ -110,6 +110,8 @@ GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level
         ({"part": "dev"}, r"""field "part": must be one of train, validation, test, got 'dev\'"""),
         ({"who": " "}, r'field "who": must be the name of an agent'),
         ({"level": " "}, r'field "level": is empty'),
+        ({"hidden": None}, r'field "hidden": must be a manifest of hidden tests, or its reference'),
+        ({"hidden": "{"}, r'field "hidden": begins with { but is not JSON'),
     ],
 )
 def test_a_malformed_row_is_named_by_file_row_and_field(
@@ -118,7 +120,7 @@ def test_a_malformed_row_is_named_by_file_row_and_field(
     WRITERS[name](tmp_path / name, [GOOD] * 10 + [GOOD | change])
     row = 12 if name == "rows.csv" else 11  # the header is row 1
     with pytest.raises(RecordError, match=f"{name}:{row}: {message}"):
-        pools(tmp_path, name, split="part", agent="who", labels={"level": "level"})
+        pools(tmp_path, name, split="part", agent="who", labels={"level": "level"}, tests="hidden")
 
 
 @pytest.mark.parametrize("field", ["agent", "scorers", "tools_field"])

@@ -204,7 +204,7 @@ def test_a_table_is_read_with_the_named_columns_only(tmp_path: Path) -> None:
 def test_the_cache_of_row_groups_does_not_change_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bytes_max: int
 ) -> None:
-    monkeypatch.setattr(arrow_rows.GroupCache, "__init__", _limited(bytes_max))
+    monkeypatch.setattr(arrow_rows, "CACHE_BYTES_MAX", bytes_max)
     monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 1)
     write_parquet(tmp_path / "a.parquet", ROWS)
     files = open_rows(["a.parquet"], base_dir=tmp_path)
@@ -217,7 +217,7 @@ def test_a_value_that_a_parquet_file_stores_once_does_not_make_a_large_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(arrow_rows, "BATCH_BYTES", 100_000)
-    monkeypatch.setattr(arrow_rows.GroupCache, "__init__", _limited(10**6))
+    monkeypatch.setattr(arrow_rows, "CACHE_BYTES_MAX", 10**6)
     long = "context " * 125
     rows = [{"q": "short" if n < 1_000 else long, "a": str(n)} for n in range(3_000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
@@ -227,11 +227,6 @@ def test_a_value_that_a_parquet_file_stores_once_does_not_make_a_large_batch(
     assert max(sizes) < 100_000 + 2 * 256 * len(long)
     assert "a.parquet: a row group of 2" in caplog.text
     assert scanned(files) == rows
-
-
-def _limited(bytes_max: int) -> Callable[[arrow_rows.GroupCache], None]:
-    whole = arrow_rows.GroupCache.__init__
-    return lambda cache: whole(cache, bytes_max)
 
 
 def test_blank_lines_and_a_missing_last_line_break_do_not_count_as_rows(tmp_path: Path) -> None:

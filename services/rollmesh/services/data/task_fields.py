@@ -31,8 +31,9 @@ class TaskFields(Settings):
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. Empty means no answers."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
-    means no tests. Only the reward service reads the value."""
+    """Field with the manifest of hidden tests, an object or its JSON text (in Parquet and Arrow files, JSON text), or
+    with its reference in the oracle store of the sandbox nodes. Empty means no tests. Only the reward service keeps the
+    value."""
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one.
     For GSM8K: `#### (\\S+)`."""
@@ -95,7 +96,7 @@ class TaskMapping:
         if fields.answer:
             record.extract_all(fields.answer, self._pattern)
         if fields.tests:
-            record.value(fields.tests)
+            record.tests(fields.tests)
         prompt = _prompt(record, fields.prompt)
         return PoolTask(
             task_id=task_id,

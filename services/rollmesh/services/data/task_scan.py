@@ -128,7 +128,7 @@ class _TaskScan:
             good &= _usable(batch, name)
         for name in (fields.agent, fields.scorers, fields.tools_field):
             good &= _usable(batch, name, names=True)
-        if fields.answer_pattern or (fields.tests and not batch.has(fields.tests)):
+        if fields.answer_pattern or fields.tests:
             good[:] = False
         labels = {name: np.zeros(num, dtype=np.uint16) for name in fields.labels}
         splits = np.full(num, _UNKNOWN, dtype=np.int8)

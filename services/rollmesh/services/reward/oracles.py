@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
@@ -30,8 +31,11 @@ from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import FileRecord
 from rollmesh.shared.store.row_files import open_rows
+from rollmesh.shared.store.sized_cache import SizedCache
 
 NUM_LINES_MAX = 2_000_000
+KEYS_BYTES_MAX = 16 * 1024 * 1024
+"""Answer keys of files that are kept, in characters of their text form."""
 _NUMBER = re.compile("[0-9]{1,10}")
 
 
@@ -72,8 +76,8 @@ class AnswerFileConfig(Settings):
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. It may be empty if `tests` is set."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
-    means no tests."""
+    """Field with the manifest of hidden tests, an object or its JSON text (in Parquet and Arrow files, JSON text), or
+    with its reference in the oracle store of the sandbox nodes. Empty means no tests."""
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has
     one."""
@@ -211,7 +215,8 @@ class JsonlOracle(RecordOracle):
 
 
 class FilesOracle(RecordOracle):
-    """Answers from files by name. A row is read when its reference is resolved, with all of its columns."""
+    """Answers from files by name. A row is read when its reference is resolved, with all of its columns. Keys that were
+    used last are kept, because each episode of a group needs the same one."""
 
     scheme, record = "files", "row"
     blocks = True
@@ -220,6 +225,8 @@ class FilesOracle(RecordOracle):
         """Relative paths are relative to `base_dir`, by default the current folder. Raise ConfigError if a file cannot
         be read."""
         self._files = {name: (config, open_rows(config.paths, base_dir=base_dir)) for name, config in files.items()}
+        self._keys = SizedCache[tuple[str, int], AnswerKey](KEYS_BYTES_MAX)
+        self._lock = Lock()
 
     def digest(self, name: str) -> str | None:
         return self._files[name][1].digest if name in self._files else None
@@ -228,7 +235,12 @@ class FilesOracle(RecordOracle):
         config, rows = self._files[name]
         if not 1 <= number <= len(rows):
             return None
-        return _key(rows.rows([number - 1])[0], config, _compiled(config))
+        with self._lock:
+            key = self._keys.get((name, number))
+            if key is None:
+                key = _key(rows.rows([number - 1])[0], config, _compiled(config))
+                self._keys.put((name, number), key, len(repr(key)))
+            return key
 
 
 _FILE_ORACLES = (JsonlOracle, FilesOracle)
@@ -266,13 +278,4 @@ def _key(record: FileRecord, config: AnswerFileConfig, pattern: re.Pattern[str] 
         answers = tuple(
             answer if place is None else texts[place] for answer, place in zip(answers, places, strict=True)
         )
-    return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
-
-
-def _tests(record: FileRecord, field: str) -> str | Mapping[str, object]:
-    if not field:
-        return ""
-    value = record.value(field)
-    if not isinstance(value, (str, dict)) or not value:
-        raise record.error("must be a manifest of hidden tests, or its reference", field)
-    return value
+    return AnswerKey(answers=answers, record=record.fields, tests=record.tests(config.tests) if config.tests else "")

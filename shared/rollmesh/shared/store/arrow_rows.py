@@ -7,7 +7,7 @@ An Arrow file is mapped into memory: a row is read where it is stored.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord, RecordError
 from rollmesh.shared.store.row_file import Bools, RowBatch, RowFile, Texts
+from rollmesh.shared.store.sized_cache import SizedCache
 
 CACHE_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of decoded row groups that one set of files keeps."""
@@ -39,25 +40,8 @@ _NOT_BLANK = r"[^\x{00}-\x{20}\x{85}\p{Z}]"
 """A character that is not white space in Python (RE2)."""
 
 
-class GroupCache:
-    """The decoded row groups that were used last, as batches, by file and number."""
-
-    def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
-        self.bytes_max = bytes_max
-        self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
-        self._size = 0
-
-    def get(self, key: tuple[Path, int]) -> list[Any] | None:
-        if key in self._groups:
-            self._groups.move_to_end(key)
-        return self._groups.get(key)
-
-    def put(self, key: tuple[Path, int], batches: list[Any]) -> None:
-        """Keep a row group of at most `bytes_max`, and remove others until it fits."""
-        self._size += _size(batches)
-        while self._size > self.bytes_max:
-            self._size -= _size(self._groups.popitem(last=False)[1])
-        self._groups[key] = batches
+GroupCache = SizedCache[tuple[Path, int], list[Any]]
+"""The decoded row groups that were used last, as batches, by file and number."""
 
 
 class ParquetRows(RowFile):
@@ -106,14 +90,14 @@ class ParquetRows(RowFile):
                 found |= _records(self.path, start, batch, rows[first:last])
             start += batch.num_rows
             size += batch.nbytes
-            if size <= self._cache.bytes_max:
+            if size <= self._cache.size_max:
                 kept.append(batch)
             else:
                 kept.clear()
                 if len(found) == len(rows):
                     break  # the group is not kept, so the rest of it is not needed
         if batches is None and kept:
-            self._cache.put((self.path, group), kept)
+            self._cache.put((self.path, group), kept, size)
         return found
 
     def _decoded(self, group: int) -> Iterator[Any]:
@@ -132,7 +116,7 @@ class ParquetRows(RowFile):
                 yield pa.concat_batches(parts)
 
     def _check_size(self, group_bytes: int) -> None:
-        if group_bytes > self._cache.bytes_max and not self.remark:
+        if group_bytes > self._cache.size_max and not self.remark:
             self.remark = (
                 f"a row group of {group_bytes} bytes is decoded for each row; write it with row_group_size=10_000"
             )
@@ -202,9 +186,6 @@ class ArrowBatch(RowBatch):
     @property
     def num_bytes(self) -> int:
         return int(self._batch.nbytes)
-
-    def has(self, field: str) -> bool:
-        return field in self._batch.schema.names
 
     def texts(self, field: str) -> Texts | None:
         name, *below = field.split(".")
@@ -312,7 +293,7 @@ def _records(
             key: record for row in rows for key, record in _records(path, start, batch, row[None], line=line).items()
         }
     return {
-        int(row): FileRecord(path=path, line=number, fields=fields)
+        int(row): FileRecord(path=path, line=number, fields=fields, of_table=True)
         for row, number, fields in zip(rows, lines, values, strict=True)
     }
 
@@ -355,10 +336,6 @@ def _starts(sizes: Sequence[int]) -> NDArray[np.int64]:
 def _batch_rows(group: Any) -> int:
     row_bytes = int(group.total_byte_size) / max(1, int(group.num_rows))
     return max(1, min(DECODED_ROWS_MAX, int(BATCH_BYTES / max(1.0, row_bytes))))
-
-
-def _size(batches: Sequence[Any]) -> int:
-    return sum(int(batch.nbytes) for batch in batches)
 
 
 @contextmanager

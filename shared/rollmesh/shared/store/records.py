@@ -40,6 +40,8 @@ class FileRecord:
     path: Path
     line: int
     fields: Mapping[str, object]
+    of_table: bool = False
+    """Whether nested objects have null for absent fields, as those of a Parquet or Arrow file."""
 
     def value(self, field: str, default: object = _REQUIRED) -> object:
         """Return the value at `field`, in which dots separate names of nested objects. If it is absent, return the
@@ -84,6 +86,21 @@ class FileRecord:
         if not value or not all(isinstance(entry, str) and entry.strip() for entry in value):
             raise self.error("must be a list of non-empty strings", field)
         return tuple(entry.strip() for entry in value)
+
+    def tests(self, field: str) -> str | dict[str, object]:
+        """Return the manifest of hidden tests at `field`, an object or its JSON text, or the reference of one. Raise
+        RecordError for other values."""
+        value = self.value(field)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise self.error("begins with { but is not JSON", field) from None
+        elif isinstance(value, dict) and self.of_table:
+            raise self.error("must be JSON text, because a struct of a table has null for each absent field", field)
+        if not isinstance(value, (str, dict)) or not value:
+            raise self.error("must be a manifest of hidden tests, or its reference", field)
+        return value
 
     def error(self, cause: str, field: str = "") -> RecordError:
         return RecordError.at(self.path, self.line, cause, field=field)

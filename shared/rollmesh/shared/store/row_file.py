@@ -61,10 +61,6 @@ class RowBatch(ABC):
     def record(self, index: int) -> FileRecord:
         """Return the record of row `index` of the batch. Raise RecordError if it is malformed."""
 
-    def has(self, field: str) -> bool:
-        """Return whether every record has `field`. False also means that only the records show it."""
-        return False
-
     def texts(self, field: str) -> Texts | None:
         """Return the values of `field`. None if only the records show whether they are texts."""
         return None

@@ -140,9 +140,9 @@ def open_rows(
 def _opened(paths: Sequence[Path], columns: frozenset[str] | None) -> list[RowFile]:
     if any(path.suffix in (".parquet", ".arrow") for path in paths):
         with libraries_needed("a Parquet or Arrow file"):
-            from rollmesh.shared.store.arrow_rows import ArrowRows, GroupCache, ParquetRows
+            from rollmesh.shared.store.arrow_rows import CACHE_BYTES_MAX, ArrowRows, GroupCache, ParquetRows
 
-        cache = GroupCache()
+        cache = GroupCache(CACHE_BYTES_MAX)
     files: list[RowFile] = []
     for path in paths:
         if path.suffix == ".parquet":
