@@ -15,7 +15,7 @@ line or error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, ClassVar, Literal
@@ -118,6 +118,19 @@ class Oracles:
         scheme, _, rest = oracle_ref.partition(":")
         return self._find(scheme, oracle_ref).resolve(rest)
 
+    def resolve_records(self, oracle_refs: Sequence[str]) -> dict[str, AnswerKey]:
+        """Return the keys of references that name records. Each row group of a file is decoded once. Raise
+        UnknownOracle."""
+        by_scheme: dict[str, list[str]] = {}
+        for oracle_ref in dict.fromkeys(oracle_refs):
+            by_scheme.setdefault(oracle_ref.partition(":")[0], []).append(oracle_ref)
+        found: dict[str, AnswerKey] = {}
+        for scheme, refs in by_scheme.items():
+            oracle = self._find(scheme, refs[0])
+            assert isinstance(oracle, RecordOracle), "the references name records"
+            found |= zip(refs, oracle.resolve_all([ref.partition(":")[2] for ref in refs]), strict=True)
+        return found
+
     def blocks(self, oracle_ref: str) -> bool:
         """Return whether `resolve` reads files for this reference."""
         scheme = oracle_ref.partition(":")[0]
@@ -171,11 +184,31 @@ class RecordOracle(Oracle):
         raise NotImplementedError
 
     @required
-    def key(self, name: str, number: int) -> AnswerKey | None:
-        """Return the key of a record, from 1. None if the record does not exist."""
+    def keys(self, name: str, numbers: Sequence[int]) -> list[AnswerKey | None]:
+        """Return the keys of records, from 1. None if a record does not exist."""
         raise NotImplementedError
 
     def resolve(self, rest: str) -> AnswerKey:
+        return self.resolve_all([rest])[0]
+
+    def resolve_all(self, rests: Sequence[str]) -> list[AnswerKey]:
+        """Return the keys of references, in their order. Raise as `resolve`."""
+        places = [self._place(rest) for rest in rests]
+        found: dict[tuple[str, int], AnswerKey | None] = {}
+        for wanted in {name for name, _ in places}:
+            numbers = list(dict.fromkeys(number for name, number in places if name == wanted))
+            found |= zip([(wanted, number) for number in numbers], self.keys(wanted, numbers), strict=True)
+        keys: list[AnswerKey] = []
+        for rest, place in zip(rests, places, strict=True):
+            if (key := found[place]) is None:
+                raise self._unknown(
+                    rest, f"the file `{place[0]}` has no task on {self.record} {rest.partition('#')[2]!r}"
+                )
+            keys.append(key)
+        return keys
+
+    def _place(self, rest: str) -> tuple[str, int]:
+        """Return the name of the files and the number of the record, 0 if it is not a number."""
         name, _, place = rest.partition("@")
         digest, _, number = place.partition("#")
         found = self.digest(name)
@@ -185,10 +218,7 @@ class RecordOracle(Oracle):
             raise self._unknown(
                 rest, f"the file `{name}` differs from the one the task came from; give both services the same"
             )
-        key = self.key(name, int(number)) if _NUMBER.fullmatch(number) else None
-        if key is None:
-            raise self._unknown(rest, f"the file `{name}` has no task on {self.record} {number!r}")
-        return key
+        return name, int(number) if _NUMBER.fullmatch(number) else 0
 
     def _unknown(self, rest: str, cause: str) -> UnknownOracle:
         reference = f"{self.scheme}:{rest}"
@@ -210,8 +240,8 @@ class JsonlOracle(RecordOracle):
     def digest(self, name: str) -> str | None:
         return self._files[name][1] if name in self._files else None
 
-    def key(self, name: str, number: int) -> AnswerKey | None:
-        return self._files[name][0].get(number)
+    def keys(self, name: str, numbers: Sequence[int]) -> list[AnswerKey | None]:
+        return [self._files[name][0].get(number) for number in numbers]
 
 
 class FilesOracle(RecordOracle):
@@ -231,16 +261,16 @@ class FilesOracle(RecordOracle):
     def digest(self, name: str) -> str | None:
         return self._files[name][1].digest if name in self._files else None
 
-    def key(self, name: str, number: int) -> AnswerKey | None:
+    def keys(self, name: str, numbers: Sequence[int]) -> list[AnswerKey | None]:
         config, rows = self._files[name]
-        if not 1 <= number <= len(rows):
-            return None
         with self._lock:
-            key = self._keys.get((name, number))
-            if key is None:
-                key = _key(rows.rows([number - 1])[0], config, _compiled(config))
+            found = {number: self._keys.get((name, number)) for number in numbers}
+            wanted = [number for number, key in found.items() if key is None and 1 <= number <= len(rows)]
+            records = rows.rows([number - 1 for number in wanted])
+            for number, record in zip(wanted, records, strict=True):
+                found[number] = key = _key(record, config, _compiled(config))
                 self._keys.put((name, number), key, len(repr(key)))
-            return key
+        return [found[number] for number in numbers]
 
 
 _FILE_ORACLES = (JsonlOracle, FilesOracle)
