@@ -107,7 +107,7 @@ GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level
         ({"question": None}, r'field "question": must be a string or a number, got null'),
         ({"question": " \u2003\t"}, r'field "question": is empty'),
         ({"answer": None}, r'field "answer": must be a string or a number, got null'),
-        ({"part": "dev"}, r"""field "part": must be one of train, validation, test, got 'dev\'"""),
+        ({"part": "dev"}, r"""field "part": must be one of train, validation, test, got "dev\""""),
         ({"who": " "}, r'field "who": must be the name of an agent'),
         ({"level": " "}, r'field "level": is empty'),
         ({"hidden": None}, r'field "hidden": must be a manifest of hidden tests, or its reference'),
@@ -136,6 +136,13 @@ def test_a_field_that_no_column_has_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [{"q": "1", "answer": "2"}])
     with pytest.raises(RecordError, match='a.parquet:1: field "question": is missing; the line has answer'):
         pools(tmp_path, "a.parquet")
+
+
+def test_a_csv_file_without_a_header_does_not_show_its_values(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("6*7?,42\n1+1?,2\n")
+    with pytest.raises(RecordError, match='a.csv:2: field "answer": is missing; the line has 2 others') as caught:
+        pools(tmp_path, "a.csv")
+    assert "42" not in str(caught.value)
 
 
 def test_malformed_rows_can_be_skipped_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,7 +258,7 @@ def test_the_answer_is_nowhere_in_a_task(tmp_path: Path) -> None:
     assert "Zanzibar" not in repr(train(tmp_path, "a.parquet"))
 
 
-async def test_the_data_service_draws_from_files(tmp_path: Path) -> None:
+async def test_the_data_service_draws_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet", LINES)
     source = {"name": "files", "options": {"path": ["a.parquet"], "split": "part"}}
     config = config_from_dict(DataConfig, {"source": source})
@@ -259,6 +266,10 @@ async def test_the_data_service_draws_from_files(tmp_path: Path) -> None:
     engine = build_engine(config, bus=MemoryBus(), clock=ManualClock(), base_dir=tmp_path)
     drawn = await engine.tasks_in_order(split="test", first_draw=18, num=9)
     assert [(draw, task.task_id) for draw, task in drawn] == [(18, "tasks-56"), (19, "tasks-59")]
+    monkeypatch.setattr("rollmesh.services.data.engine.READ_FIRST", 2)
+    monkeypatch.setattr("rollmesh.services.data.engine.READ_CHARS_MAX", 150)
+    drawn = await engine.tasks_in_order(split="test", first_draw=0, num=20)
+    assert [draw for draw, _ in drawn] == list(range(10))  # of 15 to 17 characters
     await engine.close()
 
 

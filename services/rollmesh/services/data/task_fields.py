@@ -134,7 +134,7 @@ def _split(record: FileRecord, fields: TaskFields, prompt: tuple[Message, ...]) 
         return split_of(text, validation_share=fields.validation_share, test_share=fields.test_share)
     named = record.text(fields.split)
     if named not in set(Split):
-        raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", fields.split)
+        raise record.error(f"must be one of {', '.join(Split)}, got {_shown(named)}", fields.split)
     return Split(named)
 
 

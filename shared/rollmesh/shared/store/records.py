@@ -40,6 +40,9 @@ class FileRecord:
     path: Path
     line: int
     fields: Mapping[str, object]
+    has_names: bool = True
+    """Whether an error may have the names of all fields. A CSV file without a header has values, such as answers, as
+    names."""
     of_table: bool = False
     """Whether nested objects have null for absent fields, as those of a Parquet or Arrow file."""
 
@@ -51,7 +54,7 @@ class FileRecord:
             if not isinstance(node, dict) or name not in node:
                 if default is not _REQUIRED:
                     return default
-                raise self.error(f"is missing; the line has {', '.join(self.fields) or 'no fields'}", field)
+                raise self.error(f"is missing; the line has {self._names or 'no fields'}", field)
             node = node[name]
         return node
 
@@ -101,6 +104,10 @@ class FileRecord:
         if not isinstance(value, (str, dict)) or not value:
             raise self.error("must be a manifest of hidden tests, or its reference", field)
         return value
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self.fields) if self.has_names else f"{len(self.fields)} others; is line 1 the header?"
 
     def error(self, cause: str, field: str = "") -> RecordError:
         return RecordError.at(self.path, self.line, cause, field=field)

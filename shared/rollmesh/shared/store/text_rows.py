@@ -63,7 +63,7 @@ class TextRows(RowFile):
     def record(self, row: int, raw: bytes) -> FileRecord:
         """Return the record of a row from its bytes. Raise RecordError."""
         line = self._index.line(row)
-        return FileRecord(path=self.path, line=line, fields=self.parse(line, raw))
+        return FileRecord(path=self.path, line=line, fields=self.parse(line, raw), has_names=not self.quotes)
 
 
 class JsonlRows(TextRows):
