@@ -224,14 +224,16 @@ def test_the_digest_of_a_pool_stays_the_same_in_later_releases(tmp_path: Path) -
     assert found == {"6a6b021be40e6b7689dc9935e7385c89ec51d8366f69b788b6d3e95b5ba09068"}
 
 
-def test_a_label_of_too_many_values_is_read_from_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_label_of_too_many_values_is_no_category(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_scan, "LABEL_VALUES_MAX", 4)
     for name in ("rows.parquet", "rows.jsonl"):
         WRITERS[name](tmp_path / name, LINES)
         labels = {"level": "level", "question": "question"}
         pool = pools(tmp_path, name, labels=labels, test_share=0.0, validation_share=0.0)[Split.TRAIN]
         assert pool.label(59, "level") == "2"
-        assert pool.label(59, "question") == "What is 59 + 59? ü"
+        assert pool.task(59).labels["question"] == "What is 59 + 59? ü"
+        with pytest.raises(ConfigError, match="the label `question` of the source `tasks` has more than"):
+            SecSelector(pool=pool, seed=1, options=SecOptions(label="question"))
         assert pool.label(59, "other") == ""
 
 

@@ -150,6 +150,21 @@ def test_a_truncated_arrow_stream_is_not_opened(tmp_path: Path) -> None:
         open_rows(["a.arrow"], base_dir=tmp_path)
 
 
+def test_compressed_arrow_files_have_a_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrow_rows, "DECODED_BYTES_MAX", 150_000)
+    table = pa.table({"q": ["x" * 1_000] * 100})
+    for name, compression in (("plain-1", None), ("plain-2", None), ("zstd-1", "zstd"), ("zstd-2", "zstd")):
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.ipc.new_file(str(tmp_path / f"{name}.arrow"), table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=10)
+    for paths in (["plain-*.arrow"], ["zstd-1.arrow"]):
+        assert len(open_rows(paths, base_dir=tmp_path)) in (100, 200)
+    with pytest.raises(
+        ConfigError, match=r"zstd-2.arrow is compressed, so it is held in memory, and the files need mor"
+    ):
+        open_rows(["zstd-*.arrow"], base_dir=tmp_path)
+
+
 def test_folders_of_a_folder_are_splits(tmp_path: Path) -> None:
     for name, rows in (("train", ROWS[:30]), ("test", ROWS[30:])):
         write_dataset(tmp_path / "saved" / name, rows)

@@ -20,7 +20,7 @@ from msgspec import Meta
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, StoredPool
 from rollmesh.services.data.task_fields import TaskFields, TaskMapping
-from rollmesh.services.data.task_scan import BadRow, SplitRows, scan_tasks
+from rollmesh.services.data.task_scan import LABEL_VALUES_MAX, BadRow, SplitRows, scan_tasks
 from rollmesh.shared.config.settings import NonEmptyStr
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.row_files import RowFiles, open_rows
@@ -118,7 +118,12 @@ class FilePool(StoredPool):
     def label(self, position: int, name: str) -> str:
         if name in self._labels:
             return self._labels[name].value(position)
-        return self.task(position).labels[name] if name in self._mapping.fields.labels else ""
+        if name in self._mapping.fields.labels:
+            raise ConfigError(
+                f"the label `{name}` of the source `{self._name}` has more than {LABEL_VALUES_MAX} values, so a "
+                "selector cannot use it as a category; use another label"
+            )
+        return ""
 
 
 def _digest(files: RowFiles, fields: TaskFields, split: Split, members: SplitRows) -> str:

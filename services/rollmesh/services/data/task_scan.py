@@ -29,7 +29,7 @@ from rollmesh.shared.telemetry.metrics import count
 _log = logging.getLogger(__name__)
 
 LABEL_VALUES_MAX = 65_536
-"""Different values of a label of which each task has a code. The values of a label with more are read from its row."""
+"""Different values of a label of which each task has a code. A selector cannot use a label with more."""
 BAD_ROWS_NAMED = 5
 _SPLITS = tuple(Split)
 _UNKNOWN = -1

@@ -27,6 +27,8 @@ from rollmesh.shared.store.sized_cache import SizedCache
 
 CACHE_BYTES_MAX = 64 * 1024 * 1024
 """Bytes of decoded row groups that one set of files keeps."""
+DECODED_BYTES_MAX = 512 * 1024 * 1024
+"""Memory of the compressed Arrow files of one set."""
 BATCH_BYTES = 4 * 1024 * 1024
 BATCH_ROWS_MAX = 16_384
 """A batch of a Parquet file has at most this number of rows, and about `BATCH_BYTES` or one row."""
@@ -126,8 +128,9 @@ class ArrowRows(RowFile):
     """A file of the Arrow IPC stream or file format, such as `datasets` writes. Compressed ones are not mapped but
     decoded into memory."""
 
-    def __init__(self, path: Path, columns: frozenset[str] | None) -> None:
-        """Read the `columns` only; None means all. Raise ConfigError if it is not an Arrow file."""
+    def __init__(self, path: Path, columns: frozenset[str] | None, allocated: int) -> None:
+        """Read the `columns` only; None means all. `allocated` is the result of `allocated_bytes` before the first of a
+        set of files. Raise ConfigError if it is not an Arrow file, or if the decoded files are too large."""
         super().__init__(path)
         with _explained(path):
             mapped = pa.memory_map(str(path))
@@ -136,7 +139,15 @@ class ArrowRows(RowFile):
             reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
             names = _chosen(path, reader.schema.names, columns)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-            self._batches = [batch.select(names) for batch in batches]
+            self._batches = []
+            for batch in batches:
+                self._batches.append(batch.select(names))
+                if allocated_bytes() - allocated > DECODED_BYTES_MAX:
+                    raise ConfigError(
+                        f"{path} is compressed, so it is held in memory, and the files need more than "
+                        f"{DECODED_BYTES_MAX} bytes; write it without compression, or as Parquet",
+                        path=path,
+                    )
             if not is_file and not _is_complete(mapped):
                 raise ConfigError(
                     f"{path} does not end with the end mark of an Arrow stream, so it is truncated, or its writer was "
@@ -161,6 +172,11 @@ class ArrowRows(RowFile):
         for start, batch in zip(self._starts, self._batches, strict=False):
             for offset in range(0, batch.num_rows, BATCH_ROWS_MAX):
                 yield ArrowBatch(self.path, int(start) + offset + 1, batch.slice(offset, BATCH_ROWS_MAX))
+
+
+def allocated_bytes() -> int:
+    """Return the memory that pyarrow has allocated. Mapped files are not in it."""
+    return int(pa.total_allocated_bytes())
 
 
 class ArrowBatch(RowBatch):

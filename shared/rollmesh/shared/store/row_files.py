@@ -140,15 +140,21 @@ def open_rows(
 def _opened(paths: Sequence[Path], columns: frozenset[str] | None) -> list[RowFile]:
     if any(path.suffix in (".parquet", ".arrow") for path in paths):
         with libraries_needed("a Parquet or Arrow file"):
-            from rollmesh.shared.store.arrow_rows import CACHE_BYTES_MAX, ArrowRows, GroupCache, ParquetRows
+            from rollmesh.shared.store.arrow_rows import (
+                CACHE_BYTES_MAX,
+                ArrowRows,
+                GroupCache,
+                ParquetRows,
+                allocated_bytes,
+            )
 
-        cache = GroupCache(CACHE_BYTES_MAX)
+        cache, allocated = GroupCache(CACHE_BYTES_MAX), allocated_bytes()
     files: list[RowFile] = []
     for path in paths:
         if path.suffix == ".parquet":
             files.append(ParquetRows(path, columns, cache))
         elif path.suffix == ".arrow":
-            files.append(ArrowRows(path, columns))
+            files.append(ArrowRows(path, columns, allocated))
         else:
             files.append(JsonlRows(path) if path.suffix == ".jsonl" else CsvRows(path))
     return files
