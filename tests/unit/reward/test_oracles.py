@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollmesh.services.reward.oracles import AnswerFileConfig, JsonlOracle, Oracles, file_oracles
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError, UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import RecordError
@@ -138,6 +139,12 @@ def test_a_manifest_in_a_table_is_json_text(tmp_path: Path) -> None:
         oracles, head = stored_answers(tmp_path, {"tests": wrong}, answer="", tests="tests")
         with pytest.raises(RecordError, match=rf'key-0.parquet:1: field "tests": {message}'):
             oracles.resolve(f"{head}#1")
+
+
+@pytest.mark.parametrize("path", ["", [], [""]])
+def test_answer_files_need_a_path(path: object) -> None:
+    with pytest.raises(ConfigError, match="path"):
+        config_from_dict(AnswerFileConfig, {"path": path, "source": "files"})
 
 
 def test_several_files_are_a_source_of_files_only() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,26 @@ def test_files_that_are_named_twice_or_hide_folders_are_rejected(tmp_path: Path)
     write_jsonl(tmp_path / "all" / "notes.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"all has files, such as notes.jsonl, and folders with files, such as test"):
         open_rows(["all"], base_dir=tmp_path)
+
+
+def test_threads_share_row_files(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    files = open_rows(["a.parquet", "b.jsonl"], base_dir=tmp_path)
+    orders = [[(seed + step * n) % 80 for n in range(80)] for seed, step in ((0, 1), (79, 79), (5, 7), (3, 31))] * 3
+    with ThreadPoolExecutor(4) as threads:
+        for order, records in zip(orders, threads.map(files.rows, orders), strict=True):
+            assert [record.fields for record in records] == [ROWS[row % 40] for row in order]
+
+
+def test_a_column_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
+    for name, write in (("a.parquet", write_parquet), ("a.arrow", write_stream), ("a.jsonl", write_jsonl)):
+        write(tmp_path / name, [{"m.q": "1", "m": {"q": "2", "a": "3"}}])
+        files = open_rows([name], base_dir=tmp_path, fields=["m.q", "m.a"])
+        (record,) = files.rows([0])
+        assert (record.text("m.q"), record.text("m.a")) == ("1", "3")
+        if (texts := next(iter(files.scan())).batch.texts("m.q")) is not None:
+            assert texts.encoded()[1] == ["1"]
 
 
 def test_a_table_is_read_with_the_named_columns_only(tmp_path: Path) -> None:

@@ -11,17 +11,15 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, StoredPool
 from rollmesh.services.data.task_fields import TaskFields, TaskMapping
 from rollmesh.services.data.task_scan import LABEL_VALUES_MAX, BadRow, SplitRows, scan_tasks
-from rollmesh.shared.config.settings import NonEmptyStr
+from rollmesh.shared.config.settings import OneOrMoreStr
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.row_files import RowFiles, open_rows
 
@@ -32,12 +30,12 @@ _ROW = re.compile("[1-9][0-9]{0,9}")
 class FilesOptions(TaskFields):
     """Settings of a source of files. A field name with dots means a field of a nested object."""
 
-    path: NonEmptyStr | Annotated[tuple[NonEmptyStr, ...], Meta(min_length=1)]
+    path: OneOrMoreStr
     """A file, a folder or a glob, or a list of them, relative to the folder of the configuration. The endings of files
-    say their formats: `.parquet`, `.arrow`, `.jsonl` or `.csv`. Folders in a folder are the splits train, validation
-    and test, unless `split` names a field."""
+    say their formats: `.parquet`, `.arrow`, `.jsonl` or `.csv`. Folders in a folder, or files in a folder whose names
+    begin with different splits, are the splits train, validation and test, unless `split` names a field."""
     on_bad_row: BadRow = "fail"
-    """What a row that cannot be a task does: `fail` ends the start with an error, `skip` leaves out the row."""
+    """What a row that cannot be a task does: `fail` ends the start with an error, `skip` skips the row."""
 
     @property
     def paths(self) -> tuple[str, ...]:

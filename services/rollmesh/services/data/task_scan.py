@@ -63,7 +63,7 @@ class SplitRows:
 def scan_tasks(files: RowFiles, mapping: TaskMapping, on_bad_row: BadRow) -> dict[Split, SplitRows]:
     """Return the rows of each split. Folders decide the split if they name it and no field does.
 
-    With `fail`, raise RecordError for the first malformed row. With `skip`, log how many rows are left out and why the
+    With `fail`, raise RecordError for the first malformed row. With `skip`, log how many rows are skipped and why the
     first ones are.
     """
     scan = _TaskScan(mapping, on_bad_row)

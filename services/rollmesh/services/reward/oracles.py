@@ -25,7 +25,7 @@ from msgspec import Meta
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
-from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.config.settings import OneOrMoreStr, Settings
 from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
@@ -69,7 +69,7 @@ ORACLES = Registry(
 class AnswerFileConfig(Settings):
     """Files with answers: the files and fields of the task source of that name."""
 
-    path: str | tuple[str, ...]
+    path: OneOrMoreStr
     """The `path` of the source, relative to the folder of the configuration."""
     source: Literal["jsonl", "files"] = "jsonl"
     """Source of the tasks, which is the scheme of their references."""

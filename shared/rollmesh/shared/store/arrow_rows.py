@@ -204,8 +204,9 @@ class ArrowBatch(RowBatch):
         return int(self._batch.nbytes)
 
     def texts(self, field: str) -> Texts | None:
-        name, *below = field.split(".")
-        if name not in self._batch.schema.names:
+        names = self._batch.schema.names
+        name, *below = [field] if field in names else field.split(".")
+        if name not in names:
             return None
         column = self._batch.column(name)
         for nested in below:

@@ -47,8 +47,10 @@ class FileRecord:
     """Whether nested objects have null for absent fields, as those of a Parquet or Arrow file."""
 
     def value(self, field: str, default: object = _REQUIRED) -> object:
-        """Return the value at `field`, in which dots separate names of nested objects. If it is absent, return the
-        `default`, or raise RecordError without one."""
+        """Return the value at `field`, in which dots separate names of nested objects unless the record has that name.
+        If it is absent, return the `default`, or raise RecordError without one."""
+        if field in self.fields:
+            return self.fields[field]
         node: object = self.fields
         for name in field.split("."):
             if not isinstance(node, dict) or name not in node:

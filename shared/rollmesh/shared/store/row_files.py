@@ -128,7 +128,9 @@ def open_rows(
         )
     if twice := [path for path, number in Counter(file.path.resolve() for file in found).items() if number > 1]:
         raise ConfigError(f"{', '.join(paths)}: {twice[0]} is named twice; name each file once", path=twice[0])
-    columns = None if fields is None else frozenset(field.partition(".")[0] for field in fields)
+    columns = (
+        None if fields is None else frozenset(name for field in fields for name in (field, field.partition(".")[0]))
+    )
     opened = _opened([file.path for file in found], columns)
     files = RowFiles(list(zip(found, opened, strict=True)), _digest(opened))
     for file in opened:
