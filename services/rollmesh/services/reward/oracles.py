@@ -266,7 +266,7 @@ class FilesOracle(RecordOracle):
         with self._lock:
             found = {number: self._keys.get((name, number)) for number in numbers}
             wanted = [number for number, key in found.items() if key is None and 1 <= number <= len(rows)]
-            records = rows.rows([number - 1 for number in wanted])
+            records = rows.rows([number - 1 for number in wanted]) if wanted else []
             for number, record in zip(wanted, records, strict=True):
                 found[number] = key = _key(record, config, _compiled(config))
                 self._keys.put((name, number), key, len(repr(key)))

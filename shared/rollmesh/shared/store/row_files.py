@@ -32,8 +32,7 @@ _log = logging.getLogger(__name__)
 ENDINGS = (".parquet", ".arrow", ".jsonl", ".csv")
 FILES_MAX = 10_000
 ROWS_MAX = 2**32 - 1
-_SPLITS = ("train", "validation", "test")
-_SPLIT_NAME = re.compile(rf"({'|'.join(_SPLITS)})(?![A-Za-z])")
+_SPLIT_NAME = re.compile("(train|validation|test)(?![A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def open_rows(
     if len({bool(file.split) for file in found}) > 1:
         raise ConfigError(
             f"{', '.join(paths)}: only some of the files are in folders of splits, or have a name that begins with "
-            f"{', '.join(_SPLITS)}; name files or folders"
+            "train, validation or test; name files or folders"
         )
     if twice := [path for path, number in Counter(file.path.resolve() for file in found).items() if number > 1]:
         raise ConfigError(f"{', '.join(paths)}: {twice[0]} is named twice; name each file once", path=twice[0])
