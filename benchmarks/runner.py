@@ -23,6 +23,7 @@ BENCHES = (
     "staleness",
     "handover",
     "ledger",
+    "lake",
     "recovery",
     "time_to_success",
     "recipes",

@@ -66,8 +66,8 @@ __all__ = [
     "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
-    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "UnleasedGroup", "UnleasedSample", "VersionConflict",
-    "VersionRefused", "WeightsRejected", "WrongUpdate",
+    "UnknownSplit", "UnknownTask", "UnknownUpdate", "UnknownVersion", "UnleasedGroup", "UnleasedSample",
+    "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
     "WrongVersion", "at_key", "described_field_error", "error_for", "field_error", "located_at",
 ]
 # fmt: on
@@ -265,6 +265,12 @@ class UnknownSplit(NotFound):
     """The task source has no such split."""
 
     reason = "UNKNOWN_SPLIT"
+
+
+class UnknownTask(NotFound):
+    """The split has no such task; the data service and the run have different sources."""
+
+    reason = "UNKNOWN_TASK"
 
 
 class UnknownOracle(NotFound):

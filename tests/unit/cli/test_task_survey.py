@@ -15,6 +15,7 @@ from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.store.records import FileRecord
 from rollmesh.shared.store.row_files import RowFiles
 
 CONFIG: dict[str, Any] = {
@@ -90,7 +91,12 @@ def test_prompts_of_files_with_several_answers_are_noted(folder: Path, monkeypat
     rows = RowFiles.rows
     with (folder / "tasks.jsonl").open("a") as file:
         file.write('{"question": "x", "answer": "other"}\n' + '{"question": "y", "answer": "1"}\n' * 9)
-    monkeypatch.setattr(RowFiles, "rows", lambda files, wanted: reads.append(wanted) or rows(files, wanted))  # type: ignore[func-returns-value]
+
+    def recorded(files: RowFiles, wanted: Sequence[int], **settings: Any) -> list[FileRecord]:
+        reads.append(wanted)
+        return rows(files, wanted, **settings)
+
+    monkeypatch.setattr(RowFiles, "rows", recorded)
     (note,) = [note for note in notes(config_from_dict(TrainConfig, FILES), folder) if "several answers" in note]
     assert reads[-1] == [0, 100, 101]  # one read, and no other repeated prompt within the limit
     assert note.startswith("note: 1 prompts have several answers in data.source, such as that of the tasks tasks-1,")

@@ -38,8 +38,9 @@ from rollmesh.services.reward.oracles import ORACLES, Oracles, file_oracles, nam
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
-from rollmesh.services.rollout.agent import known_agents, load_agent
+from rollmesh.services.rollout.agent import check_private_extras, known_agents, load_agent
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
+from rollmesh.services.rollout.private_extras import lacks
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
@@ -283,12 +284,7 @@ class _Check:
         with self._collected("bus.url"):
             if not config.bus.url:
                 find_binary()
-        for name, agent in config.rollout.agents.items():
-            with self._collected(f"rollout.agents.{name}"):
-                load_agent(agent, base_dir)
-        if config.rollout.agent.name not in config.rollout.agents:
-            with self._collected("rollout.agent"):
-                load_agent(config.rollout.agent, base_dir)
+        self._agents(tasks)
         with self._collected("sandbox.engine"):
             ENGINES.options(config.sandbox.engine, base_dir)
         with self._collected("sandbox.languages"):
@@ -339,6 +335,26 @@ class _Check:
             except InvalidInput as err:
                 what = f"`data.source`: task {task.task_id}: {err.message}"
                 self.mistakes.append(ConfigError(what, key="data.source"))
+
+    def _agents(self, tasks: TaskSurvey) -> None:
+        """Check the agents, and that their tasks have the private extras that they read."""
+        rollout = self._config.rollout
+        chosen = {f"rollout.agents.{name}": (name, agent) for name, agent in rollout.agents.items()}
+        if rollout.agent.name not in rollout.agents:
+            chosen["rollout.agent"] = (rollout.agent.name, rollout.agent)
+        for key, (name, extension) in chosen.items():
+            with self._collected(key):
+                agent = load_agent(extension, self._base_dir)
+                check_private_extras(name, agent, rollout)
+                of_default = name == rollout.agent.name
+                for task in [tasks.by_agent.get(name), tasks.by_agent.get("") if of_default else None]:
+                    if task is not None:
+                        self._private_extras(task, agent.private_extras)
+
+    def _private_extras(self, task: PoolTask, names: Sequence[str]) -> None:
+        if missing := [name for name in names if name not in task.private_extras]:
+            what = f"`data.source`: {lacks(task.task_id, task.labels, missing[0])}"
+            raise ConfigError(what, key="data.source.options.private_extras")
 
     def _learning(self, tasks: TaskSurvey) -> None:
         """Check what needs torch: engine, learner and model."""

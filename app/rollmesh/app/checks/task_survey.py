@@ -63,7 +63,8 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
         for split, pool in pools.items():
             for task in _tasks(pool):
                 tools.setdefault(task.agent, set()).update(task.tools)
-                by_agent.setdefault(task.agent, task)
+                if task.agent not in by_agent:
+                    by_agent[task.agent] = _whole(pool, task)
                 scored_by.setdefault((split, tuple(task.scorers)), task)
                 if names_record(task.oracle_ref):
                     prompt = hashlib.sha256(msgspec.msgpack.encode(task.messages)).digest()
@@ -84,6 +85,12 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
         longest=tuple(longest),
         repeated=tuple(repeated),
     )
+
+
+def _whole(pool: TaskPool, task: PoolTask) -> PoolTask:
+    """Return a task of the pool with its private extras."""
+    position = pool.position(task.task_id)
+    return task if position is None else pool.task(position)
 
 
 def _tasks(pool: TaskPool) -> Iterator[PoolTask]:

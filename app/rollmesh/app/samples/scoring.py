@@ -77,25 +77,62 @@ class ScoreReport(msgspec.Struct, frozen=True, kw_only=True):
     lines: list[ScoredLine]
 
 
+class LineScorer:
+    """The scorers and the tasks of a configuration. `close` it in the loop in which it scored."""
+
+    def __init__(self, config: Path | None, overrides: Sequence[str]) -> None:
+        """Raises ConfigError, also without a `config`."""
+        path, base_dir = _configuration(config)
+        settings = load_train_config(path, overrides)
+        self._tasks = _Tasks(build_pools(settings.data, base_dir, blocking_endpoints(settings, base_dir)))
+        self._endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
+        self._engine = build_engine(reward_config(settings), base_dir, endpoints=self._endpoints)
+        check_scorers(self._engine)
+
+    @property
+    def rewards(self) -> dict[str, str]:
+        """The labels of the scorers by the name of their reward."""
+        return {scorer.name: scorer.label for scorer in self._engine.scorers}
+
+    async def score(self, records: Sequence[FileRecord]) -> list[ScoredLine]:
+        """Check all lines, then score them. Raises RecordError."""
+        items = [_item(record, self._tasks, self._engine) for record in records]
+        found: list[ScoredLine] = []
+        for start in range(0, len(items), CHUNK_LINES):
+            chunk = items[start : start + CHUNK_LINES]
+            for record, item, rewards in zip(records[start:], chunk, await self._engine.score(chunk), strict=False):
+                found.append(
+                    ScoredLine(
+                        line=record.line,
+                        task=item.task.task_id,
+                        sample_id=item.sample_id,
+                        rewards=reward_lines(rewards),
+                    )
+                )
+        return found
+
+    async def close(self) -> None:
+        await self._engine.close()
+        await self._endpoints.close()
+
+
 def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> ScoreReport:
     """Score the lines of a file. Raises ConfigError, also without a `config`, or RecordError with the first line and
     field that cannot be scored."""
-    path, base_dir = _configuration(config)
-    settings = load_train_config(path, overrides)
-    tasks = _Tasks(build_pools(settings.data, base_dir, blocking_endpoints(settings, base_dir)))
-    records = read_jsonl(file, num_lines_max=NUM_LINES_MAX).records
-    endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
-    engine = build_engine(reward_config(settings), base_dir, endpoints=endpoints)
-    check_scorers(engine)
-    lines = asyncio.run(_score(records, tasks, engine, endpoints))
-    failed = Outcome.INFRA_FAILURE.name.lower()
+    scorer = LineScorer(config, overrides)
+    lines = asyncio.run(_score(scorer, read_jsonl(file, num_lines_max=NUM_LINES_MAX).records))
     return ScoreReport(
         file=str(file),
         num_lines=len(lines),
-        num_failed=sum(any(reward.outcome == failed for reward in line.rewards) for line in lines),
+        num_failed=sum(has_failed(line.rewards) for line in lines),
         mean_rewards=mean_rewards([line.rewards for line in lines]),
         lines=lines,
     )
+
+
+def has_failed(rewards: Sequence[RewardLine]) -> bool:
+    """Return whether a scorer failed."""
+    return any(reward.outcome == Outcome.INFRA_FAILURE.name.lower() for reward in rewards)
 
 
 def _configuration(named: Path | None) -> tuple[Path, Path]:
@@ -110,27 +147,11 @@ def _configuration(named: Path | None) -> tuple[Path, Path]:
     return named, named.parent.resolve()
 
 
-async def _score(
-    records: Sequence[FileRecord], tasks: _Tasks, engine: RewardEngine, endpoints: Endpoints
-) -> list[ScoredLine]:
+async def _score(scorer: LineScorer, records: Sequence[FileRecord]) -> list[ScoredLine]:
     try:
-        items = [_item(record, tasks, engine) for record in records]  # check all lines before scoring starts
-        found: list[ScoredLine] = []
-        for start in range(0, len(items), CHUNK_LINES):
-            chunk = items[start : start + CHUNK_LINES]
-            for record, item, rewards in zip(records[start:], chunk, await engine.score(chunk), strict=False):
-                found.append(
-                    ScoredLine(
-                        line=record.line,
-                        task=item.task.task_id,
-                        sample_id=item.sample_id,
-                        rewards=reward_lines(rewards),
-                    )
-                )
-        return found
+        return await scorer.score(records)
     finally:
-        await engine.close()
-        await endpoints.close()
+        await scorer.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +241,7 @@ def _view(sample: SampleLine, known: PoolTask | None) -> TaskView:
         split=known.split,
         labels=known.labels,
         scorers=tuple(known.scorers),
+        extras=known.extras,
     )
 
 

@@ -7,7 +7,7 @@ tasks of a split in order, which is the same for every run and every step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
@@ -17,7 +17,7 @@ from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit
+from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit, UnknownTask
 from rollmesh.shared.shared_tasks import SharedTasks
 
 READ_FIRST = 64
@@ -75,10 +75,7 @@ class DataEngine:
     async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
         """Return tasks [first_draw, first_draw + num) of a split, fewer at its end, or if their prompts exceed
         `READ_CHARS_MAX`. Raise UnknownSplit, OutOfRange beyond the end."""
-        known = [name for name, pool in self._pools.items() if len(pool)]
-        if split not in known:
-            raise UnknownSplit(f"the split `{split}` has no tasks; splits with tasks: {', '.join(known)}", split=split)
-        pool = self._pools[Split(split)]
+        pool = self._pool(split)
         if first_draw >= len(pool):
             raise OutOfRange(
                 f"`first_draw` must be < {len(pool)}, the number of tasks in split `{split}`, got {first_draw}",
@@ -86,6 +83,17 @@ class DataEngine:
             )
         draws = range(first_draw, min(first_draw + num, len(pool)))
         return list(zip(draws, await _read(pool, draws), strict=False))
+
+    async def private_extras(self, *, split: str, task_id: str, names: Collection[str]) -> dict[str, object]:
+        """Return the private extras of a task that are among `names`. Raise UnknownSplit, UnknownTask."""
+        pool = self._pool(split)
+        if (position := pool.position(task_id)) is None:
+            raise UnknownTask(
+                f"the split `{split}` has no task `{task_id}`; give every data node the source that drew it",
+                task=task_id,
+            )
+        task = await asyncio.to_thread(pool.task, position) if isinstance(pool, StoredPool) else pool.task(position)
+        return {name: value for name, value in task.private_extras.items() if name in names}
 
     def positions(self) -> dict[str, int]:
         """Return the last folded ledger record of each followed run."""
@@ -119,6 +127,12 @@ class DataEngine:
         for follower in self._runs.values():
             await follower.close()
         self._runs.clear()
+
+    def _pool(self, split: str) -> TaskPool:
+        known = [name for name, pool in self._pools.items() if len(pool)]
+        if split not in known:
+            raise UnknownSplit(f"the split `{split}` has no tasks; splits with tasks: {', '.join(known)}", split=split)
+        return self._pools[Split(split)]
 
     async def _follower(self, run: str) -> RunFollower:
         return self._runs.get(run) or await self._opening.join(run, lambda: self._open(run))

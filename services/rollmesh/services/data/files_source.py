@@ -87,20 +87,26 @@ class FilePool(StoredPool):
         return len(self._rows)
 
     def task(self, position: int) -> PoolTask:
-        return self.read([position])[0]
+        return self._read([position], private=True)[0]
 
     def read(self, positions: Sequence[int]) -> list[PoolTask]:
+        return self._read(positions, private=False)
+
+    def _read(self, positions: Sequence[int], *, private: bool) -> list[PoolTask]:
         if any(position < 0 for position in positions):
             raise IndexError(f"positions must be >= 0, got {min(positions)}")
-        rows = [int(self._rows[position]) for position in positions]
+        rows, fields = [int(self._rows[position]) for position in positions], self._mapping.fields
         return [
             self._mapping.task(
                 record,
                 task_id=f"{self._name}-{row + 1}",
                 reference=f"files:{self._name}@{self._files.digest[:16]}#{row + 1}",
                 split=self._split,
+                private=private,
             )
-            for row, record in zip(rows, self._files.rows(rows), strict=True)
+            for row, record in zip(
+                rows, self._files.rows(rows, fields=fields.read if private else fields.drawn), strict=True
+            )
         ]
 
     def position(self, task_id: str) -> int | None:

@@ -2,21 +2,25 @@
 
 The answer field is checked here, so a malformed record is reported before the run starts, but its value is dropped at
 once. A task has a reference to its record, which only the reward service resolves, because it reads the files itself.
+Private extras are values of a task that its messages do not contain.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta
 
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
+from rollmesh.shared.domain.extras import NAMES_MAX, ExtraError, ExtraName
 from rollmesh.shared.domain.trajectory import Message
 from rollmesh.shared.store.records import FileRecord
 
+ExtraFields = Annotated[dict[ExtraName, NonEmptyStr], Meta(max_length=NAMES_MAX)]
 _SHOWN_CHARS_MAX = 100
 """Maximum length of a wrong value in an error."""
 
@@ -39,6 +43,12 @@ class TaskFields(Settings):
     For GSM8K: `#### (\\S+)`."""
     labels: dict[str, str] = {}
     """Field by label name, for example `{level: difficulty}`."""
+    extras: ExtraFields = {}
+    """Field by the name of a public extra, any JSON value, for example `{files: repository}`. Every process of the run
+    may read it, and the ledger stores it: at most 64 KiB per task."""
+    private_extras: ExtraFields = {}
+    """Field by the name of a private extra, for example `{solution: worked}`. It stays at the data service, and only
+    agents get it that `rollout.private_extras` permits to read it: at most 4 MiB per task."""
     split: str = ""
     """Field with train, validation or test. Empty means hash ranges of the prompt."""
     agent: str = ""
@@ -67,6 +77,19 @@ class TaskFields(Settings):
                 f"`answer_pattern` must be a regular expression, got {self.answer_pattern!r}: {error}"
             ) from None
         check_shares(self.validation_share, self.test_share)
+        if both := self.extras.keys() & self.private_extras.keys():
+            raise ValueError(f"`private_extras` must not have names of `extras`, got {min(both)!r} in both")
+        self._check_public("labels", self.labels, (*self.private_extras.values(),))
+        self._check_public("extras", self.extras, (*self.private_extras.values(), self.answer, self.tests))
+
+    def _check_public(self, setting: str, public: Mapping[str, str], private: Sequence[str]) -> None:
+        for name, field in public.items():
+            for hidden in private:
+                if f"{field}.".startswith(f"{hidden}.") or f"{hidden}.".startswith(f"{field}."):
+                    raise ValueError(
+                        f"`{setting}.{name}` must not have the private field {hidden!r}, because every process of the "
+                        f"run can read {setting}, got {field!r}"
+                    )
 
     @property
     def has_key(self) -> bool:
@@ -76,8 +99,13 @@ class TaskFields(Settings):
     @property
     def read(self) -> tuple[str, ...]:
         """The fields that are read."""
+        return (*self.drawn, *self.private_extras.values())
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The fields of a task without private extras."""
         named = (self.prompt, self.answer, self.tests, self.split, self.agent, self.scorers, self.tools_field)
-        return tuple(field for field in (*named, *self.labels.values()) if field)
+        return tuple(field for field in (*named, *self.labels.values(), *self.extras.values()) if field)
 
 
 class TaskMapping:
@@ -89,25 +117,32 @@ class TaskMapping:
         self._default_tools = f"`tools` ({', '.join(fields.tools)})"
         self._system = (Message(role="system", content=fields.system),) if fields.system else ()
 
-    def task(self, record: FileRecord, *, task_id: str, reference: str, split: Split | None = None) -> PoolTask:
-        """Return the task of a record. `reference` names the record for the oracle. Without a `split`, the record
-        decides. Raise RecordError."""
+    def task(
+        self, record: FileRecord, *, task_id: str, reference: str, split: Split | None = None, private: bool = True
+    ) -> PoolTask:
+        """Return the task of a record, without private extras unless `private`. `reference` names the record for the
+        oracle. Without a `split`, the record decides. Raise RecordError."""
         fields = self.fields
         if fields.answer:
             record.extract_all(fields.answer, self._pattern)
         if fields.tests:
             record.tests(fields.tests)
         prompt = _prompt(record, fields.prompt)
-        return PoolTask(
-            task_id=task_id,
-            messages=(*self._system, *prompt),
-            tools=_names(record, fields.tools_field, "tool", self._default_tools) or fields.tools,
-            oracle_ref=reference if fields.has_key else "",
-            labels={label: record.text(field) for label, field in fields.labels.items()},
-            split=_split(record, fields, prompt) if split is None else split,
-            agent=_agent(record, fields.agent),
-            scorers=_names(record, fields.scorers, "reward", "all"),
-        )
+        try:
+            return PoolTask(
+                task_id=task_id,
+                messages=(*self._system, *prompt),
+                tools=_names(record, fields.tools_field, "tool", self._default_tools) or fields.tools,
+                oracle_ref=reference if fields.has_key else "",
+                labels={label: record.text(field) for label, field in fields.labels.items()},
+                split=_split(record, fields, prompt) if split is None else split,
+                agent=_agent(record, fields.agent),
+                scorers=_names(record, fields.scorers, "reward", "all"),
+                extras={name: record.value(field) for name, field in fields.extras.items()},
+                private_extras={name: record.value(field) for name, field in fields.private_extras.items() if private},
+            )
+        except ExtraError as error:
+            raise record.error(error.what, (fields.extras | fields.private_extras)[error.name]) from None
 
 
 def _prompt(record: FileRecord, field: str) -> tuple[Message, ...]:

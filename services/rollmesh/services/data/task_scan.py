@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rollmesh.services.data.metrics import DROPPED
 from rollmesh.services.data.task import Split
 from rollmesh.services.data.task_fields import TaskMapping
+from rollmesh.shared.domain.extras import PRIVATE_BYTES_MAX, PUBLIC_BYTES_MAX
 from rollmesh.shared.store.records import RecordError
 from rollmesh.shared.store.row_file import Bools, RowBatch
 from rollmesh.shared.store.row_files import RowFiles, Scanned
@@ -33,6 +34,10 @@ LABEL_VALUES_MAX = 65_536
 BAD_ROWS_NAMED = 5
 _SPLITS = tuple(Split)
 _UNKNOWN = -1
+_JSON_GROWTH = 6
+"""Largest number of bytes of JSON of one byte of a text, which is a control character."""
+_JSON_FRAME = 4
+"""Quotes, or null."""
 
 BadRow = Literal["fail", "skip"]
 Rows = NDArray[np.uint32]
@@ -128,6 +133,8 @@ class _TaskScan:
             good &= _usable(batch, name)
         for name in (fields.agent, fields.scorers, fields.tools_field):
             good &= _usable(batch, name, names=True)
+        good &= _fits(batch, fields.extras.values(), PUBLIC_BYTES_MAX)
+        good &= _fits(batch, fields.private_extras.values(), PRIVATE_BYTES_MAX)
         if fields.answer_pattern or fields.tests:
             good[:] = False
         labels = {name: np.zeros(num, dtype=np.uint16) for name in fields.labels}
@@ -198,6 +205,17 @@ def _usable(batch: RowBatch, name: str, *, names: bool = False) -> Bools | bool:
     if texts is None or (names and not texts.strings):
         return False
     return texts.usable | ~texts.present if names else texts.usable
+
+
+def _fits(batch: RowBatch, names: Iterable[str], bytes_max: int) -> Bools | bool:
+    """Return which rows have texts that are at most `bytes_max` bytes of JSON in all."""
+    size = np.zeros(len(batch), dtype=np.int64)
+    for name in names:
+        texts = batch.texts(name)
+        if texts is None:
+            return False
+        size += texts.num_bytes * _JSON_GROWTH + _JSON_FRAME
+    return size <= bytes_max
 
 
 def _encoded(batch: RowBatch, name: str) -> tuple[NDArray[np.int64], list[str]]:

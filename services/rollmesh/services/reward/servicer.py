@@ -25,6 +25,7 @@ from rollmesh.shared.codec.trajectory import (
     encode_rewards,
     encode_use,
 )
+from rollmesh.shared.domain.extras import ExtraError, decode_extras
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import ROOT, FinishReason, Message
 from rollmesh.shared.errors import InvalidInput, field_error
@@ -180,6 +181,10 @@ def _messages(messages: Iterable[types_pb2.Message]) -> tuple[Message, ...]:
 
 
 def _task_view(task: types_pb2.Task) -> TaskView:
+    try:
+        extras = decode_extras(task.extras)
+    except ExtraError as error:
+        raise field_error("task.extras", "have JSON values", error) from None
     return TaskView(
         task_id=task.task_id,
         messages=_messages(task.messages),
@@ -187,6 +192,7 @@ def _task_view(task: types_pb2.Task) -> TaskView:
         split=task.split,
         labels=dict(task.labels),
         scorers=tuple(task.scorers),
+        extras=extras,
     )
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord, RecordError
-from rollmesh.shared.store.row_file import Bools, RowBatch, RowFile, Texts
+from rollmesh.shared.store.row_file import Bools, Columns, RowBatch, RowFile, Texts
 from rollmesh.shared.store.sized_cache import SizedCache
 
 CACHE_BYTES_MAX = 64 * 1024 * 1024
@@ -42,14 +42,14 @@ _NOT_BLANK = r"[^\x{00}-\x{20}\x{85}\p{Z}]"
 """A character that is not white space in Python (RE2)."""
 
 
-GroupCache = SizedCache[tuple[Path, int], list[Any]]
-"""The decoded row groups that were used last, as batches, by file and number."""
+GroupCache = SizedCache[tuple[Path, int, tuple[str, ...]], list[Any]]
+"""The decoded row groups that were used last, as batches, by file, number and columns."""
 
 
 class ParquetRows(RowFile):
     """A Parquet file."""
 
-    def __init__(self, path: Path, columns: frozenset[str] | None, cache: GroupCache) -> None:
+    def __init__(self, path: Path, columns: Columns, cache: GroupCache) -> None:
         """Read the `columns` only; None means all. Raise ConfigError if it is not a Parquet file."""
         super().__init__(path)
         self._cache = cache
@@ -64,29 +64,31 @@ class ParquetRows(RowFile):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
         wanted = np.asarray(rows, dtype=np.int64)
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        names = tuple(_chosen(self.path, self._columns, columns))
         found: dict[int, FileRecord] = {}
         for group in np.unique(groups):
-            found |= self._read_group(int(group), np.unique(wanted[groups == group]))
+            found |= self._read_group(int(group), np.unique(wanted[groups == group]), names)
         return [found[row] for row in rows]
 
     def scan(self) -> Iterator[RowBatch]:
         for group, start in enumerate(self._starts[:-1]):
             size = 0
-            for batch in self._decoded(group):
+            for batch in self._decoded(group, self._columns):
                 yield ArrowBatch(self.path, int(start) + 1, batch)
                 start += batch.num_rows
                 size += batch.nbytes
             self._check_size(size)
 
-    def _read_group(self, group: int, rows: NDArray[np.int64]) -> dict[int, FileRecord]:
+    def _read_group(self, group: int, rows: NDArray[np.int64], names: tuple[str, ...]) -> dict[int, FileRecord]:
         """Return the records of different rows of a group in ascending order."""
         found: dict[int, FileRecord] = {}
-        batches, kept, size = self._cache.get((self.path, group)), [], 0
+        key = (self.path, group, names)
+        batches, kept, size = self._cache.get(key), [], 0
         start = int(self._starts[group])
-        for batch in self._decoded(group) if batches is None else batches:
+        for batch in self._decoded(group, names) if batches is None else batches:
             first, last = np.searchsorted(rows, (start, start + batch.num_rows))
             if last > first:
                 found |= _records(self.path, start, batch, rows[first:last])
@@ -99,16 +101,16 @@ class ParquetRows(RowFile):
                 if len(found) == len(rows):
                     break  # the group is not kept, so the rest of it is not needed
         if batches is None and kept:
-            self._cache.put((self.path, group), kept, size)
+            self._cache.put(key, kept, size)
         return found
 
-    def _decoded(self, group: int) -> Iterator[Any]:
+    def _decoded(self, group: int, names: Sequence[str]) -> Iterator[Any]:
         """Yield the rows of a group in batches. A value that the file stores once may be in each row, so only decoded
         rows show their size."""
         parts: list[Any] = []
         size = 0
         with _explained(self.path), pq.ParquetFile(self.path, metadata=self._metadata, buffer_size=BATCH_BYTES) as file:
-            for part in file.iter_batches(self._batch_rows[group], [group], self._columns, use_threads=False):
+            for part in file.iter_batches(self._batch_rows[group], [group], list(names), use_threads=False):
                 parts.append(part)
                 size += part.nbytes
                 if size >= BATCH_BYTES or len(parts) * len(part) >= BATCH_ROWS_MAX:
@@ -128,7 +130,7 @@ class ArrowRows(RowFile):
     """A file of the Arrow IPC stream or file format, such as `datasets` writes. Compressed ones are not mapped but
     decoded into memory."""
 
-    def __init__(self, path: Path, columns: frozenset[str] | None, allocated: int) -> None:
+    def __init__(self, path: Path, columns: Columns, allocated: int) -> None:
         """Read the `columns` only; None means all. `allocated` is the result of `allocated_bytes` before the first of a
         set of files. Raise ConfigError if it is not an Arrow file, or if the decoded files are too large."""
         super().__init__(path)
@@ -159,13 +161,19 @@ class ArrowRows(RowFile):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
         wanted = np.asarray(rows, dtype=np.int64)
         batches = np.searchsorted(self._starts, wanted, side="right") - 1
         found: dict[int, FileRecord] = {}
         for number in np.unique(batches):
             members = np.unique(wanted[batches == number])
-            found |= _records(self.path, int(self._starts[number]), self._batches[number], members)
+            batch = self._batches[number]
+            found |= _records(
+                self.path,
+                int(self._starts[number]),
+                batch.select(_chosen(self.path, batch.schema.names, columns)),
+                members,
+            )
         return [found[row] for row in rows]
 
     def scan(self) -> Iterator[RowBatch]:
@@ -233,6 +241,10 @@ class _ArrowTexts:
     def usable(self) -> Bools:
         return np.asarray(pc.fill_null(pc.match_substring_regex(self._array, _NOT_BLANK), False))
 
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        return np.asarray(pc.fill_null(pc.binary_length(self._array), 0), dtype=np.int64)
+
     def utf8(self) -> Iterator[memoryview]:
         _, offsets, data = self._array.buffers()
         first, size = self._array.offset, len(self._array)
@@ -262,6 +274,10 @@ class _CategoryTexts:
     @property
     def usable(self) -> Bools:
         return self._valid & self._values.usable[self._indices]
+
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        return np.where(self._valid, self._values.num_bytes[self._indices], 0)
 
     def utf8(self) -> Iterator[memoryview]:
         values = list(self._values.utf8())
@@ -339,7 +355,7 @@ def _microseconds(kind: Any) -> Any:
     return pa.time64("us") if pa.types.is_time64(kind) else pa.duration("us")
 
 
-def _chosen(path: Path, names: Sequence[str], columns: frozenset[str] | None) -> list[str]:
+def _chosen(path: Path, names: Sequence[str], columns: Columns) -> list[str]:
     chosen = [name for name in names if columns is None or name in columns]
     if twice := [name for name, number in Counter(chosen).items() if number > 1]:
         raise ConfigError(f"{path} has several columns with the name {twice[0]!r}; rename all but one", path=path)

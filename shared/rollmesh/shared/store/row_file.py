@@ -19,6 +19,8 @@ from rollmesh.shared.errors import ConfigError, FailedPrecondition
 from rollmesh.shared.store.records import FileRecord
 
 Bools = NDArray[np.bool_]
+Columns = frozenset[str] | None
+"""Names of the columns of a table that are read. None means all."""
 Stamp = tuple[int, int, int]
 """Size, time of modification (ns) and inode of a file."""
 
@@ -43,6 +45,10 @@ class Texts(Protocol):
     @property
     def usable(self) -> Bools:
         """Which values `FileRecord.text` returns without an error. It may be False for other rows too."""
+
+    @property
+    def num_bytes(self) -> NDArray[np.int64]:
+        """Number of bytes of each value in UTF-8. 0 for null."""
 
     def utf8(self) -> Iterator[memoryview]:
         """Yield the UTF-8 bytes of each value. The bytes of null are empty."""
@@ -82,8 +88,9 @@ class RowFile(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
-        """Return the records of rows in [0, len), in the order of `rows`. Raise RecordError."""
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
+        """Return the records of rows in [0, len), in the order of `rows`. Raise RecordError. A table may read only
+        `columns` of those that it was opened with; None means all."""
 
     @abstractmethod
     def scan(self) -> Iterator[RowBatch]:

@@ -24,7 +24,7 @@ import numpy as np
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord
-from rollmesh.shared.store.row_file import RowBatch, RowFile, Stamp
+from rollmesh.shared.store.row_file import Columns, RowBatch, RowFile, Stamp
 from rollmesh.shared.store.text_rows import CsvRows, JsonlRows
 
 _log = logging.getLogger(__name__)
@@ -73,9 +73,11 @@ class RowFiles:
         """Names of the splits, in order. Empty if neither folders nor the names of files say it."""
         return tuple(dict.fromkeys(found.split for found, _ in self._files if found.split))
 
-    def rows(self, rows: Sequence[int]) -> list[FileRecord]:
-        """Return the records of rows in [0, len), in the order of `rows`. Raise RecordError, and FileChanged if a file
-        has changed since it was opened."""
+    def rows(self, rows: Sequence[int], *, fields: Sequence[str] | None = None) -> list[FileRecord]:
+        """Return the records of rows in [0, len), in the order of `rows`. Of tables, read only the columns of `fields`,
+        which are among those of `open_rows`; None means all of them. Raise RecordError, and FileChanged if a file has
+        changed since it was opened."""
+        columns = _columns(fields)
         if rows and not 0 <= min(rows) <= max(rows) < len(self):
             raise IndexError(f"rows must be in [0, {len(self)}), got {min(rows)} to {max(rows)}")
         by_file: dict[int, list[int]] = {}
@@ -86,7 +88,7 @@ class RowFiles:
             for number, members in by_file.items():
                 file, start = self._files[number][1], int(self._starts[number])
                 file.check_unchanged()
-                found.update(zip(members, file.read([row - start for row in members]), strict=True))
+                found.update(zip(members, file.read([row - start for row in members], columns), strict=True))
         return [found[row] for row in rows]
 
     def scan(self) -> Iterator[Scanned]:
@@ -127,10 +129,7 @@ def open_rows(
         )
     if twice := [path for path, number in Counter(file.path.resolve() for file in found).items() if number > 1]:
         raise ConfigError(f"{', '.join(paths)}: {twice[0]} is named twice; name each file once", path=twice[0])
-    columns = (
-        None if fields is None else frozenset(name for field in fields for name in (field, field.partition(".")[0]))
-    )
-    opened = _opened([file.path for file in found], columns)
+    opened = _opened([file.path for file in found], _columns(fields))
     files = RowFiles(list(zip(found, opened, strict=True)), _digest(opened))
     for file in opened:
         file.check_unchanged()  # the digest is that of the rows
@@ -138,7 +137,13 @@ def open_rows(
     return files
 
 
-def _opened(paths: Sequence[Path], columns: frozenset[str] | None) -> list[RowFile]:
+def _columns(fields: Sequence[str] | None) -> Columns:
+    if fields is None:
+        return None
+    return frozenset(name for field in fields for name in (field, field.partition(".")[0]))
+
+
+def _opened(paths: Sequence[Path], columns: Columns) -> list[RowFile]:
     if any(path.suffix in (".parquet", ".arrow") for path in paths):
         with libraries_needed("a Parquet or Arrow file"):
             from rollmesh.shared.store.arrow_rows import (

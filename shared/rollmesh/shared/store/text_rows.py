@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.jsonl import LINE_BYTES_MAX, parse_line
 from rollmesh.shared.store.records import FileRecord, RecordError
-from rollmesh.shared.store.row_file import RowBatch, RowFile
+from rollmesh.shared.store.row_file import Columns, RowBatch, RowFile
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes that are indexed or scanned at once. A longer record is read whole."""
@@ -45,7 +45,7 @@ class TextRows(RowFile):
     def __len__(self) -> int:
         return len(self._index.starts)
 
-    def read(self, rows: Sequence[int]) -> list[FileRecord]:
+    def read(self, rows: Sequence[int], columns: Columns = None) -> list[FileRecord]:
         with self.path.open("rb") as file:
             return [self.record(row, _read(file, *self._index.span(row, row + 1))) for row in rows]
 
