@@ -97,6 +97,8 @@ def test_prompts_of_files_with_several_answers_are_noted(folder: Path, monkeypat
         return rows(files, wanted, **settings)
 
     monkeypatch.setattr(RowFiles, "rows", recorded)
-    (note,) = [note for note in notes(config_from_dict(TrainConfig, FILES), folder) if "several answers" in note]
+    config = config_from_dict(TrainConfig, FILES)
+    found = notes(config, folder, survey_tasks(build_pools(config.data, folder)))
+    (note,) = [note for note in found if "several answers" in note]
     assert reads[-1] == [0, 100, 101]  # one read, and no other repeated prompt within the limit
     assert note.startswith("note: 1 prompts have several answers in data.source, such as that of the tasks tasks-1,")

@@ -45,6 +45,10 @@ class TaskSurvey:
     """The tasks with the longest prompts, by their characters."""
     repeated: tuple[tuple[RecordTask, ...], ...] = ()
     """Tasks of task files that have the same prompt, at most `REPEATED_MAX`."""
+    num_tasks: Mapping[Split, int] = field(default_factory=dict)
+    """Number of tasks of each split; none if the source is unusable."""
+    first_tools: tuple[str, ...] = ()
+    """Tools of the first training task."""
 
     @property
     def tools(self) -> frozenset[str]:
@@ -84,6 +88,8 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
         scored_by=scored_by,
         longest=tuple(longest),
         repeated=tuple(repeated),
+        num_tasks={split: len(pool) for split, pool in pools.items()},
+        first_tools=tuple(pools[Split.TRAIN].task(0).tools) if pools else (),
     )
 
 
