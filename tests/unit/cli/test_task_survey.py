@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.store.records import FileRecord
+from rollmesh.shared.store.row_files import RowFiles
 
 CONFIG: dict[str, Any] = {
     "data": {"source": {"name": "jsonl", "options": {"path": "tasks.jsonl", "tools": ["calculator"]}}},
@@ -82,10 +85,20 @@ def test_source_and_oracle_of_files_agree(folder: Path) -> None:
     assert "the file `tasks` differs from the one the task came from" in message
 
 
-def test_prompts_of_files_with_several_answers_are_noted(folder: Path) -> None:
+def test_prompts_of_files_with_several_answers_are_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_survey, "REPEATED_MAX", 4)
+    reads: list[Sequence[int]] = []
+    rows = RowFiles.rows
     with (folder / "tasks.jsonl").open("a") as file:
-        file.write('{"question": "x", "answer": "other"}\n')
+        file.write('{"question": "x", "answer": "other"}\n' + '{"question": "y", "answer": "1"}\n' * 9)
+
+    def recorded(files: RowFiles, wanted: Sequence[int], **settings: Any) -> list[FileRecord]:
+        reads.append(wanted)
+        return rows(files, wanted, **settings)
+
+    monkeypatch.setattr(RowFiles, "rows", recorded)
     config = config_from_dict(TrainConfig, FILES)
     found = notes(config, folder, survey_tasks(build_pools(config.data, folder)))
     (note,) = [note for note in found if "several answers" in note]
+    assert reads[-1] == [0, 100, 101]  # one read, and no other repeated prompt within the limit
     assert note.startswith("note: 1 prompts have several answers in data.source, such as that of the tasks tasks-1,")

@@ -194,12 +194,8 @@ def _contradictions(config: TrainConfig, base_dir: Path, tasks: TaskSurvey) -> I
     if not tasks.repeated:
         return
     oracles = Oracles(file_oracles(reward_config(config).answer_files, base_dir))
-    keys = [[oracles.resolve(task.oracle_ref) for task in same] for same in tasks.repeated]
-    wrong = [
-        same
-        for same, found in zip(tasks.repeated, keys, strict=True)
-        if len({repr(key.answers) for key in found if key is not None}) > 1
-    ]
+    keys = oracles.resolve_records([task.oracle_ref for same in tasks.repeated for task in same])
+    wrong = [same for same in tasks.repeated if len({keys[task.oracle_ref].answers for task in same}) > 1]
     if wrong:
         names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
         yield (

@@ -9,6 +9,7 @@ import hashlib
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,7 +19,16 @@ from rollmesh.services.reward.oracles import names_record
 PROMPTS_CHECKED = 64
 """Prompts whose length is compared with the context: the longest of all tasks, by their characters."""
 STORED_TASKS_MAX = 50_000
+REPEATED_MAX = 1_000
+"""Tasks with equal prompts whose answers are compared. Their answer keys are held in memory."""
 _READ_AT_ONCE = 1024
+
+
+class RecordTask(NamedTuple):
+    """A task whose oracle is a record of a file. Its prompt is not kept."""
+
+    task_id: str
+    oracle_ref: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +43,8 @@ class TaskSurvey:
     """The first task by the name of its agent."""
     longest: tuple[PoolTask, ...] = ()
     """The tasks with the longest prompts, by their characters."""
-    repeated: tuple[tuple[PoolTask, ...], ...] = ()
-    """Tasks of task files that have the same prompt."""
+    repeated: tuple[tuple[RecordTask, ...], ...] = ()
+    """Tasks of task files that have the same prompt, at most `REPEATED_MAX`."""
     num_tasks: Mapping[Split, int] = field(default_factory=dict)
     """Number of tasks of each split; none if the source is unusable."""
     first_tools: tuple[str, ...] = ()
@@ -51,7 +61,7 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     tools: dict[str, set[str]] = {}
     by_agent: dict[str, PoolTask] = {}
     scored_by: dict[tuple[Split, tuple[str, ...]], PoolTask] = {}
-    same: dict[bytes, list[PoolTask]] = {}
+    same: dict[bytes, list[RecordTask]] = {}
     first_tools: dict[Split, tuple[str, ...]] = {}
 
     def read() -> Iterator[PoolTask]:
@@ -63,17 +73,23 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
                     by_agent[task.agent] = _whole(pool, task)
                 scored_by.setdefault((split, tuple(task.scorers)), task)
                 if names_record(task.oracle_ref):
-                    same.setdefault(hashlib.sha256(msgspec.msgpack.encode(task.messages)).digest(), []).append(task)
+                    prompt = hashlib.sha256(msgspec.msgpack.encode(task.messages)).digest()
+                    same.setdefault(prompt, []).append(RecordTask(task.task_id, task.oracle_ref))
                 yield task
 
     longest = heapq.nlargest(PROMPTS_CHECKED, read(), key=lambda task: sum(len(one.content) for one in task.messages))
-    repeated = tuple(tuple(tasks) for tasks in same.values() if len(tasks) > 1)
+    repeated: list[tuple[RecordTask, ...]] = []
+    left = REPEATED_MAX
+    for tasks in same.values():
+        if len(tasks) > 1 and left > 1:
+            repeated.append(tuple(tasks[:left]))
+            left -= len(repeated[-1])
     return TaskSurvey(
         tools_by_agent={agent: frozenset(names) for agent, names in tools.items()},
         by_agent=by_agent,
         scored_by=scored_by,
         longest=tuple(longest),
-        repeated=repeated,
+        repeated=tuple(repeated),
         num_tasks={split: len(pool) for split, pool in pools.items()},
         first_tools=first_tools.get(Split.TRAIN, ()),
     )

@@ -85,7 +85,8 @@ class TaskPool(Protocol):
         """Return the position of a task, or None if the pool does not contain it."""
 
     def label(self, position: int, name: str) -> str:
-        """Return a label of the task at `position`. Empty if the task does not have it."""
+        """Return a label of the task at `position`, without a read of files. Empty if the task does not have it. Raise
+        ConfigError if the label has too many values."""
 
 
 class StoredPool(TaskPool, ABC):

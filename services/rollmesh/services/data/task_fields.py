@@ -35,8 +35,9 @@ class TaskFields(Settings):
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. Empty means no answers."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
-    means no tests. Only the reward service reads the value."""
+    """Field with the manifest of hidden tests, an object or its JSON text (in Parquet and Arrow files, JSON text), or
+    with its reference in the oracle store of the sandbox nodes. Empty means no tests. Only the reward service keeps the
+    value."""
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one.
     For GSM8K: `#### (\\S+)`."""
@@ -125,7 +126,7 @@ class TaskMapping:
         if fields.answer:
             record.extract_all(fields.answer, self._pattern)
         if fields.tests:
-            record.value(fields.tests)
+            record.tests(fields.tests)
         prompt = _prompt(record, fields.prompt)
         try:
             return PoolTask(
@@ -168,7 +169,7 @@ def _split(record: FileRecord, fields: TaskFields, prompt: tuple[Message, ...]) 
         return split_of(text, validation_share=fields.validation_share, test_share=fields.test_share)
     named = record.text(fields.split)
     if named not in set(Split):
-        raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", fields.split)
+        raise record.error(f"must be one of {', '.join(Split)}, got {_shown(named)}", fields.split)
     return Split(named)
 
 
