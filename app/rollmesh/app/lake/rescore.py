@@ -21,7 +21,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollmesh.app.lake.files import FILES, KEY, PartNote, owned, part_note, read_note, whole_file
+from rollmesh.app.lake.files import FILES, KEY, PartNote, owned, parquet_file, part_note, read_note
 from rollmesh.app.lake.query import samples_folder
 from rollmesh.app.lake.rows import SCHEMA, sample_line
 from rollmesh.app.samples.samples import mean_rewards
@@ -145,7 +145,7 @@ async def _score_file(scorer: LineScorer, source: Path, path: Path) -> _FileScor
     note = ScoresNote(samples=part_note(source), scorers=scorer.rewards)
     num_samples = num_failed = 0
     sums, counts = dict[str, float](), Counter[str]()
-    with whole_file(path, _SCHEMA) as writer:
+    with parquet_file(path, _SCHEMA) as writer:
         for records in _records(source):
             lines = await scorer.score(records)
             writer.write_batch(pa.RecordBatch.from_pylist([_row(line) for line in lines], schema=_SCHEMA))
