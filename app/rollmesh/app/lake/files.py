@@ -117,6 +117,7 @@ class PartWriter:
 def owned(folder: Path) -> Iterator[None]:
     """Create and own a folder, and remove what an interrupted call left there. Raises FolderBusy, ConfigError."""
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         private_folder(folder)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as err:
