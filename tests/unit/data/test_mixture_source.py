@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from rollmesh.app.checks import task_survey
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import DataConfig, build_pools
+from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.mixture_pool import MixturePart, MixturePool
-from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
 
 from ..shared.chat_server import chat_server
-from .builders import pool
+from .builders import factory, pool
 
 KEY = "data.source.options.sources"
 
@@ -52,6 +60,44 @@ def test_sources_take_turns_and_a_task_is_found_by_its_id() -> None:
     for position in (-1, 6):
         with pytest.raises(IndexError, match=rf"position must be in \[0, 6\), got {position}"):
             mixed.task(position)
+
+
+class Listed(MemoryPool, StoredPool):
+    """Counts calls of `read`, which leaves out private extras."""
+
+    def __init__(self, num_tasks: int) -> None:
+        tasks = map(pool(num_tasks).task, range(num_tasks))
+        super().__init__(replace(task, private_extras={"solution": task.task_id}) for task in tasks)
+        self.calls: list[list[int]] = []
+
+    def read(self, positions: Sequence[int]) -> list[PoolTask]:
+        self.calls.append(list(positions))
+        return [replace(self.task(position), private_extras={}) for position in positions]
+
+
+async def test_stored_tasks_are_read_by_one_call_per_source_without_private_extras() -> None:
+    stored, others = Listed(3), Listed(2)
+    parts = [("a", stored), ("b", pool(3)), ("c", others)]
+    mixed = MixturePool([MixturePart(source=name, pool=one, agent="x") for name, one in parts])
+    engine = DataEngine(pools={Split.TEST: mixed}, new_selector=factory(), bus=Mock(spec=Bus), clock=ManualClock())
+    drawn = await engine.tasks_in_order(split="test", first_draw=0, num=8)
+    assert [task.task_id for _, task in drawn] == ids(mixed)
+    assert (stored.calls, others.calls) == ([[0, 1, 2]], [[0, 1]])
+    assert {(task.agent, task.labels["source"], str(task.private_extras)) for _, task in drawn} == {
+        ("x", name, "{}") for name in "abc"
+    }
+    found = await engine.private_extras(split="test", task_id="c/t1", names=["solution"])
+    assert found == {"solution": "t1"}
+
+
+def test_a_sample_of_the_tasks_has_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second position of two sources that take turns is of one of them."""
+    monkeypatch.setattr(task_survey, "STORED_TASKS_MAX", 100)
+    parts = [("a", Listed(100)), ("b", pool(100))]
+    mixed = MixturePool([MixturePart(source=name, pool=one, agent=name) for name, one in parts])
+    survey = task_survey.survey_tasks({Split.TRAIN: mixed})
+    assert set(survey.by_agent) == {"a", "b"}
+    assert sum(len(call) for call in parts[0][1].calls) < 100  # type: ignore[attr-defined]
 
 
 def test_the_digest_changes_with_names_agents_scorers_order_and_tasks() -> None:

@@ -1,18 +1,21 @@
 """Read the tasks of a configuration once, and keep what its checks need, because reading a task may take time.
 
-Of a pool that reads its tasks from files, at most `STORED_TASKS_MAX` are read, which are spread evenly over it.
+Of a pool that reads its tasks from files, at most `STORED_TASKS_MAX` are read: the first ones, among which each source
+of a mixture has a task, and a sample of the others. Tasks at equal distances could all be those of one source.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from rollmesh.services.data.mixture_pool import SOURCES_MAX
 from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.services.reward.oracles import names_record
 
@@ -106,6 +109,7 @@ def _tasks(pool: TaskPool) -> Iterator[PoolTask]:
         yield from map(pool.task, range(len(pool)))
         return
     num = min(len(pool), STORED_TASKS_MAX)
-    positions = [number * len(pool) // num for number in range(num)]
+    first = min(num, SOURCES_MAX)
+    positions = [*range(first), *sorted(random.Random(0).sample(range(first, len(pool)), num - first))]
     for start in range(0, num, _READ_AT_ONCE):
         yield from pool.read(positions[start : start + _READ_AT_ONCE])

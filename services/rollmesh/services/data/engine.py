@@ -13,7 +13,7 @@ from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.selector import Selector, SourceShare
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool, read_tasks
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
@@ -180,7 +180,7 @@ class DataEngine:
 async def _read(pool: TaskPool, positions: Sequence[int]) -> list[PoolTask]:
     """Return the tasks at positions. Of a stored pool, omit those for which a response has no room."""
     if not isinstance(pool, StoredPool):
-        return [pool.task(position) for position in positions]
+        return read_tasks(pool, positions)
     tasks: list[PoolTask] = []
     size, num = 0, READ_FIRST
     while len(tasks) < len(positions) and size < READ_CHARS_MAX:

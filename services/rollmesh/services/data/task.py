@@ -90,13 +90,18 @@ class TaskPool(Protocol):
 
 
 class StoredPool(TaskPool, ABC):
-    """A pool that reads its tasks from files when they are drawn."""
+    """A pool that reads its tasks from files when they are drawn, or may contain such a pool."""
 
     @abstractmethod
     def read(self, positions: Sequence[int]) -> list[PoolTask]:
         """Return the tasks at `positions`, in their order, as they are drawn: without private extras, which `task` also
         reads. Raise IndexError beyond the pool, and FileChanged if a file has changed since it was opened. Both block,
         so an event loop calls them in a thread."""
+
+
+def read_tasks(pool: TaskPool, positions: Sequence[int]) -> list[PoolTask]:
+    """Return the tasks at `positions`, as they are drawn. It blocks if the pool is stored."""
+    return pool.read(positions) if isinstance(pool, StoredPool) else [pool.task(position) for position in positions]
 
 
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:
