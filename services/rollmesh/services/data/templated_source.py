@@ -13,6 +13,7 @@ The number of dropped lines by reason is logged and counted:
     not_an_option       the line has options, and the answer does not name exactly one of them
     too_few_options     `choice`: fewer than 2 different options, or fewer other answers than `num_options` needs
     answer_too_long     `open`: more than `answer_words_max` words, which a rule rarely recognizes in other words
+    not_checkable       `open`: the answer is neither words, nor a number or an expression that `math` can parse
     needs_options       `open`: the question refers to options, as in "which of the following"
 
 The key of a `choice` is a letter that the reference determines (`masked:`, see `option_order`); the key of an `open`
@@ -37,6 +38,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from rollmesh.services.data.checkable import is_checkable
 from rollmesh.services.data.drops import Dropped, report_drops
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
@@ -170,6 +172,8 @@ class TemplatedSource(TaskSource):
                 raise Dropped("needs_options")
             if len(question.answer.split()) > options.answer_words_max:
                 raise Dropped("answer_too_long")
+            if not is_checkable(question.answer):
+                raise Dropped("not_checkable")
             reference = f"jsonl:{options.name}@{file_digest[:16]}#{question.line}"
             prompt = _filled(options.open, prompt=question.text)
         return PoolTask(
