@@ -18,11 +18,13 @@ from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import DataConfig, build_pools
 from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.mixture_pool import MixturePart, MixturePool
+from rollmesh.services.data.mixture_source import single_sources
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
@@ -159,6 +161,11 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
         ),
         ({"source": "own.py:Broken"}, f"{KEY}.x.source", "source `own.py:Broken` failed: KeyError: 'mine'"),
         (
+            {"source": {"name": "jsonl", "options": {"path": "a.jsonl", "labels": {"source": "from"}}}},
+            f"{KEY}.x.source",
+            "its tasks must not have the label `source`",
+        ),
+        (
             {"source": calc(0, 1), "splits": ["train"]},
             f"{KEY}.x",
             "the source has no task in the splits train; change `splits`",
@@ -167,6 +174,7 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
 )
 def test_an_error_names_its_entry(tmp_path: Path, entry: dict[str, Any], key: str, message: str) -> None:
     (tmp_path / "own.py").write_text(BROKEN)
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1", "answer": "2", "from": "book"}\n')
     for name in ("train", "dev"):
         (tmp_path / "folder" / name).mkdir(parents=True)
         (tmp_path / "folder" / name / "a.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
@@ -225,6 +233,12 @@ def test_answers_of_every_file_are_read_and_two_files_need_two_names(tmp_path: P
     assert keys(a=entry("a.jsonl", "a"), b=rows) == {"a": "a.jsonl", "b": ("b.parquet", "c.csv")}
     with pytest.raises(ConfigError, match=rf"`{KEY}.b.source.options.name` must be another name, .* earlier file, a"):
         keys(a=entry("a.jsonl", "a"), b=entry("b.jsonl", "a"))
+
+
+def test_a_mixture_by_its_class_has_its_entries() -> None:
+    options = {"sources": {"a": {"source": "calc"}}}
+    chosen = Extension("rollmesh.services.data.mixture_source:MixtureSource", options)
+    assert [(key, one.name) for key, one in single_sources(chosen)] == [(f"{KEY}.a.source", "calc")]
 
 
 ASKING = """
