@@ -26,7 +26,6 @@ from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.option_order import option_named
 from rollmesh.shared.domain.trajectory import GroupContext, Reward
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.records import RecordError
 from rollmesh.shared.telemetry.metrics import Metric, use
 from rollmesh.trainer.metrics import source_metrics
 
@@ -289,7 +288,25 @@ def test_a_wrong_option_is_named(tmp_path: Path, options: dict[str, Any], messag
         source(tmp_path, **options)
 
 
-def test_options_that_are_not_texts_are_an_error_of_the_line(tmp_path: Path) -> None:
-    lines = [{"question": "a?", "answer": "x", "options": {"A": "x"}}]
-    with pytest.raises(RecordError, match=r'q.jsonl:1: field "options": must be a list of texts, or null'):
-        list(source(tmp_path, lines=lines).tasks())
+def test_lines_that_cannot_be_used_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lines: list[dict[str, Any]] = [
+        {"question": "a?", "answer": "x", "options": {"A": "x"}},
+        {"question": "c?", "answer": "C", "options": ["oak", "elm", "all of the above"]},
+        {"question": "d?", "answer": "Both A and B", "options": ["oak", "elm", "Both A and B"]},
+        {"question": "What is the sum of these numbers?", "answer": "30", "options": []},
+        {"question": "e?", "answer": 2, "options": [1, 2.5, 2]},
+    ]
+    opened = list(source(tmp_path, lines=lines, template="open").tasks())
+    assert [answer(tmp_path, task) for task in opened] == ["30", "2"]
+    counts = "malformed_options=1 refers_to_options=2"
+    assert f"records dropped: source=questions {counts}" in caplog.text
+
+
+@pytest.mark.parametrize("named", ["B", "B) Rome", "Rome"])
+def test_letters_of_the_file_are_removed_from_options(tmp_path: Path, named: str) -> None:
+    lines = [{"question": "Capital of Italy?", "answer": named, "options": ["A) Paris", "B) Rome"]}]
+    (choice,) = source(tmp_path, lines=lines, template="choice").tasks()
+    assert shown(choice)[answer(tmp_path, choice)] == "Rome"
+    (opened,) = source(tmp_path, lines=lines, template="open").tasks()
+    assert answer(tmp_path, opened) == "Rome"

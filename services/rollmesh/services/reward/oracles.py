@@ -27,6 +27,8 @@ from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import OneOrMoreStr, Settings
 from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named
+from rollmesh.shared.config.settings import Settings
+from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named, plain_options
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import FileRecord
@@ -303,7 +305,7 @@ def _key(record: FileRecord, config: AnswerFileConfig, pattern: re.Pattern[str] 
     answers = record.extract_all(config.answer, pattern) if config.answer else ()
     options = record.value(config.options, None)
     if isinstance(options, list):
-        texts = [str(option) for option in options]
+        texts = plain_options(options)
         places = [option_named(answer, texts) for answer in answers]
         answers = tuple(
             answer if place is None else texts[place] for answer, place in zip(answers, places, strict=True)
