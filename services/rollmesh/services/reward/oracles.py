@@ -26,8 +26,6 @@ from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import OneOrMoreStr, Settings
-from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named
-from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named, plain_options
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
