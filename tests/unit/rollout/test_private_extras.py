@@ -119,6 +119,24 @@ class Started(ProgramAgent):
 
 class Wrong(Hints):
     private_extras = "solution"
+
+class Late(Agent):
+    private_extras = ()
+
+    async def run(self, task, env):
+        self.private_extras = ("solution",)
+        await env.generate()
+
+class Changing(Agent):
+    num_read = 0
+
+    @property
+    def private_extras(self):
+        self.num_read += 1
+        return () if self.num_read == 1 else ("solution",)
+
+    async def run(self, task, env):
+        await env.generate()
 """
 PROGRAM = {"name": "program", "options": {"command": ["true"]}}
 URL = {"name": "url", "options": {"url": "http://localhost:1/run"}}
@@ -155,6 +173,19 @@ def test_agents_that_run_elsewhere_get_no_private_extras(tmp_path: Path, agent: 
         load(tmp_path, agent=agent, private_extras={agent["name"]: ["solution"]})
     with pytest.raises(ConfigError, match="`rollout.private_extras.p`: the agent `p` gets no private extras"):
         load(tmp_path, agents={"p": agent}, private_extras={"p": ["solution"]})
+
+
+@pytest.mark.parametrize("name", ["Late", "Changing"])
+async def test_an_agent_that_declares_an_extra_after_it_was_loaded_needs_the_permission(
+    tmp_path: Path, name: str
+) -> None:
+    settings = {"agent": f"hints.py:{name}", "private_extras": {"other": ["solution"]}}
+    agent = load(tmp_path, **settings)[""]
+    mesh = mesh_with(config=config_from_dict(RolloutConfig, settings))
+    reports = [await mesh.runner(agent).run(lease(lease_id=str(n))) for n in range(2)]
+    message = f"agent: agent `hints.py:{name}` reads the private extra `solution` of its tasks, which the configuration"
+    assert message in reports[1].failure.message
+    assert mesh.data.asked == []
 
 
 def test_malformed_names_are_rejected(tmp_path: Path) -> None:

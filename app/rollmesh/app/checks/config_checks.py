@@ -38,7 +38,7 @@ from rollmesh.services.reward.oracles import ORACLES, Oracles, file_oracles, nam
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
-from rollmesh.services.rollout.agent import check_private_extras, known_agents, load_agent
+from rollmesh.services.rollout.agent import known_agents, load_agent, permitted_extras
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
 from rollmesh.services.rollout.private_extras import lacks
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
@@ -347,11 +347,11 @@ class _Check:
         for key, (name, extension) in chosen.items():
             with self._collected(key):
                 agent = load_agent(extension, self._base_dir)
-                check_private_extras(name, agent, rollout)
+                names = permitted_extras(name, agent, rollout)
                 of_default = name == rollout.agent.name
                 for task in [tasks.by_agent.get(name), tasks.by_agent.get("") if of_default else None]:
                     if task is not None:
-                        self._private_extras(task, agent.private_extras)
+                        self._private_extras(task, names)
 
     def _private_extras(self, task: PoolTask, names: Sequence[str]) -> None:
         if missing := [name for name in names if name not in task.private_extras]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
-from rollmesh.services.rollout.agent import Agent, LimitReached, agent_of
+from rollmesh.services.rollout.agent import Agent, LimitReached, agent_of, permitted_extras
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EnvironmentState, ModelServer
 from rollmesh.services.rollout.episode_trace import SERVICE
@@ -154,7 +154,9 @@ class EpisodeRunner:
                     f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
                     "raise rollout.limits.context_tokens_max or drop the task"
                 )
-        if names := tuple(agent.private_extras):
+        with boundary("agent"):
+            names = permitted_extras(lease.task.agent or self._parts.config.agent.name, agent, self._parts.config)
+        if names:
             with boundary("data"):
                 state.private = PrivateExtras(lease.task, names, await self._private_extras(lease, names))
         with boundary("sandbox"):

@@ -1,6 +1,6 @@
 """Private extras of a task at a worker: the values of one episode, and the error of a task that lacks one.
 
-An agent declares the names that it reads, and `rollout.private_extras` permits them (`agent.check_private_extras`). The
+An agent declares the names that it reads, and `rollout.private_extras` permits them (`agent.permitted_extras`). The
 worker requests the values from the data service in INIT, before a session is open. They are only in the memory of the
 episode: no segment, tool call, report or log line has them unless the agent writes them there.
 """
