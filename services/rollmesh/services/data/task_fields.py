@@ -79,17 +79,11 @@ class TaskFields(Settings):
         check_shares(self.validation_share, self.test_share)
         if both := self.extras.keys() & self.private_extras.keys():
             raise ValueError(f"`private_extras` must not have names of `extras`, got {min(both)!r} in both")
-        self._check_public("labels", self.labels, (*self.private_extras.values(),))
-        self._check_public("extras", self.extras, (*self.private_extras.values(), self.answer, self.tests))
-
-    def _check_public(self, setting: str, public: Mapping[str, str], private: Sequence[str]) -> None:
-        for name, field in public.items():
-            for hidden in private:
-                if f"{field}.".startswith(f"{hidden}.") or f"{hidden}.".startswith(f"{field}."):
-                    raise ValueError(
-                        f"`{setting}.{name}` must not have the private field {hidden!r}, because every process of the "
-                        f"run can read {setting}, got {field!r}"
-                    )
+        public = {setting: getattr(self, setting) for setting in ("prompt", "split", "agent", "scorers", "tools_field")}
+        public |= {f"labels.{name}": field for name, field in self.labels.items()}
+        extras = {f"extras.{name}": field for name, field in self.extras.items()}
+        _check_public(public | extras, tuple(self.private_extras.values()))
+        _check_public(extras, (self.answer, self.tests))
 
     @property
     def has_key(self) -> bool:
@@ -106,6 +100,17 @@ class TaskFields(Settings):
         """The fields of a task without private extras."""
         named = (self.prompt, self.answer, self.tests, self.split, self.agent, self.scorers, self.tools_field)
         return tuple(field for field in (*named, *self.labels.values(), *self.extras.values()) if field)
+
+
+def _check_public(public: Mapping[str, str], private: Sequence[str]) -> None:
+    """Raise ValueError if a setting of `public` has a private field, a part of one, or an object with one."""
+    for setting, field in public.items():
+        for hidden in private:
+            if f"{field}.".startswith(f"{hidden}.") or f"{hidden}.".startswith(f"{field}."):
+                raise ValueError(
+                    f"`{setting}` must not have the private field {hidden!r}, because every process of the run can "
+                    f"read it, got {field!r}"
+                )
 
 
 class TaskMapping:
