@@ -40,7 +40,7 @@ from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
 from rollmesh.services.rollout.agent import known_agents, load_agent, permitted_extras
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
-from rollmesh.services.rollout.private_extras import lacks
+from rollmesh.services.rollout.private_extras import missing_extra_error
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
@@ -355,7 +355,7 @@ class _Check:
 
     def _private_extras(self, task: PoolTask, names: Sequence[str]) -> None:
         if missing := [name for name in names if name not in task.private_extras]:
-            what = f"`data.source`: {lacks(task.task_id, task.labels, missing[0])}"
+            what = f"`data.source`: {missing_extra_error(task.task_id, task.labels, missing[0])}"
             raise ConfigError(what, key="data.source.options.private_extras")
 
     def _learning(self, tasks: TaskSurvey) -> None:
