@@ -208,5 +208,8 @@ async def test_an_agent_that_declares_an_extra_after_it_was_loaded_needs_the_per
 def test_malformed_names_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`private_extras` must be a tuple of at most 64 names, got 'solution'"):
         load(tmp_path, agent="hints.py:Wrong", private_extras={"hints.py:Wrong": ["solution"]})
-    with pytest.raises(ConfigError, match="private_extras"):
-        load(tmp_path, private_extras={"prefix": ["not a name"]})
+    for name in ("not a name", "solution\n"):
+        with pytest.raises(ConfigError, match="private_extras"):
+            load(tmp_path, private_extras={"prefix": [name]})
+    with pytest.raises(ConfigError, match="solution"):
+        load(tmp_path, agent={"name": "refined_search", "options": {"solution": "\n"}})

@@ -2,7 +2,7 @@
 
 A task has a public part, which the agent may see, an `oracle_ref`, and private extras. The answer key is never in a
 message of this service, because only the reward service resolves references. Private extras are in no task message; a
-rollout worker asks for them by name. Pools are finite, immutable and addressed by position, so
+rollout worker requests them by name. Pools are finite, immutable and addressed by position, so
 "task n" is the same in every process with the same configuration.
 """
 
