@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from rollmesh.app.checks.config_checks import find_mistakes, notes
 from rollmesh.app.checks.task_survey import PROMPTS_CHECKED, survey_tasks
 from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools
-from rollmesh.services.data.task import Split
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.store.records import FileRecord
 from rollmesh.shared.store.row_files import RowFiles
+from rollmesh.shared.domain.trajectory import Message
 
 CONFIG: dict[str, Any] = {
     "data": {"source": {"name": "jsonl", "options": {"path": "tasks.jsonl", "tools": ["calculator"]}}},
@@ -59,6 +62,16 @@ def test_rewards_that_no_record_can_hold_are_a_mistake_of_the_group_size(folder:
     assert found[1_000] == []
     (message,) = found[16_384]
     assert "16384 episodes with 33 rewards each have at least" in message
+
+
+def test_a_survey_has_a_task_of_each_set_of_private_extras_of_an_agent() -> None:
+    task = PoolTask(task_id="t", messages=(Message(role="user", content="1+1"),))
+    tasks = [
+        replace(task, task_id=str(number), agent=agent, private_extras=dict.fromkeys(names, 1))
+        for number, (agent, names) in enumerate([("", "a"), ("", "ab"), ("", "a"), ("x", "a"), ("", "")])
+    ]
+    survey = survey_tasks({Split.TRAIN: MemoryPool(tasks)})
+    assert [one.task_id for one in survey.with_private_extras] == ["0", "1", "3", "4"]
 
 
 FILES: dict[str, Any] = {**CONFIG, "data": {"source": {"name": "files", "options": {"path": "tasks.jsonl"}}}}

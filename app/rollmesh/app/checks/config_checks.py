@@ -348,9 +348,9 @@ class _Check:
             with self._collected(key):
                 agent = load_agent(extension, self._base_dir)
                 names = permitted_extras(name, agent, rollout)
-                of_default = name == rollout.agent.name
-                for task in [tasks.by_agent.get(name), tasks.by_agent.get("") if of_default else None]:
-                    if task is not None:
+                named = {name, ""} if name == rollout.agent.name else {name}
+                for task in tasks.with_private_extras:
+                    if task.agent in named:
                         self._private_extras(task, names)
 
     def _private_extras(self, task: PoolTask, names: Sequence[str]) -> None:

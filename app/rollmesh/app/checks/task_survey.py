@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollmesh.services.data.mixture_pool import SOURCES_MAX
+from rollmesh.services.data.mixture_pool import SOURCE_LABEL, MixturePool
 from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.services.reward.oracles import names_record
 
@@ -44,6 +45,9 @@ class TaskSurvey:
     """The first task of each split with these names of scorers. No names mean all scorers."""
     by_agent: Mapping[str, PoolTask] = field(default_factory=dict)
     """The first task by the name of its agent."""
+    with_private_extras: tuple[PoolTask, ...] = ()
+    """The first task by its agent, its source in a mixture, and the names of its private extras if the pool is in
+    memory; each has its private extras."""
     longest: tuple[PoolTask, ...] = ()
     """The tasks with the longest prompts, by their characters."""
     repeated: tuple[tuple[RecordTask, ...], ...] = ()
@@ -63,6 +67,7 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     """Return what the checks need of the tasks. Each position is read once."""
     tools: dict[str, set[str]] = {}
     by_agent: dict[str, PoolTask] = {}
+    kinds: dict[tuple[str, str, frozenset[str]], PoolTask] = {}
     scored_by: dict[tuple[Split, tuple[str, ...]], PoolTask] = {}
     same: dict[bytes, list[RecordTask]] = {}
     first_tools: dict[Split, tuple[str, ...]] = {}
@@ -72,8 +77,11 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
             for task in _tasks(pool):
                 first_tools.setdefault(split, tuple(task.tools))
                 tools.setdefault(task.agent, set()).update(task.tools)
-                if task.agent not in by_agent:
-                    by_agent[task.agent] = _whole(pool, task)
+                by_agent.setdefault(task.agent, task)
+                source = task.labels[SOURCE_LABEL] if isinstance(pool, MixturePool) else ""
+                kind = (task.agent, source, frozenset(task.private_extras))
+                if kind not in kinds:
+                    kinds[kind] = _with_private_extras(pool, task)
                 scored_by.setdefault((split, tuple(task.scorers)), task)
                 if names_record(task.oracle_ref):
                     prompt = hashlib.sha256(msgspec.msgpack.encode(task.messages)).digest()
@@ -90,6 +98,7 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     return TaskSurvey(
         tools_by_agent={agent: frozenset(names) for agent, names in tools.items()},
         by_agent=by_agent,
+        with_private_extras=tuple(kinds.values()),
         scored_by=scored_by,
         longest=tuple(longest),
         repeated=tuple(repeated),
@@ -98,7 +107,7 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     )
 
 
-def _whole(pool: TaskPool, task: PoolTask) -> PoolTask:
+def _with_private_extras(pool: TaskPool, task: PoolTask) -> PoolTask:
     """Return a task of the pool with its private extras."""
     position = pool.position(task.task_id) if isinstance(pool, StoredPool) else None
     return task if position is None else pool.task(position)
