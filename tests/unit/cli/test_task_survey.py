@@ -17,9 +17,9 @@ from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import Message
 from rollmesh.shared.store.records import FileRecord
 from rollmesh.shared.store.row_files import RowFiles
-from rollmesh.shared.domain.trajectory import Message
 
 CONFIG: dict[str, Any] = {
     "data": {"source": {"name": "jsonl", "options": {"path": "tasks.jsonl", "tools": ["calculator"]}}},

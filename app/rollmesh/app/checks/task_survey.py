@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollmesh.services.data.mixture_pool import SOURCES_MAX
-from rollmesh.services.data.mixture_pool import SOURCE_LABEL, MixturePool
+from rollmesh.services.data.mixture_pool import SOURCE_LABEL, SOURCES_MAX, MixturePool
 from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.services.reward.oracles import names_record
 
