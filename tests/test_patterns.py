@@ -42,6 +42,10 @@ LIMITED: dict[tuple[str, str], str] = {
     ("sandbox_runtime/rollmesh/sandbox_runtime/languages/terminal.py", r"(\d+)m([\d.,]+)s"): "a mark has at most 200 bytes",
     ("trainer/rollmesh/trainer/estimators/dsdr.py", r"(?<![\w.])[\w.]+(?:\s?[-+*/^=<>]\s?\(*[\w.]+\)*)+"):
         "a start with one operator always matches, and a word has one start",
+    ("services/rollmesh/services/data/checkable.py", r"[A-Za-z]{3}|[A-Z][A-Za-z]|[A-Za-z][A-Z]|[A-Za-z](?:\d|\s*\.)|[+\-*/^_=<>|]\s*[*/^_=<>]|[+\-*/^_=<>,({\[]\s*$|^\s*[*/^_=<>,)}\]!]|([_^])(?:\w|\{[^{}]*\})\s*\1|[,.]\s*[,.]|[({\[]\s*[)}\]]"):
+        "the text has at most 200 characters",
+    ("shared/rollmesh/shared/domain/option_order.py", r"^\s*\(?[A-J][).:]\s+(?=\S)"):
+        "the text has at most 200 characters",
 }  # fmt: skip
 """Patterns that the analysis rejects -> why their work is bounded."""
 CONFIGURED = {

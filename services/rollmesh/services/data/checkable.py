@@ -28,11 +28,14 @@ _NOT_IN_EXPRESSION = re.compile(
 )
 
 _HALF_FRACTION = re.compile(r"frac\s*(?:\{[^{}]*\}|\d)\s*$")
+CHARS_MAX = 200
 
 
 def is_checkable(answer: str) -> bool:
-    """Return whether a rule can compare an answer of one line."""
+    """Return whether a rule can compare an answer of one line, of at most `CHARS_MAX` characters."""
     text = answer.strip().rstrip(" .,;")
+    if len(text) > CHARS_MAX:
+        return False
     if styled := _STYLE.fullmatch(text):
         text = styled[1].strip()
     if _is_words(text) or _CLOCK.fullmatch(text) or _QUANTITY.fullmatch(text):
