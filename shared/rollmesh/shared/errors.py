@@ -133,11 +133,11 @@ def at_key(error: InvalidInput, key: str) -> ConfigError:
 
 @contextmanager
 def located_at(key: str) -> Iterator[None]:
-    """Add the key to an InvalidInput that is raised in the block and does not name one."""
+    """Add the key to an InvalidInput that is raised in the block and does not name it or a key below it."""
     try:
         yield
     except InvalidInput as error:
-        if "key" in error.metadata:
+        if f"{error.metadata.get('key', '')}.".startswith(f"{key}."):
             raise
         raise at_key(error, key) from error
 

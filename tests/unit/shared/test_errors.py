@@ -100,9 +100,11 @@ def test_the_error_of_a_field_names_it_and_what_it_must_be(got: object, shown: s
 
 
 def test_an_error_keeps_the_key_that_it_names() -> None:
-    with pytest.raises(errors.ConfigError, match="^`inner`: wrong$") as inner, errors.located_at("outer"):
-        raise errors.ConfigError("`inner`: wrong", key="inner")
-    assert inner.value.metadata["key"] == "inner"
+    with pytest.raises(errors.ConfigError, match="^`outer.inner`: wrong$") as inner, errors.located_at("outer"):
+        raise errors.ConfigError("`outer.inner`: wrong", key="outer.inner")
+    assert inner.value.metadata["key"] == "outer.inner"
+    with pytest.raises(errors.ConfigError, match="^`outer`: `option`: wrong$"), errors.located_at("outer"):
+        raise errors.ConfigError("`option`: wrong", key="option")
     with pytest.raises(errors.ConfigError, match="^`outer`: wrong$") as outer, errors.located_at("outer"):
         raise errors.InvalidInput("wrong")
     assert outer.value.metadata["key"] == "outer"

@@ -61,7 +61,7 @@ def test_update_changes_weights_and_accounts_for_every_sample() -> None:
     made = trainer()
     before = weights(made)
     samples, groups = random_batch()
-    groups[0] = replace(groups[0], labels={"source": "sums"})
+    groups[0] = replace(groups[0], task="sums/1", labels={"source": "sums"})
     result = made.update(1, samples, groups)
     assert result.outcome is UpdateOutcome.APPLIED
     assert result.used_ids == [s.sample.sample_id for s in samples]
