@@ -1321,6 +1321,54 @@ class WatchReadyResponse(_message.Message):
 Global___WatchReadyResponse: _TypeAlias = WatchReadyResponse  # noqa: Y015
 
 @_typing.final
+class GetAnswerKeysRequest(_message.Message):
+    """A request for the answer keys of submitted tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORACLE_REFS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def oracle_refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The `oracle_ref` of each task, at most 256, "submitted:..."."""
+
+    def __init__(
+        self,
+        *,
+        oracle_refs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oracle_refs", b"oracle_refs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAnswerKeysRequest: _TypeAlias = GetAnswerKeysRequest  # noqa: Y015
+
+@_typing.final
+class GetAnswerKeysResponse(_message.Message):
+    """The answer keys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answer_keys(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AnswerKey]:
+        """In the order of the references. Fewer if more would exceed 4 MiB; at least one. The caller continues after the last of them."""
+
+    def __init__(
+        self,
+        *,
+        answer_keys: _abc.Iterable[_types_pb2.AnswerKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_keys", b"answer_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAnswerKeysResponse: _TypeAlias = GetAnswerKeysResponse  # noqa: Y015
+
+@_typing.final
 class GetMeshRequest(_message.Message):
     """A request for the description of the mesh."""
 

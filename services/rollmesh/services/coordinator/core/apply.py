@@ -37,6 +37,8 @@ from rollmesh.services.coordinator.core.state import (
     State,
     UpdateRecord,
     names_digest,
+    submitted_digest,
+    task_bytes,
 )
 
 UPDATES_KEPT_MAX = 4096
@@ -53,6 +55,7 @@ PROGRESS = (
     f.UpdateCommitted,
     f.CheckpointReported,
     f.VersionPublished,
+    f.TasksSubmitted,
 )
 """Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they
 also occur in a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
@@ -95,6 +98,11 @@ def _(fact: f.GroupReserved, state: State) -> None:
         dead_id=fact.dead_id,
     )
     state.groups[fact.group] = group
+    if state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
+        assert state.submitted_open, f"{fact.group} has a task that was not submitted"
+        task = state.submitted_open.pop(0)
+        assert task.task_id == fact.task.task_id, f"{fact.group} has {fact.task.task_id}, expected {task.task_id}"
+        state.submitted_open_bytes -= task_bytes(task)
     state.replays = [replay for replay in state.replays if not fact.dead_id or replay.dead_id != fact.dead_id]
     if fact.purpose is Purpose.EVAL:
         open_eval(state, fact)
@@ -353,6 +361,17 @@ def _(fact: f.TaskReplayed, state: State) -> None:
     state.replays.append(Replay(dead_id=fact.dead_id, task=fact.task, draw=fact.draw))
     state.replayed.append(fact.dead_id)
     del state.replayed[:-REPLAYED_KEPT_MAX]
+
+
+@_apply.register
+def _(fact: f.TasksSubmitted, state: State) -> None:
+    keys = {key.task_id: key for key in fact.answer_keys}
+    for task in fact.tasks:
+        assert task.task_id not in state.submitted, f"task {task.task_id} submitted twice"
+        state.submitted[task.task_id] = submitted_digest(task, keys.get(task.task_id))
+        state.submitted_open.append(task)
+        state.submitted_open_bytes += task_bytes(task)
+    state.submitted_finished = state.submitted_finished or fact.finish
 
 
 @_apply.register

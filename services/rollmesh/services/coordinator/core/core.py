@@ -27,6 +27,7 @@ from rollmesh.services.coordinator.core import (
     reports,
     rollouts,
     stall,
+    submissions,
 )
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
@@ -84,6 +85,7 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     m.ReportCheckpoint: commits.report_checkpoint,
     i.PublishVersion: commits.publish,
     i.VersionRejected: commits.version_refused,
+    i.SubmitTasks: submissions.submit,
     m.StopRun: ending.stop,
     i.Stalled: stall.stalled,
     i.ReplayDead: stall.replay,
@@ -101,6 +103,7 @@ _AFTER_FAILURE_REFUSED = (
     i.PublishVersion,
     i.ReplayDead,
     i.ReportEpisodes,
+    i.SubmitTasks,
 )
 """Inputs that are rejected after a bug has ended the run, because the same input could trigger the bug again."""
 
@@ -224,6 +227,8 @@ class Core:
         moments = [*v.episode_deadlines.values(), *v.batch_deadlines.values(), *v.group_deadlines.values()]
         if (counting := limits.next_count(self.state, v)) is not None:
             moments.append(counting)
+        if v.draw_at is not None:
+            moments.append(v.draw_at)
         moments += [*v.eval_deadlines.values(), *(w.deadline for w in v.workers), *(t.deadline for t in v.trainers)]
         return min(moments, default=None)
 

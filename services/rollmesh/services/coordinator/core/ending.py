@@ -74,7 +74,8 @@ def _finish_export(ctx: DecisionContext) -> None:
     if state.stopping:
         _cancel_unused(ctx, include_evals=False)
     complete = state.num_groups >= ctx.spec.export_groups
-    if (complete or ctx.ephemeral.exhausted or state.stopping) and not state.groups:
+    drawn = ctx.ephemeral.exhausted or state.submissions_done
+    if (complete or drawn or state.stopping) and not state.groups:
         end_run(ctx, "EXPORTED" if complete else state.stopping or "TASKS_EXHAUSTED")
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core import submissions
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.shared.errors import RunEnded
 
 
 def is_stalled(ctx: DecisionContext) -> bool:
-    """Return whether the run has made no progress for `stall_s` of its spec."""
+    """Return whether the run has made no progress for `stall_s` of its spec. A run that only waits for tasks of clients
+    is not stalled."""
     spec = ctx.spec
+    if submissions.is_idle(ctx.state):
+        return False
     return 0 < spec.stall_s <= ctx.now - ctx.ephemeral.progressed_at and not ctx.state.ended
 
 
