@@ -242,6 +242,9 @@ class RunDriver(Callers):
         request = question.request
         if isinstance(request, i.ReportEpisodes):
             request = without_purged(request, self._is_purged)
+        elif isinstance(request, i.SubmitTasks):
+            position = self._ledger.head.position + 1
+            request = structs.replace(request, submission=f"{position}-{request.submission}")
         try:
             decision = self._core.handle(request, self._clock.monotonic_s())
         except MeshError as error:

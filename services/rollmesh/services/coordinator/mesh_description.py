@@ -16,7 +16,7 @@ from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.protocol import PROTOCOL
-from rollmesh.shared.errors import MeshBusy, Unimplemented, field_error
+from rollmesh.shared.errors import InvalidSpec, MeshBusy, Unimplemented, field_error
 from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
@@ -35,6 +35,8 @@ class MeshDescription:
     base_dir: str
     """Directory on this host to which file names in the configuration are relative."""
     model: ModelFiles | None = None
+    needs_submissions: bool = False
+    """Whether the data service has no training tasks, so that every run that draws some needs those of clients."""
     payloads: str = "stream"
     """Where workers on this host store payloads: files or stream."""
 
@@ -69,13 +71,17 @@ class MeshDescriber:
     async def check_run(self, spec: RunSpec) -> None:
         """Check whether the nodes of the mesh can serve a new run, because a run that no node serves would only wait.
 
-        Raises InvalidInput for another policy than that of the nodes, MeshBusy while they serve another run.
+        Raises InvalidInput for another policy than that of the nodes, InvalidSpec for a run without tasks, MeshBusy
+        while they serve another run.
         """
         if self._given is None:
             return
         if spec.policy != self._given.policy:
             must = f"be {self._given.policy!r}, which this mesh's inference nodes serve"
             raise field_error("spec.policy", must, spec.policy)
+        if self._given.needs_submissions and not spec.submitted_tasks:
+            must = "be true, because the data service of this mesh has no tasks (`data.source` is `submitted`)"
+            raise field_error("spec.submitted_tasks", must, spec.submitted_tasks, of=InvalidSpec)
         for run, driver in self._runs.drivers.items():
             if run != spec.run and not await driver.read(_ended):
                 raise MeshBusy(
