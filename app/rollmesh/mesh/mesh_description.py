@@ -10,6 +10,7 @@ from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.coordinator.mesh_description import MeshDescription
+from rollmesh.services.data.source import SUBMITTED
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.rpc.server import ServerConfig
@@ -25,6 +26,7 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),
         model=_model_files(layout),
+        needs_submissions=layout.config.data.source.name == SUBMITTED,
         payloads="files" if layout.config.payloads_in_files else "stream",
     )
 

@@ -26,7 +26,8 @@ class DataConfig(Settings):
     """Settings of the data service."""
 
     source: Extension = Extension("calc")
-    """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own."""
+    """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own. `submitted` has none, because clients submit
+    them (`run.submitted_tasks`)."""
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, `sec`, `dump`, `historical_variance`, `changepoint`,
     or your own."""
@@ -68,13 +69,19 @@ def build_pools(
         raise ConfigError(
             f"`data.source`: source `{name}` failed: {explain(err)}\n{user_traceback(err)}", key="data.source"
         ) from err
-    if not pools[Split.TRAIN]:
+    if not pools[Split.TRAIN] and not source.from_clients:
         raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
     return dict(pools)
 
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:
     """Return a new selector over `pool`. Relative files are relative to `base_dir`. Raise ConfigError."""
+    if not len(pool) and config.selector.name != "uniform":
+        raise ConfigError(
+            f"`data.selector` must be uniform, got {config.selector.name!r}: submitted tasks are drawn in the order of "
+            "their submission",
+            key="data.selector",
+        )
     return cast(Selector, SELECTORS.make(config.selector, base_dir, pool=pool, seed=config.seed))
 
 

@@ -61,11 +61,16 @@ class DataEngine:
         self, *, run: str, policy: str, first_draw: int, num: int, ledger_position: int = 0
     ) -> DrawnTasks:
         """Return training tasks of draws [first_draw, first_draw + num). Raise UnknownRun, CatchingUp, OutOfRange."""
+        pool = self._pools[Split.TRAIN]
+        if not len(pool):
+            raise OutOfRange(
+                "this mesh has no training tasks, because `data.source` is `submitted`; create the run with "
+                "`submitted_tasks: true`, and submit tasks (SubmitTasks)"
+            )
         follower = await self._follower(run)
         positions = await follower.positions(
             policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
         )
-        pool = self._pools[Split.TRAIN]
         return [(first_draw + offset, pool.task(position)) for offset, position in enumerate(positions)]
 
     def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:

@@ -20,6 +20,9 @@ class TaskSource(Plugin):
     is the folder of the configuration, or None. Relative files are relative to it.
     """
 
+    from_clients: bool = False
+    """Whether clients submit the tasks of the train split, so that the source needs none."""
+
     @required
     def tasks(self) -> Iterable[PoolTask]:
         """Yield the tasks of all splits, each with its split, in the same order in every process. Task ids are unique
@@ -30,10 +33,14 @@ class TaskSource(Plugin):
         """Store the client of endpoints, for example to let a model write tasks. It works until `tasks` has ended."""
 
 
+SUBMITTED = "submitted"
+"""Name of the source whose tasks come from clients."""
+
 SOURCES = Registry(
     "source",
     {
         "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
+        SUBMITTED: "rollmesh.services.data.submitted_source:SubmittedSource",
         "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
         "masked": "rollmesh.services.data.masked_source:MaskedSource",
         "trajectories": "rollmesh.services.data.trajectory_source:TrajectorySource",

@@ -2,6 +2,7 @@
 
 A reference is `scheme:rest`. Every scheme has one oracle:
     jsonl:NAME@DIGEST#LINE      a line of the JSONL file configured under NAME; DIGEST is the head of its SHA-256
+    submitted:RUN/RECORD/TASK   the key that a client submitted with its task; the coordinator returns it
     tests:REF                   the hidden tests REF in the oracle store of the sandbox nodes
     masked:SEED-DIGEST-OPTIONS  multiple choice of the source `masked`, whose reference determines the letter
     calc:, code:, sql:          the task families of the demo
@@ -14,7 +15,7 @@ line or error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,10 +41,15 @@ class Oracle(Plugin):
         """Return the key of `rest`, the part after `scheme:`. Raise UnknownOracle if it does not exist."""
         raise NotImplementedError
 
+    async def fetch(self, rests: Sequence[str]) -> None:
+        """Fetch what `resolve` needs for these references, each once, before it is called. Raise UnknownOracle, or an
+        error of the call that can be repeated."""
+
 
 ORACLES = Registry(
     "oracle",
     {
+        "submitted": "rollmesh.services.reward.submitted_oracle:SubmittedOracle",
         "tests": "rollmesh.services.reward.oracles:StoredTestsOracle",
         "masked": "rollmesh.services.reward.oracles:MaskedOracle",
         "calc": "rollmesh.demo.families.calc:CalcOracle",
@@ -104,6 +110,16 @@ class Oracles:
                 )
             self._oracles[scheme] = ORACLES.make(scheme)
         return self._oracles[scheme].resolve(rest)
+
+    async def fetch(self, oracle_refs: Iterable[str]) -> None:
+        """Let each oracle fetch what it needs for its references. Raise as `Oracle.fetch`."""
+        by_scheme: dict[str, list[str]] = {}
+        for ref in dict.fromkeys(oracle_refs):
+            scheme, _, rest = ref.partition(":")
+            by_scheme.setdefault(scheme, []).append(rest)
+        for scheme, rests in by_scheme.items():
+            if scheme in self._oracles:
+                await self._oracles[scheme].fetch(rests)
 
 
 class StoredTestsOracle(Oracle):

@@ -43,6 +43,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.RewardServiceScoreRequest, context: object
     ) -> reward_pb2.RewardServiceScoreResponse:
+        await self._engine.oracles.fetch(item.task.oracle_ref for item in request.items[:ITEMS_MAX])
         items = list(self._items(request))
         with tracing.spans_below((item.traceparent for item in request.items), "scorers", "reward"):
             uses: Uses = {}
