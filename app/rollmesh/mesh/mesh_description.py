@@ -26,6 +26,8 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),
         model=_model_files(layout),
+        agents=tuple(layout.config.rollout.agents),
+        tools=tuple(layout.config.rollout.tools),
         needs_submissions=layout.config.data.source.name == SUBMITTED,
         payloads="files" if layout.config.payloads_in_files else "stream",
     )

@@ -5,9 +5,10 @@ The creator of a mesh gives the configuration to the coordinator. A coordinator 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -20,6 +21,10 @@ from rollmesh.shared.errors import InvalidSpec, MeshBusy, Unimplemented, field_e
 from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import types_pb2
+
+_TABLES = {"agent": "agents", "tools": "tools"}
+"""The table of the configuration with what a field of a task names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,10 @@ class MeshDescription:
     model: ModelFiles | None = None
     needs_submissions: bool = False
     """Whether the data service has no training tasks, so that every run that draws some needs those of clients."""
+    agents: tuple[str, ...] = ()
+    """Names of the agents that a task may name."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that a task may list."""
     payloads: str = "stream"
     """Where workers on this host store payloads: files or stream."""
 
@@ -89,6 +98,26 @@ class MeshDescriber:
                     f"{run}` (StopRun) ends it; or use another mesh",
                     run=run,
                 )
+
+    def check_tasks(self, tasks: Sequence[types_pb2.Task]) -> None:
+        """Check that the mesh has the agents and tools of submitted tasks. Raises InvalidInput with the task and the
+        field. A coordinator without a configuration checks nothing."""
+        if self._given is None:
+            return
+        for index, task in enumerate(tasks):
+            for field, named, known in (
+                ("agent", [task.agent] if task.agent else [], self._given.agents),
+                ("tools", task.tools, self._given.tools),
+            ):
+                for name in named:
+                    if name not in known:
+                        must = f"name what this mesh has ({', '.join(known) or 'none'})"
+                        raise field_error(
+                            f"{validation.task_place(index, task)}.{field}",
+                            must,
+                            name,
+                            f"add it to rollout.{_TABLES[field]}",
+                        )
 
     async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
         """Yield the files. Raises `Unimplemented` without a configuration, `UnknownBlob` for a file that is not

@@ -162,6 +162,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         quotas = self._submitted
         validation.check_submission(request, task_bytes_max=quotas.task_bytes_max)
+        self._mesh.check_tasks(request.tasks)
         driver = await self._runs.get(request.run)
         if request.tasks:
             validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))

@@ -187,7 +187,7 @@ def check_submission(request: run_pb2.SubmitTasksRequest, *, task_bytes_max: int
             must = "have 1 to 256 characters of A-Z a-z 0-9 _ . : -"
             raise field_error(f"tasks[{index}].task_id", must, task.task_id)
         key = keys.pop(task.task_id, None)
-        _check_task(task, key, f"{_place(index, task)}.")
+        _check_task(task, key, f"{task_place(index, task)}.")
         size = task.ByteSize() + (key.ByteSize() if key is not None else 0)
         if size > task_bytes_max:
             raise PayloadTooLarge(
@@ -230,7 +230,7 @@ def _check_task(task: types_pb2.Task, key: types_pb2.AnswerKey | None, field: st
 def check_submitted_scorers(request: run_pb2.SubmitTasksRequest, known: Sequence[str]) -> None:
     """Check that each submitted task has a scorer. `known` are the rewards of the run's scorers."""
     for index, task in enumerate(request.tasks):
-        field = f"{_place(index, task)}.scorers"
+        field = f"{task_place(index, task)}.scorers"
         if not known:
             raise field_error(field, "have a scorer, and this mesh has none", None, "add one to reward.scorers")
         if len(set(task.scorers)) < len(task.scorers) or not set(task.scorers) <= set(known):
@@ -238,7 +238,7 @@ def check_submitted_scorers(request: run_pb2.SubmitTasksRequest, known: Sequence
             raise field_error(field, must, ", ".join(task.scorers), "add the scorer to reward.scorers")
 
 
-def _place(index: int, task: types_pb2.Task) -> str:
+def task_place(index: int, task: types_pb2.Task) -> str:
     return f"tasks[{index}] (task {task.task_id})"
 
 
