@@ -22,7 +22,7 @@ class SubmissionConfig(Settings):
     """Maximum size of a task with its answer key, in bytes. All tasks of a call have at most 2 MiB."""
     open_max: PositiveInt = 10_000
     """Maximum number of tasks of a run that wait for admission. More are rejected with TASK_QUOTA."""
-    open_bytes_max: PositiveInt = 64 * 1024 * 1024
+    open_bytes_max: PositiveInt = 32 * 1024 * 1024
     """Maximum size of these tasks without their answer keys, in bytes. The coordinator holds them in memory and in its
     snapshots."""
     tasks_max: PositiveInt = 200_000
