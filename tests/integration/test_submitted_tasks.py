@@ -163,7 +163,18 @@ async def test_what_is_rejected_and_by_which_error(mesh: MeshParts) -> None:
 
 @pytest.mark.parametrize(
     "ref",
-    ["", "submitted:", "submitted:r/x-y/a", "submitted:no/1-y/a", "submitted:r/1-y/a", "submitted:r/99-y/a", "jsonl:a"],
+    [
+        "",
+        "submitted:",
+        "submitted:r/x-y/a",
+        "submitted:no/1-y/a",
+        "submitted:r/1-y/a",
+        "submitted:r/99-y/a",
+        "submitted:r/0-y/a",
+        f"submitted:r/{'9' * 5000}-y/a",
+        "submitted:r.s/1-y/a",
+        "jsonl:a",
+    ],
 )
 async def test_a_reference_without_a_submission_has_no_key(mesh: MeshParts, ref: str) -> None:
     await mesh.begin(submitted_tasks=True)

@@ -6,6 +6,7 @@ part that distinguishes ledgers of runs with the same name, so that the key is f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from rollmesh.services.coordinator.core.state import SUBMITTED_SCHEME
@@ -16,6 +17,8 @@ from rollmesh.shared.errors import InvalidInput, MeshError, UnknownOracle, field
 from rollmesh.v1 import events_pb2, types_pb2
 
 REFS_MAX = 256
+_POSITION = re.compile(r"[1-9][0-9]{0,17}")
+"""Sequences of a stream, which begin at 1."""
 BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the keys of a response, bytes. One larger key is returned alone."""
 
@@ -48,7 +51,7 @@ class AnswerKeys:
     async def _of_submission(self, ref: str, place: str) -> dict[str, types_pb2.AnswerKey]:
         run, _, submission = place.partition("/")
         position = submission.partition("-")[0]
-        if not ref.startswith(f"{SUBMITTED_SCHEME}:") or not (position.isascii() and position.isdecimal()):
+        if not ref.startswith(f"{SUBMITTED_SCHEME}:") or not _POSITION.fullmatch(position):
             raise _unknown(ref, f"expected {SUBMITTED_SCHEME}:RUN/POSITION-RANDOM/TASK_ID")
         for fact in await self._facts(ref, run, int(position)):
             if isinstance(fact, events_pb2.TasksSubmitted) and fact.submission == submission:
