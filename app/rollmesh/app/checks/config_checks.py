@@ -275,7 +275,8 @@ class _Check:
         if pools:
             self._tools(tasks.tools)
             self._named(tasks)
-        if config.data.source.name == SUBMITTED and not config.run.submitted_tasks:
+        drawn = not (config.run.submitted_tasks or config.run.export_groups)  # an export draws from a split
+        if config.data.source.name == SUBMITTED and drawn:
             what = "`run.submitted_tasks` must be true with `data.source` submitted, which has no tasks, got false"
             self.mistakes.append(ConfigError(what, key="run.submitted_tasks"))
         with self._collected():

@@ -139,9 +139,9 @@ def why_no_work(ctx: DecisionContext) -> str:
     if num_wanted(ctx) == 0:
         ready, busy = len(state.training_groups(GroupPhase.READY)), len(demand.on_their_way(state))
         return f"demand: {ready} READY groups and {busy} on their way are enough until the learner finishes an update"
-    if ctx.spec.submitted_tasks and not state.submitted_open:
+    if ctx.spec.submitted_tasks:
         return submissions.why_no_task(state)
-    return ctx.ephemeral.data_waiting or ("a decision" if ctx.spec.submitted_tasks else "tasks from the data service")
+    return ctx.ephemeral.data_waiting or "tasks from the data service"
 
 
 def num_wanted(ctx: DecisionContext) -> int:

@@ -70,6 +70,8 @@ def is_idle(state: State) -> bool:
 
 def why_no_task(state: State) -> str:
     """Return why no submitted task is drawn, for display."""
+    if state.submitted_open:
+        return f"the next draw: {count_of(len(state.submitted_open), 'submitted task')} open"
     num = count_of(len(state.submitted), "submitted task")
     if state.submitted_finished:
         return f"nothing: all of {num} are drawn, and no further ones follow"
