@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from rollmesh.client import Client
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.net.retry import RetryConfig
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import run_pb2, types_pb2
 
 from .verdict import settle
 from .world import HOSTS, World, mesh_config, save_model_folder, world
@@ -41,6 +42,14 @@ def tasks(first: int) -> list[types_pb2.Task]:
     ]
 
 
+def has_answered(least: int, state: run_pb2.RunState) -> bool:
+    return state.submitted.answered >= least
+
+
+def is_replaced(mesh: World, pid: int) -> bool:
+    return pid not in mesh.pids.values() and len(mesh.pids) == len(HOSTS)
+
+
 async def submit(mesh: World) -> None:
     """Submit all tasks, each call twice, as a client that loses responses, and faster than they are answered."""
     retry = RetryConfig(retry_s=STEP_S)
@@ -51,18 +60,14 @@ async def submit(mesh: World) -> None:
             keys = [types_pb2.AnswerKey(task_id=one.task_id, answers=["2"]) for one in of_call]
             for finish in (False, first + PER_CALL == NUM_TASKS):
                 await run.submit_tasks(of_call, keys, finish=finish)
-            await mesh.until_state(
-                f"answers to {first}", lambda s, least=first - 200: s.submitted.answered > least, limit_s=STEP_S
-            )
+            await mesh.until_state(f"answers to {first}", partial(has_answered, first - 200), limit_s=STEP_S)
 
 
 async def kill_in_turn(mesh: World) -> None:
     """Kill each victim after an equal part of the tasks."""
     for turn, victim in enumerate(VICTIMS):
         least = turn * NUM_TASKS // len(VICTIMS)
-        await mesh.until_state(
-            f"{least} answers for {victim}", lambda s, least=least: s.submitted.answered >= least, limit_s=STEP_S
-        )
+        await mesh.until_state(f"{least} answers for {victim}", partial(has_answered, least), limit_s=STEP_S)
         if victim == "nats":
             mesh.kill_nats_server()
             pid = mesh.pids["nats"]
@@ -70,7 +75,7 @@ async def kill_in_turn(mesh: World) -> None:
             pid = mesh.kill(victim)
         await mesh.until(
             f"{victim} is replaced",
-            lambda pid=pid: pid not in mesh.pids.values() and len(mesh.pids) == len(HOSTS),
+            partial(is_replaced, mesh, pid),
             limit_s=STEP_S,
         )
 

@@ -7,7 +7,9 @@ import json
 import re
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from rollmesh.mesh.mesh import create_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.errors import InvalidInput
-from rollmesh.v1 import types_pb2
+from rollmesh.v1 import run_pb2, types_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
 from .external_trainer_mesh import ROOT, finish, node_trainer, write_weights
@@ -39,7 +41,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(model: Path) -> MeshConfig:
     """Four groups of four per update; the fake model answers at random. The bound is so large that no sample of 30
     tasks ends as stale."""
-    run = {"max_staleness": 8, "batch_groups": 4, "group_size": 4, "updates_max": 0, "submitted_tasks": True}
+    run: dict[str, Any] = {
+        "max_staleness": 8,
+        "batch_groups": 4,
+        "group_size": 4,
+        "updates_max": 0,
+        "submitted_tasks": True,
+    }
     made = mesh_config(model, **run)
     data = msgspec.structs.replace(made.data, source=Extension("submitted"), selector=Extension("uniform"))
     return msgspec.structs.replace(made, data=data)
@@ -48,6 +56,10 @@ def config(model: Path) -> MeshConfig:
 def task(number: int) -> types_pb2.Task:
     prompt = types_pb2.Message(role="user", content=f"{number}+1")
     return types_pb2.Task(task_id=f"t{number}", messages=[prompt], tools=["calculator"])
+
+
+def has_answered(least: int, state: run_pb2.RunState) -> bool:
+    return state.submitted.answered >= least
 
 
 async def test_every_task_is_answered_once_while_services_restart(tmp_path: Path, model: Path) -> None:
@@ -67,9 +79,9 @@ async def test_every_task_is_answered_once_while_services_restart(tmp_path: Path
                 await run.submit_tasks(tasks, keys)
                 for name in names:
                     await mesh.restart(name)
-                state = await run.submit_tasks(tasks, keys, finish=first == 20)
-                assert state.open + state.drawn + state.answered == first + 10
-                await operator.until(lambda s, least=first: s.submitted.answered > least)
+                known = await run.submit_tasks(tasks, keys, finish=first == 20)
+                assert known.open + known.drawn + known.answered == first + 10
+                await operator.until(partial(has_answered, first + 1))
         await operator.finished()
         state, facts, report = await operator.state(), await operator.facts(), await operator.audit()
     drawn = Counter(fact.task.task_id for fact in facts if isinstance(fact, f.GroupReserved))
