@@ -144,8 +144,10 @@ class History:
 
     def _draw(self, question: DrawTasks) -> None:
         draws = range(question.first_draw, question.first_draw + question.num)
-        tasks = tuple((d, Task(task_id=f"train/{d}", messages=(QUESTION,), labels={"level": "3"})) for d in draws)
-        self._ask(i.TasksDrawn(purpose=question.purpose, tasks=tasks))
+        self._ask(i.TasksDrawn(purpose=question.purpose, tasks=tuple((draw, self._task(draw)) for draw in draws)))
+
+    def _task(self, draw: int) -> Task:
+        return Task(task_id=f"train/{draw}", messages=(QUESTION,), labels={"level": "3"})
 
     def _train(self, update: int) -> None:
         batch = self._ask(self._request(i.LeaseBatch, update=update))

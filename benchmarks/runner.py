@@ -23,15 +23,16 @@ BENCHES = (
     "staleness",
     "handover",
     "ledger",
+    "lake",
     "recovery",
     "time_to_success",
     "recipes",
     "scorers",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm", "race", "weights", "publish_to_active", "open_connections")
-"""Modules that run by name only: they need another environment, 12 GB of memory, or 2,000 open files. `methods` is a
-command with its own options."""
+BY_NAME = ("vllm", "race", "weights", "publish_to_active", "open_connections", "task_files")
+"""Modules that run by name only: they need another environment, 12 GB of memory, 2,000 open files, or 2 GB of disk.
+`methods` is a command with its own options."""
 WITH_OPTIONS = ("race",)
 """Modules whose `run` has further options."""
 FOLDERS = {name: f"{name}.bench" for name in ("handover", "race", "sandbox", "vllm", "weights")}

@@ -47,8 +47,8 @@ LIMITED: dict[tuple[str, str], str] = {
 CONFIGURED = {
     "app/rollmesh/demo/families/maze.py": 2,  # words of moves, and a key of fixed length
     "app/rollmesh/demo/families/sql.py": 3,  # constants in a list, and words in one-line questions of the demo
-    "services/rollmesh/services/data/jsonl_source.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/data/synthesized_source.py": 1,  # of the operator, on data of the operator
+    "services/rollmesh/services/data/task_fields.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/scorer_run.py": 1,  # an escaped answer
     "services/rollmesh/services/data/trajectory_source.py": 2,  # of the operator, on prompts of the operator's samples
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator

@@ -218,6 +218,19 @@ SAMPLES = Section(
         ),
         Panel(title="Wait of workers for episodes", queries=[_quantile(co.ACQUIRE_SECONDS, "run")], unit="s"),
         Panel(title="Tasks per second", queries=[_rate(data.TASKS, "purpose")]),
+        Panel(
+            title="Shares of task sources",
+            queries=[_max(data.SOURCE_SHARE, "run, source, state")],
+            unit="percentunit",
+            text="trained differs from requested where groups of a source are filtered or too old.",
+            rare="the run must draw with the selector mixture",
+        ),
+        Panel(
+            title="Records of task files that were dropped, by reason",
+            queries=[_sum(data.DROPPED, "reason")],
+            text="Since the start of the data services, each of which reads the source.",
+            rare="a source must drop a record, as masked and templated do",
+        ),
     ),
 )
 TIME = Section(

@@ -31,6 +31,8 @@ class FirstTurnsGiven(PrefixAgent):
     """The agent `prefix` for calculator tasks: a solution is all turns of the ideal episode, and its parts are their
     tokens. The last turn that is given may be incomplete."""
 
+    private_extras = ()
+
     def give(self, task: Task, env: Environment, rng: random.Random) -> str:
         shown = demonstrate(task.messages[-1].content)
         turns = [*((f"<tool_call>{call}</tool_call>", result) for call, result in shown.calls)]

@@ -110,7 +110,7 @@ def resolved(arm: MethodArm) -> tuple[MeshConfig, Path, dict[str, Any]]:
             "learner": {"optimizer": {"lr": arm.lr}},
             "rollout": rollout,
             "run": run,
-            "data": dict(task.data),
+            "data": {**_selector(recipe), **task.data},
             "reward": reward,
         },
     )
@@ -128,6 +128,13 @@ def _agent(recipe: Mapping[str, Any]) -> str | dict[str, Any]:
     if isinstance(chosen, str):
         return AGENTS.get(chosen, chosen)
     return {**chosen, "name": AGENTS.get(chosen["name"], chosen["name"])}
+
+
+def _selector(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Return the setting that replaces a selector of the sources of a mixture, because the tasks here have one."""
+    chosen = recipe.get("data", {}).get("selector", "")
+    name = chosen if isinstance(chosen, str) else chosen["name"]
+    return {"selector": "uniform"} if name == "mixture" else {}
 
 
 def _own_files(tree: object, folder: Path) -> Iterator[tuple[str, Path]]:

@@ -52,7 +52,7 @@ from rollmesh.shared.domain.trajectory import (
     TrainingSample,
 )
 from rollmesh.shared.domain.versions import PolicyVersion, oldest_admissible, staleness
-from rollmesh.testing.rollout import LocalSandbox
+from rollmesh.testing.rollout import FixedPrivateData, LocalSandbox
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 TRAIN = types_pb2.PURPOSE_TRAIN
@@ -159,6 +159,7 @@ class BareLoop:
                 generator=EngineGenerator(self.engine, config.outputs, config.num_top),
                 sandbox=LocalSandbox({config.tools["calculator"].function: calc.call}),
                 scorer=DirectScorer(self._config.reward, self._base_dir),
+                data=FixedPrivateData({}),
                 samples=self._episodes,
                 clock=clock,
                 stages=Stages(config.stages, clock),

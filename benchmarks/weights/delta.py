@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from rollmesh.demo.config import MadeModelConfig, demonstrated_source
+from rollmesh.demo.config import MadeModelConfig, demonstrated_sources
 from rollmesh.demo.make_model import Demonstrator
 from rollmesh.demo.sft import WarmStartConfig, imitation_step
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
@@ -111,7 +111,7 @@ def train(
     """Make the versions 0 to `updates`, and the deltas between them. `on_update` gets the figures so far."""
     model = build_tiny_model(case.shape, seed=0)
     source = MadeModelConfig(tasks=Extension("calc", {"level_max": LEVELS}))
-    demonstrator, rng = Demonstrator(demonstrated_source(source)), np.random.default_rng(0)
+    demonstrator, rng = Demonstrator(demonstrated_sources(source)), np.random.default_rng(0)
     figures = DeltaFigures(num_parameters=sum(p.numel() for p in model.parameters()))
     settings = WarmStartConfig()
 

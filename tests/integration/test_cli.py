@@ -100,6 +100,12 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert found["samples"]["trained"] == summary["samples"]["trained"]
     assert found["checkpoint"] is not None
 
+    exported = CliRunner().invoke(app, ["export", str(out), "--json"])
+    assert exported.exit_code == 0, exported.output
+    rows = json.loads(exported.stdout)
+    assert rows["num_rows"] == found["samples"]["reserved"] + found["eval_samples"]["reserved"]
+    assert (rows["num_updates"], rows["num_live"]) == (4, 0)
+
     cleaned = CliRunner().invoke(app, ["clean", str(out), "--for-good", "--json"])
     assert cleaned.exit_code == 0, cleaned.output
     removed = {Path(r["path"]).name for r in json.loads(cleaned.stdout)["removed"]}

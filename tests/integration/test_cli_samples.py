@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.app.config import load_train_config
+from rollmesh.app.lake.files import owned
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh.run_layout import open_layout
@@ -92,6 +95,83 @@ def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lin
     assert json.loads(audit.stdout)["holds"], audit.output
     assert json.loads(audit.stdout)["samples"]["exported"] == NUM
     assert [(head["where"], head["holds"]) for head in json.loads(audit.stdout)["heads"]] == [("summary.json", True)]
+
+
+def test_export_and_query_have_every_sample_of_the_run(mine: Path, lines: list[dict[str, object]]) -> None:
+    exported = run("export", mine / "run", "--json")
+    assert exported.exit_code == 0, exported.output
+    found = json.loads(exported.stdout)
+    assert (found["num_rows"], found["num_stored"], found["num_live"]) == (NUM, NUM, 0)
+    names = "sample_id, messages, token_ids, reward.correct AS correct, ended_as, oracle_ref"
+    queried = run("query", mine / "run", f"SELECT {names} FROM samples", "--json")
+    assert queried.exit_code == 0, queried.output
+    rows = {row["sample_id"]: row for row in map(json.loads, queried.stdout.splitlines())}
+    assert len(rows) == NUM
+    for line in lines:
+        row = rows[line["sample_id"]]
+        assert row["messages"] == line["messages"]
+        assert row["token_ids"] == [token for segment in line["segments"] for token in segment["token_ids"]]  # type: ignore[attr-defined]
+        assert row["correct"] == line["rewards"][0]["value"]  # type: ignore[index]
+        assert (row["ended_as"], row["oracle_ref"]) == ("exported", line["oracle_ref"])
+    table = run("query", mine / "run", "SELECT ended_as, count(*) AS num FROM samples GROUP BY ALL")
+    assert "exported" in table.stdout
+    assert str(NUM) in table.stdout
+    as_csv = run("query", mine / "run", "SELECT ended_as, count(*) AS num FROM samples GROUP BY ALL", "--csv")
+    assert as_csv.stdout.splitlines() == ["ended_as,num", f"exported,{NUM}"]
+    sft = run("export", mine / "run", "--format", "sft", "--where", "reward.correct >= 1", "--out", mine / "sft.jsonl")
+    assert sft.exit_code == 0, sft.output
+    right = [line["messages"] for line in lines if line["rewards"][0]["value"] == 1]  # type: ignore[index]
+    written = [json.loads(line)["messages"] for line in (mine / "sft.jsonl").read_text().splitlines()]
+    assert sorted(written, key=str) == sorted(right, key=str)
+
+
+def test_scores_of_exported_samples_are_added_beside_them(mine: Path, lines: list[dict[str, object]]) -> None:
+    assert run("export", mine / "run").exit_code == 0
+    added = ("score", mine / "run", "--config", mine / "mine.yaml", "--name", "again", "--json")
+    scored = run(*added)
+    assert scored.exit_code == 0, scored.output
+    report = json.loads(scored.stdout)
+    mean = sum(line["rewards"][0]["value"] for line in lines) / NUM  # type: ignore[index]
+    assert (report["num_files"], report["num_samples"]) == (1, NUM)
+    assert report["mean_rewards"] == {"correct": pytest.approx(mean)}
+    sql = "SELECT count(*) AS num FROM samples JOIN scores USING (run, sample_id) WHERE reward.correct = value AND scores = 'again'"
+    assert json.loads(run("query", mine / "run", sql, "--json").stdout) == {"num": NUM}
+    assert json.loads(run(*added).stdout)["num_files"] == 0
+    assert "--name must have 1 to 64 letters" in run("score", mine / "run", "--config", mine / "mine.yaml").output
+    stored = mine / "run/samples/scores=again/run=cli-rollout/update=none/part-0.parquet"
+    with owned(stored.parents[2]):
+        assert "another call writes to it; wait until it ends" in run(*added).output
+    gone = stored.parent.parent / "update=9/part-0.parquet"
+    gone.parent.mkdir()
+    gone.write_bytes(stored.read_bytes())
+    (mine / "other.yaml").write_text((mine / "mine.yaml").read_text().replace("reward: correct", "reward: other"))
+    assert "choose another --name" in run(*added[:3], mine / "other.yaml", *added[4:]).output
+    assert not gone.exists(), "the rewards of samples that are no longer there are removed"
+    stored.write_bytes(b"PAR1")
+    assert "part-0.parquet: not a file that rollmesh wrote" in run(*added).output
+    shutil.rmtree(stored.parents[2])
+
+
+def test_wrong_input_of_export_and_query_is_answered_with_what_is_right(
+    mine: Path, lines: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, expected in {
+        ("export", mine): "not the folder of a run",
+        ("export", mine / "run", "--run-name", "other"): "--run-name takes one of: cli-rollout",
+        ("export", mine / "run", "--where", "true"): "--where and --out need --format sft or atif",
+        ("query", mine, "SELECT 1"): "has no exported samples; run `rollmesh export",
+        ("query", mine, "SELECT 1", "--csv", "--json"): "--json and --csv exclude each other",
+        ("score", mine / "samples.jsonl", "--name", "x"): "--name and --processes need a folder with exported samples",
+    }.items():
+        refused = run(*arguments)
+        assert refused.exit_code in (1, 2)
+        assert expected in refused.output
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    monkeypatch.delitem(sys.modules, "rollmesh.app.lake.query", raising=False)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ['duckdb>=1.3; extra == "lake"'])
+    missing = run("query", mine / "run", "SELECT 1")
+    assert missing.exit_code == 2
+    assert "needs the library `duckdb`, which is not installed: pip install 'rollmesh[lake]'" in missing.output
 
 
 def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines: list[dict[str, object]]) -> None:

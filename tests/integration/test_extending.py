@@ -63,7 +63,7 @@ async def test_source_provides_the_tasks_of_the_data_service(tmp_path: Path) -> 
     (tmp_path / "tasks.csv").write_text("prompt,topic,split\nname a river,water,train\nname a hill,land,test\n")
     config = DataConfig(source=Extension(f"{FOLDER}/csv_source.py:CsvSource", {"path": "tasks.csv"}))
     engine = build_engine(config, bus=MemoryBus(), clock=ManualClock(), base_dir=tmp_path)
-    ((_, task),) = engine.tasks_in_order(split="test", first_draw=0, num=9)
+    ((_, task),) = await engine.tasks_in_order(split="test", first_draw=0, num=9)
     assert (task.messages[0].content, task.labels["topic"]) == ("name a hill", "land")
     await engine.close()
 

@@ -105,6 +105,8 @@ def _assert_complete(series: Series, services: list[str]) -> None:
     seen = {name.removesuffix("_bucket") for name in series}
     absent = {
         "rollmesh_coordinator_heldout_success_ratio",
+        "rollmesh_data_dropped_records_total",
+        "rollmesh_data_source_share_ratio",
         "rollmesh_rollout_failures_total",
         "rollmesh_rollout_score_calls_total",
         "rollmesh_learner_effective_sample_size_ratio",
@@ -124,7 +126,8 @@ def _assert_complete(series: Series, services: list[str]) -> None:
     absent |= {metric.name for metric in catalog() if metric.name.startswith(unused)}
     assert (
         {metric.name for metric in catalog()} - seen == absent
-    )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing
+    )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing; the tasks
+    # are neither a mixture nor read from a file
     _assert_fixed_values(series)
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
     assert nodes == set(services)

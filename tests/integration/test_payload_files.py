@@ -9,10 +9,11 @@ import pytest
 
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.housekeeping import retained
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.payload_files import PayloadFiles, in_file
-from rollmesh.v1 import run_pb2
+from rollmesh.shared.store.payload_files import NoPayloadFile, PayloadFiles, file_of, in_file
+from rollmesh.v1 import run_pb2, types_pb2
 
 from ..chaos.world import save_model_folder
 from .test_mesh import Operator, config, policy
@@ -32,10 +33,13 @@ async def payloads_of(operator: Operator) -> list[int]:
 
 
 async def test_a_file_without_live_payloads_is_removed_while_the_run_continues(model: Path, tmp_path: Path) -> None:
-    """A limit of 1 MiB makes files of 64 KiB, which a run of these samples fills within an update or two."""
+    """A limit of 1 MiB makes files of 64 KiB, which a run of these samples fills within an update or two. Half of the
+    groups are retained."""
     short = config(model, updates_max=500)
-    limits = msgspec.structs.replace(short.coordinator.streams, samples_bytes_max=1 << 20)
-    short = msgspec.structs.replace(short, coordinator=msgspec.structs.replace(short.coordinator, streams=limits))
+    streams = msgspec.structs.replace(short.coordinator.streams, samples_bytes_max=1 << 20)
+    limits = msgspec.structs.replace(short.coordinator.run, retain_share=0.5)
+    coordinator = msgspec.structs.replace(short.coordinator, streams=streams, run=limits)
+    short = msgspec.structs.replace(short, coordinator=coordinator)
     async with Mesh(short, run_dir=tmp_path) as mesh:
         operator, files = Operator(mesh), files_of(tmp_path, mesh)
         await operator.until(lambda _: bool(files.sizes()))
@@ -44,6 +48,16 @@ async def test_a_file_without_live_payloads_is_removed_while_the_run_continues(m
         assert sum(files.sizes().values()) <= 1 << 20
         assert all(map(in_file, await payloads_of(operator)))
         assert (await operator.audit()).holds
+        scored = [fact for fact in await operator.facts() if isinstance(fact, f.EpisodeScored)]
+        ended = [fact for fact in scored if file_of(fact.payload.sequence) == first]
+        assert ended
+        for fact in ended:
+            if retained(types_pb2.EpisodeKey(run=mesh.run, group=fact.group), 0.5):
+                found = types_pb2.Episode.FromString(files.read(fact.payload.sequence))
+                assert found.key.episode == fact.episode
+            else:
+                with pytest.raises(NoPayloadFile):
+                    files.read(fact.payload.sequence)
 
 
 async def test_samples_of_a_damaged_file_end_with_the_cause_and_the_run_continues(model: Path, tmp_path: Path) -> None:
@@ -76,6 +90,8 @@ async def test_a_run_is_resumed_with_the_stream_while_payloads_in_files_are_live
 def test_files_are_rejected_where_other_hosts_or_copies_need_the_stream() -> None:
     with pytest.raises(ConfigError, match=r"`bus.payloads` must be auto or stream.*num_replicas"):
         config_from_dict(MeshConfig, {"bus": {"payloads": "files"}, "coordinator": {"streams": {"num_replicas": 3}}})
+    with pytest.raises(ConfigError, match=r"retain_share` must be 0 with payloads in the sample stream, got 1.0: `bus"):
+        config_from_dict(MeshConfig, {"bus": {"payloads": "stream"}, "coordinator": {"run": {"retain_share": 1.0}}})
     auto = config_from_dict(MeshConfig, {"coordinator": {"streams": {"num_replicas": 3}}})
     assert not auto.payloads_in_files
     assert config_from_dict(MeshConfig, {}).payloads_in_files

@@ -186,6 +186,7 @@ FURTHER = {
     "tree_ps": ["rollout.agent={name: tree_rollouts, options: {leaves: 3, width: 2}}"],  # the configuration has another
     "latr": ["run.group_size=4"],  # its groups are the branches of one episode, and the agent here has no branches
     "text_feedback": ["reward.finalizers=[keep_all]"],  # its rewards are those of turns, and the scorer here has none
+    "crossthink": ["data.selector=uniform"],  # the tasks here are of one source
     "wsrl": ["learner.update_rule.options.warmup_updates=0"],  # its warm-up is longer than a run of three updates
     **{name: ["model=mixture"] for name in MIXTURES},
 }

@@ -164,19 +164,20 @@ async def test_a_scorer_reads_which_scorers_the_task_names(tmp_path: Path) -> No
     assert [sample.rewards[0].evidence for sample in response.samples] == ["", "named"]
 
 
-async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["jsonl", "files"])
+async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path, source: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "#### Zanzibar"}) + "\n")
     (tmp_path / "own.py").write_text(BROKEN)
-    ref = f"jsonl:mine@{read_jsonl(path, num_lines_max=9).digest[:16]}#1"
+    ref = f"{source}:mine@{read_jsonl(path, num_lines_max=9).digest[:16]}#1"
     settings = {
         "scorers": [{"name": "exact", "reward": "correct"}, {"name": "own.py:Broken"}],
-        "answer_files": {"mine": {"path": "mine.jsonl", "answer_pattern": r"#### (\S+)"}},
+        "answer_files": {"mine": {"path": "mine.jsonl", "source": source, "answer_pattern": r"#### (\S+)"}},
     }
     async with serving(settings, tmp_path) as stub:
         response = await stub.Score(request(episode("<answer>Paris</answer>", oracle_ref=ref)))
         right = await stub.Score(request(episode("<answer>Zanzibar</answer>", oracle_ref=ref)))
-        wrong_file = f"jsonl:mine@{'0' * 16}#1"
+        wrong_file = f"{source}:mine@{'0' * 16}#1"
         with pytest.raises(UnknownOracle) as caught, typed_errors():
             await stub.Score(request(episode("x", oracle_ref=wrong_file)))
     assert right.samples[0].rewards[0].value == 1.0

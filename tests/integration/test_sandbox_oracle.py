@@ -13,7 +13,7 @@ import pytest
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.shared.errors import BrokenOracle, InvalidInput, Overloaded, UnknownOracle, UnknownProfile
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.store.jsonl import RecordError
+from rollmesh.shared.store.records import RecordError
 from rollmesh.v1 import sandbox_pb2 as pb
 
 from .test_sandbox_service import serving

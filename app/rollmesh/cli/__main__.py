@@ -14,11 +14,13 @@ from rollmesh.cli.commands import (
     demo,
     doctor,
     drain,
+    export,
     health,
     judge,
     merge,
     nats_config,
     page,
+    query,
     recipes,
     rollout,
     scale,
@@ -38,7 +40,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
     demo, train, check, sft, recipes, up, serve, scale, drain, stop, delete, status, page, weights, health, dead,
-    trace, rollout, show, score, judge,
+    trace, rollout, show, export, query, score, judge,
     audit, backup, merge, clean, certs, nats_config, doctor,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""

@@ -1,4 +1,4 @@
-"""Make the model of a run: a tiny Qwen3 that is warm-started on demonstrations of a generated source.
+"""Make the model of a run: a tiny Qwen3 that is warm-started on demonstrations of generated sources.
 
 As a separate process it writes one JSON object per step to standard output, so its caller stays responsive:
 
@@ -14,7 +14,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from rollmesh.demo.chat import EncodedDemonstration, render_demonstration
-from rollmesh.demo.config import MadeModelConfig, demonstrated_source
+from rollmesh.demo.config import MadeModelConfig, demonstrated_sources
 from rollmesh.demo.sft import (
     WarmStartConfig,
     WarmStartFailed,
@@ -56,7 +56,7 @@ def make_model(
     Raise ConfigError, or WarmStartFailed if the target is not reached.
     """
     shape, sft = resolve(config)
-    maker = Demonstrator(demonstrated_source(config))
+    maker = Demonstrator(demonstrated_sources(config))
     model = build_tiny_model(shape, seed=seed)
     held_out = maker.validation()
     last = warm_start(
@@ -73,24 +73,25 @@ def make_model(
 class Demonstrator:
     """Renders demonstrations as conversations of the agent, each from one split."""
 
-    def __init__(self, source: GeneratedSource) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[GeneratedSource]) -> None:
+        self._sources = sources
         self._tokenizer = build_tokenizer()
 
     def new(self, level: int, rng: np.random.Generator) -> EncodedDemonstration:
-        """Return a demonstration of a new task of the train range."""
+        """Return a demonstration of a new task of the train range, of each source with the same probability. A source
+        without the level gives its hardest one."""
+        source = self._sources[int(rng.integers(len(self._sources)))] if len(self._sources) > 1 else self._sources[0]
         draws = random.Random(int(rng.integers(2**63)))
         while True:
-            key = self._source.make(draws, level)
-            if self._source.split(key) is Split.TRAIN:
-                return self._render(key)
+            key = source.make(draws, min(level, source.hardest_level))
+            if source.split(key) is Split.TRAIN:
+                return self._render(source, key)
 
     def validation(self) -> list[EncodedDemonstration]:
         """Return the ideal episodes of the validation range."""
-        return [self._render(key) for _, key in self._source.keys(Split.VALIDATION)]
+        return [self._render(source, key) for source in self._sources for _, key in source.keys(Split.VALIDATION)]
 
-    def _render(self, key: str) -> EncodedDemonstration:
-        source = self._source
+    def _render(self, source: GeneratedSource, key: str) -> EncodedDemonstration:
         shown = source.demonstration(key)
         return render_demonstration(
             self._tokenizer, source.prompt(key), shown.calls, shown.answer, tools=source.options.tools

@@ -201,6 +201,12 @@ class MeshConfig(Settings):
             )
         if self.bus.payloads == "files" and (why := self.why_no_payload_files()):
             raise ValueError(f"`bus.payloads` must be auto or stream, got 'files': {why}")
+        if (share := self.coordinator.run.retain_share) and not self.payloads_in_files:
+            why = self.why_no_payload_files() or "`bus.payloads` is stream"
+            raise ValueError(
+                f"`coordinator.run.retain_share` must be 0 with payloads in the sample stream, got {share}: {why}; run "
+                "`rollmesh export` while the run continues"
+            )
         if self.rollout.greedy_first and self.run.group_size == 1:
             raise ValueError(
                 "`run.group_size` must be >= 2 with `rollout.greedy_first`, got 1: the greedy episode is not trained, "

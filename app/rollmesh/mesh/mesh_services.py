@@ -7,7 +7,7 @@ imported when it is built, so that a process imports only the services that it h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.data_snapshots import DataSnapshots
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.tool_descriptions import rollout_config
+from rollmesh.services.data.mixture_source import single_sources
 from rollmesh.services.data.source import SOURCES
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.learner.config import LearnerConfig
@@ -262,21 +263,31 @@ def policy_tokenizer(layout: RunLayout) -> ChatTokenizer | None:
     return load_tokenizer(folder, rollout.format)
 
 
+_ANSWER_FILES: Mapping[str, Any] = {"jsonl": "jsonl", "files": "files", "templated": "jsonl"}
+"""Sources of which the reward service reads the files, by the options that `AnswerFileConfig` has as well, with the
+scheme of their references."""
+
+
 def reward_config(config: MeshConfig) -> RewardConfig:
-    """Return the reward service's config with the answer key of a JSONL task file, which only this service reads."""
-    if config.data.source.name != "jsonl":
-        return config.reward
-    source: Any = SOURCES.options(config.data.source)
-    if source.name in config.reward.answer_files or not (source.answer or source.tests):
-        return config.reward
-    key = AnswerFileConfig(
-        path=source.path,
-        answer=source.answer,
-        tests=source.tests,
-        answer_pattern=source.answer_pattern,
-        num_lines_max=source.num_lines_max,
-    )
-    return msgspec.structs.replace(config.reward, answer_files={**config.reward.answer_files, source.name: key})
+    """Return the reward service's config with the answer keys of task files, which only this service reads. Raise
+    ConfigError if two files have one name."""
+    keys: dict[str, AnswerFileConfig] = {}
+    for place, chosen in single_sources(config.data.source):
+        if chosen.name not in _ANSWER_FILES:
+            continue
+        source: Any = SOURCES.options(chosen)
+        given = {name: getattr(source, name) for name in AnswerFileConfig.__struct_fields__ if hasattr(source, name)}
+        if not given["answer"] and not given.get("tests"):
+            continue
+        key = AnswerFileConfig(**given, source=_ANSWER_FILES[chosen.name])
+        if keys.setdefault(source.name, key) != key:
+            place += ".options.name"
+            raise ConfigError(
+                f"`{place}` must be another name, because references to the answers of a file contain it; got that of "
+                f"an earlier file, {source.name}",
+                key=place,
+            )
+    return msgspec.structs.replace(config.reward, answer_files={**keys, **config.reward.answer_files})
 
 
 def _data(name: str, layout: RunLayout, bus: Bus, **options: Any) -> MeshService:

@@ -40,6 +40,7 @@ from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, RemoteSnapshot
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import decode_segment, episode_from_bytes
+from rollmesh.shared.domain.extras import encode_extras
 from rollmesh.shared.domain.outputs import array_names
 from rollmesh.shared.domain.trajectory import (
     EndpointUse,
@@ -361,6 +362,20 @@ class FixedScorer:
         return [self._rewards(view[-1].content) for view in views]
 
 
+class FixedPrivateData:
+    """Gives each task the same private extras, and stores the requests: task and names."""
+
+    def __init__(self, extras: Mapping[str, object]) -> None:
+        self._extras = extras
+        self.gate = Gate()
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
+
+    async def private_extras(self, *, run: str, split: str, task_id: str, names: Sequence[str]) -> Mapping[str, object]:
+        self.asked.append((task_id, tuple(names)))
+        await self.gate.enter()
+        return {name: value for name, value in self._extras.items() if name in names}
+
+
 class ListLog:
     """A sample stream that is stored in a list."""
 
@@ -446,12 +461,15 @@ class LocalMesh:
     config: RolloutConfig = field(default_factory=RolloutConfig)
     clock: Clock = field(default_factory=SystemClock)
     endpoints: Endpoints = field(default_factory=lambda: Endpoints({}))
+    private_extras: Mapping[str, object] = field(default_factory=dict)
+    """Private extras of each task."""
 
     def __post_init__(self) -> None:
         self.tokenizer = CharTokenizer(self.config.format)
         self.generator = ScriptedGenerator(self.tokenizer, self.script, self.steps, self.config.outputs, self.column)
         self.sandbox = LocalSandbox(self.functions)
         self.scorer = FixedScorer(self.rewards)
+        self.data = FixedPrivateData(self.private_extras)
         self.samples = ListLog()
         self.coordinator = ListCoordinator(self.leases, self.clock)
         self.progress = WorkerProgress()
@@ -468,6 +486,7 @@ class LocalMesh:
                 generator=self.generator,
                 sandbox=self.sandbox,
                 scorer=self.scorer,
+                data=self.data,
                 samples=self.samples,
                 clock=self.clock,
                 stages=self.stages,
@@ -485,7 +504,8 @@ class LocalMesh:
     def num_open(self) -> int:
         """Number of sessions, requests and stage slots in use; 0 if all are closed."""
         gates = (self.generator.gate, self.sandbox.opening, self.sandbox.calling, self.scorer.gate, self.samples.gate)
-        return self.sandbox.num_sessions + sum(g.num_inside for g in gates) + sum(self.stages.num_inside.values())
+        num_calls = sum(gate.num_inside for gate in (*gates, self.data.gate))
+        return self.sandbox.num_sessions + num_calls + sum(self.stages.num_inside.values())
 
 
 def lease(
@@ -499,17 +519,19 @@ def lease(
     step_min: int = 0,
     lease_s: float = 30.0,
     labels: Mapping[str, str] | None = None,
+    extras: Mapping[str, object] | None = None,
     index: int = 0,
     agent: str = "",
 ) -> coordinator_pb2.EpisodeLease:
-    """Return a lease of an episode whose task is a conversation of user messages. `labels` and `agent` are those of the
-    task."""
+    """Return a lease of an episode whose task is a conversation of user messages. `labels`, `extras` and `agent` are
+    those of the task."""
     key = types_pb2.EpisodeKey(run="r", task="t", group="g", episode=f"e-{lease_id}", attempt=attempt)
     task = types_pb2.Task(
         task_id="t",
         messages=[types_pb2.Message(role="user", content=content) for content in messages],
         tools=tools,
         labels=labels,
+        extras=encode_extras(extras or {}),
         agent=agent,
     )
     return coordinator_pb2.EpisodeLease(

@@ -216,6 +216,86 @@ class RestoreResponse(_message.Message):
 Global___RestoreResponse: _TypeAlias = RestoreResponse  # noqa: Y015
 
 @_typing.final
+class GetPrivateExtrasRequest(_message.Message):
+    """A request for private extras of a task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    SPLIT_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run. MUST be set."""
+    task_id: _builtins.str
+    """Id of the task. MUST be set."""
+    split: _builtins.str
+    """Split of the task, as in Task.split."""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the extras, 1 to 64."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        task_id: _builtins.str = ...,
+        split: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "run", b"run", "split", b"split", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPrivateExtrasRequest: _TypeAlias = GetPrivateExtrasRequest  # noqa: Y015
+
+@_typing.final
+class GetPrivateExtrasResponse(_message.Message):
+    """Private extras of a task."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ExtrasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    EXTRAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def extras(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Those of the names that the task has, each as JSON, at most 4 MiB."""
+
+    def __init__(
+        self,
+        *,
+        extras: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extras", b"extras"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPrivateExtrasResponse: _TypeAlias = GetPrivateExtrasResponse  # noqa: Y015
+
+@_typing.final
 class ForgetRunRequest(_message.Message):
     """A request to delete the state of a run."""
 

@@ -50,6 +50,11 @@ class DataServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_data__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_data__pb2.RestoreResponse.FromString,
                 _registered_method=True)
+        self.GetPrivateExtras = channel.unary_unary(
+                '/rollmesh.v1.DataService/GetPrivateExtras',
+                request_serializer=rollmesh_dot_v1_dot_data__pb2.GetPrivateExtrasRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_data__pb2.GetPrivateExtrasResponse.FromString,
+                _registered_method=True)
         self.ForgetRun = channel.unary_unary(
                 '/rollmesh.v1.DataService/ForgetRun',
                 request_serializer=rollmesh_dot_v1_dot_data__pb2.ForgetRunRequest.SerializeToString,
@@ -89,6 +94,18 @@ class DataServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPrivateExtras(self, request, context):
+        """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
+        them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
+        Errors:
+        NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
+        NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.
+        INVALID_ARGUMENT: `run`, `task_id` or `names` is empty, or there are more than 64 names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForgetRun(self, request, context):
         """Deletes the state and the snapshots of a run. Idempotent. If a run of that name has a ledger, the next call with that name folds
         it again from its start.
@@ -116,6 +133,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.Restore,
                     request_deserializer=rollmesh_dot_v1_dot_data__pb2.RestoreRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_data__pb2.RestoreResponse.SerializeToString,
+            ),
+            'GetPrivateExtras': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPrivateExtras,
+                    request_deserializer=rollmesh_dot_v1_dot_data__pb2.GetPrivateExtrasRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_data__pb2.GetPrivateExtrasResponse.SerializeToString,
             ),
             'ForgetRun': grpc.unary_unary_rpc_method_handler(
                     servicer.ForgetRun,
@@ -205,6 +227,33 @@ class DataService(object):
             '/rollmesh.v1.DataService/Restore',
             rollmesh_dot_v1_dot_data__pb2.RestoreRequest.SerializeToString,
             rollmesh_dot_v1_dot_data__pb2.RestoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPrivateExtras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.DataService/GetPrivateExtras',
+            rollmesh_dot_v1_dot_data__pb2.GetPrivateExtrasRequest.SerializeToString,
+            rollmesh_dot_v1_dot_data__pb2.GetPrivateExtrasResponse.FromString,
             options,
             channel_credentials,
             insecure,

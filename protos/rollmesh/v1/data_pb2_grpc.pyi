@@ -48,6 +48,14 @@ class DataServiceStub:
     Errors:
       INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; omit it to fold the ledger from its start.
     """
+    GetPrivateExtras: _grpc.UnaryUnaryMultiCallable[_data_pb2.GetPrivateExtrasRequest, _data_pb2.GetPrivateExtrasResponse]
+    """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
+    them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
+    Errors:
+      NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
+      NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.
+      INVALID_ARGUMENT: `run`, `task_id` or `names` is empty, or there are more than 64 names.
+    """
     ForgetRun: _grpc.UnaryUnaryMultiCallable[_data_pb2.ForgetRunRequest, _data_pb2.ForgetRunResponse]
     """Deletes the state and the snapshots of a run. Idempotent. If a run of that name has a ledger, the next call with that name folds
     it again from its start.
@@ -74,6 +82,14 @@ class DataServiceAsyncStub(DataServiceStub):
     """Replaces the state by a snapshot and folds the ledger from there.
     Errors:
       INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; omit it to fold the ledger from its start.
+    """
+    GetPrivateExtras: _aio.UnaryUnaryMultiCallable[_data_pb2.GetPrivateExtrasRequest, _data_pb2.GetPrivateExtrasResponse]  # type: ignore[assignment]
+    """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
+    them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
+    Errors:
+      NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
+      NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.
+      INVALID_ARGUMENT: `run`, `task_id` or `names` is empty, or there are more than 64 names.
     """
     ForgetRun: _aio.UnaryUnaryMultiCallable[_data_pb2.ForgetRunRequest, _data_pb2.ForgetRunResponse]  # type: ignore[assignment]
     """Deletes the state and the snapshots of a run. Idempotent. If a run of that name has a ledger, the next call with that name folds
@@ -116,6 +132,20 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         """Replaces the state by a snapshot and folds the ledger from there.
         Errors:
           INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; omit it to fold the ledger from its start.
+        """
+
+    @_abc_1.abstractmethod
+    def GetPrivateExtras(
+        self,
+        request: _data_pb2.GetPrivateExtrasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_data_pb2.GetPrivateExtrasResponse, _abc.Awaitable[_data_pb2.GetPrivateExtrasResponse]]:
+        """Returns private extras of a task, such as its solution, to a rollout node whose configuration permits the agent of the task to read
+        them. The caller MUST NOT store, log or forward them, nor show them to a process that runs code of a model. Idempotent.
+        Errors:
+          NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
+          NOT_FOUND UNKNOWN_TASK: the split has no such task; give every data node the source that drew it.
+          INVALID_ARGUMENT: `run`, `task_id` or `names` is empty, or there are more than 64 names.
         """
 
     @_abc_1.abstractmethod

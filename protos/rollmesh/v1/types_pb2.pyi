@@ -968,6 +968,26 @@ class Task(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ExtrasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TASK_ID_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
@@ -976,6 +996,7 @@ class Task(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     AGENT_FIELD_NUMBER: _builtins.int
     SCORERS_FIELD_NUMBER: _builtins.int
+    EXTRAS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Id, unique in the task source."""
     oracle_ref: _builtins.str
@@ -1000,6 +1021,12 @@ class Task(_message.Message):
     def scorers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the rewards whose scorers score it, among `reward.scorers`, each once. Empty: all scorers."""
 
+    @_builtins.property
+    def extras(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Public extras by name, each as JSON, such as {"files": "{\\"a.py\\": \\"...\\"}"}. Names have 1 to 64 characters of A-Z a-z 0-9 _ . -; at
+        most 64 names, and 64 KiB of JSON in all. Private extras are in no task, see DataService.GetPrivateExtras.
+        """
+
     def __init__(
         self,
         *,
@@ -1011,10 +1038,11 @@ class Task(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         agent: _builtins.str = ...,
         scorers: _abc.Iterable[_builtins.str] | None = ...,
+        extras: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "labels", b"labels", "messages", b"messages", "oracle_ref", b"oracle_ref", "scorers", b"scorers", "split", b"split", "task_id", b"task_id", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "extras", b"extras", "labels", b"labels", "messages", b"messages", "oracle_ref", b"oracle_ref", "scorers", b"scorers", "split", b"split", "task_id", b"task_id", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

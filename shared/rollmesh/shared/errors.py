@@ -67,8 +67,8 @@ __all__ = [
     "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
-    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "UnleasedGroup", "UnleasedSample", "VersionConflict",
-    "VersionRefused", "WeightsRejected", "WrongUpdate",
+    "UnknownSplit", "UnknownTask", "UnknownUpdate", "UnknownVersion", "UnleasedGroup", "UnleasedSample",
+    "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
     "WrongVersion", "at_key", "described_field_error", "error_for", "field_error", "located_at",
 ]
 # fmt: on
@@ -134,10 +134,12 @@ def at_key(error: InvalidInput, key: str) -> ConfigError:
 
 @contextmanager
 def located_at(key: str) -> Iterator[None]:
-    """Add the key to an InvalidInput that is raised in the block."""
+    """Add the key to an InvalidInput that is raised in the block and does not name one."""
     try:
         yield
     except InvalidInput as error:
+        if "key" in error.metadata:
+            raise
         raise at_key(error, key) from error
 
 
@@ -264,6 +266,12 @@ class UnknownSplit(NotFound):
     """The task source has no such split."""
 
     reason = "UNKNOWN_SPLIT"
+
+
+class UnknownTask(NotFound):
+    """The split has no such task; the data service and the run have different sources."""
+
+    reason = "UNKNOWN_TASK"
 
 
 class UnknownOracle(NotFound):

@@ -70,7 +70,7 @@ from benchmarks.methods.verdict import (
     screened,
     student_p,
 )
-from rollmesh.demo.config import MadeModelConfig, demonstrated_source
+from rollmesh.demo.config import MadeModelConfig, demonstrated_sources
 from rollmesh.demo.families.calc import demonstrate
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
@@ -440,7 +440,7 @@ def test_every_task_that_a_recipe_may_name_exists_and_resolves_and_so_does_every
         if task != "gym":  # whose package is optional
             pools = build_pools(config.data)
             assert (len(pools[Split.TRAIN]), len(pools[Split.TEST])) == (1024, NUM_TEST)
-            source = demonstrated_source(config_from_dict(MadeModelConfig, dict(of.model)))
+            (source,) = demonstrated_sources(config_from_dict(MadeModelConfig, dict(of.model)))
             shown = [source.demonstration(key) for _, key in source.keys(Split.VALIDATION)]
             assert len(shown) == source.options.num_validation
     for method, task in zip(recipe_names(), itertools.cycle(TASKS)):

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.demo.config import MadeModelConfig, demonstrated_source
+from rollmesh.demo.config import MadeModelConfig, demonstrated_sources
 from rollmesh.demo.make_model import Demonstrator, make_model
 from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
 from rollmesh.demo.tokenizer import END, build_tokenizer
 from rollmesh.services.data.task import Split, split_of
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.model_files import load_model, load_tokenizer
 
 OPTIONS = {"level_max": 1, "num_train": 1, "num_validation": 8, "num_test": 1}
@@ -42,8 +43,8 @@ async def test_target_out_of_reach_is_reported_and_leaves_no_model(tmp_path: Pat
 
 
 def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() -> None:
-    source = demonstrated_source(CONFIG)
-    maker, tokenizer, rng = Demonstrator(source), build_tokenizer(), np.random.default_rng(0)
+    (source,) = demonstrated_sources(CONFIG)
+    maker, tokenizer, rng = Demonstrator([source]), build_tokenizer(), np.random.default_rng(0)
     shares = {"validation_share": source.options.validation_share, "test_share": source.options.test_share}
     for _ in range(30):
         text = str(tokenizer.decode(maker.new(2, rng).token_ids))
@@ -54,3 +55,21 @@ def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() 
     assert len(tasks) == 8
     for task, shown in zip(tasks, held_out, strict=True):
         assert f"<|user|>{task.messages[0].content}<|end|>" in shown
+
+
+def test_a_mixture_of_families_demonstrates_each_and_gives_the_hardest_level_that_it_has() -> None:
+    sizes = {"num_validation": 2, "num_train": 1, "num_test": 0}
+    entries = {name: {"source": {"name": name, "options": sizes}} for name in ("calc", "sql")}
+    chosen = Extension("mixture", {"sources": entries})
+    sources = demonstrated_sources(msgspec.structs.replace(CONFIG, tasks=chosen))
+    maker, tokenizer, rng = Demonstrator(sources), build_tokenizer(), np.random.default_rng(0)
+    texts = [str(tokenizer.decode(maker.new(7, rng).token_ids)) for _ in range(20)]
+    assert {"select" in text for text in texts} == {True, False}
+    assert ["select" in str(tokenizer.decode(demo.token_ids)) for demo in maker.validation()] == [False] * 2 + [
+        True
+    ] * 2
+    mixed = Extension(
+        "mixture", {"sources": {"a": {"source": "calc"}, "b": {"source": {"name": "jsonl", "options": {"path": "x"}}}}}
+    )
+    with pytest.raises(ConfigError, match="`made_model.tasks`: name a generated source"):
+        demonstrated_sources(msgspec.structs.replace(CONFIG, tasks=mixed))

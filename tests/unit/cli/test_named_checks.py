@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.app.checks.config_checks import find_mistakes, notes
 from rollmesh.app.checks.effective_config import effective_config
@@ -15,7 +16,11 @@ from rollmesh.app.checks.task_survey import survey_tasks
 from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split
+from rollmesh.services.rollout.agent import load_agents
+from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
+from rollmesh.trainer.recipe import find_recipe, read_recipe
 
 OPTIONS = {"path": "tasks.jsonl", "split": "split", "agent": "agent", "scorers": "scorers"}
 SCORERS = [{"name": "exact", "reward": "correct"}, {"name": "length", "reward": "short"}]
@@ -155,3 +160,62 @@ def test_the_effective_configuration_has_the_options_of_every_agent(tmp_path: Pa
         shown = effective_config(config(agent=agent, agents=agents), tmp_path).rollout
         assert shown.agents["solver"].options["stop_s"] == 5.0
         assert (shown.agent.name, shown.agent.options) == (agent, {})
+
+
+# Private extras -------------------------------------------------------------------------------------------------------
+
+
+def with_solutions(folder: Path, of_source: dict[str, Any], source: str = "jsonl", **rollout: Any) -> TrainConfig:
+    lines = [{"question": f"{split}+1", "answer": "1", "split": split, "worked": "#"} for split in ("train", "test")]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = config(**{"agents": {}, **rollout})
+    options = {"path": "tasks.jsonl", "split": "split", **of_source}
+    return replace(settings, data=replace(settings.data, source=Extension(source, options)))
+
+
+@pytest.mark.parametrize("source", ["jsonl", "files"])
+def test_an_agent_that_reads_a_private_extra_needs_the_permission_and_the_field(tmp_path: Path, source: str) -> None:
+    mapped, permitted = {"private_extras": {"solution": "worked"}}, {"prefix": ["solution"]}
+    assert mistakes(tmp_path, with_solutions(tmp_path, mapped, source, agent="prefix", private_extras=permitted)) == []
+    ((key, message),) = mistakes(tmp_path, with_solutions(tmp_path, mapped, source, agent="prefix"))
+    assert key == "rollout.private_extras.prefix"
+    assert message == (
+        "agent `prefix` reads the private extra `solution` of its tasks, which the configuration does not permit; if it "
+        "may, add `rollout: {private_extras: {prefix: [solution]}}`"
+    )
+    labelled = {"labels": {"solution": "worked"}}
+    ((key, message),) = mistakes(
+        tmp_path, with_solutions(tmp_path, labelled, source, agent="prefix", private_extras=permitted)
+    )
+    assert key == "data.source.options.private_extras"
+    assert message == (
+        "`data.source`: the task tasks-1 has no private extra `solution`; name its field in "
+        "data.source.options.private_extras, and remove the label `solution`, which every process of the run can read"
+    )
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"name": "program", "options": {"command": ["true"]}},
+        {"name": "url", "options": {"url": "http://localhost:1"}},
+    ],
+)
+def test_agents_in_other_processes_get_no_private_extras(tmp_path: Path, agent: dict[str, Any]) -> None:
+    name = agent["name"]
+    settings = with_solutions(tmp_path, {}, agent=agent, private_extras={name: ["solution"]})
+    ((key, message),) = mistakes(tmp_path, settings)
+    assert key == f"rollout.private_extras.{name}"
+    assert (
+        f"the agent `{name}` gets no private extras, because it runs in a process that the worker does not" in message
+    )
+    entry = with_solutions(tmp_path, {}, agents={"mine": agent}, private_extras={"mine": ["solution"]})
+    assert [key for key, _ in mistakes(tmp_path, entry)] == ["rollout.private_extras.mine"]
+
+
+@pytest.mark.parametrize("recipe", ["prefix_rl", "dr_po", "im_rag"])
+def test_recipes_with_solutions_permit_them(recipe: str) -> None:
+    rollout = read_recipe(find_recipe(recipe))[1]["rollout"]
+    agent = rollout["agent"] if isinstance(rollout["agent"], str) else rollout["agent"]["name"]
+    assert rollout["private_extras"] == {agent: ["solution"]}
+    load_agents(config_from_dict(RolloutConfig, {key: rollout[key] for key in ("agent", "private_extras")}))

@@ -12,6 +12,8 @@ from rollmesh.app.views.report import render_page
 from rollmesh.app.views.results import write_results
 from rollmesh.app.views.series import Point, Series, encode_line, read_series
 from rollmesh.app.views.summary import learner_seconds, milestones, summarize, summary_text
+from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.shared.config.registry import Extension
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point, recorded_series
 
@@ -107,6 +109,32 @@ def test_report_is_one_file_with_pictures_and_tables(tmp_path: Path) -> None:
         assert text in page
     for outside in ("<script src", "<link", "<img", "url(http"):
         assert outside not in page
+
+
+def test_summary_and_report_have_the_shares_of_the_sources_of_a_mixture(tmp_path: Path) -> None:
+    """Updates 4 to 12 have groups of both sources. The run reserved 200 samples, which are 25 draws."""
+    folder, config = recorded_folder(tmp_path / "run", "run.group_size=8")
+    selector = Extension(
+        "mixture", {"weights": {"sums": [{"draw": 0, "weight": 1}, {"draw": 1, "weight": 3}], "b<": 1}}
+    )
+    config = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, selector=selector))
+    series = recorded_series()
+    of_config = summarize(folder, config, series, outcome="finished", warm_start_s=0.0).source_shares
+    requested = pytest.approx((0.5 + 24 * 0.75) / 25)
+    assert [(one.source, one.trained) for one in of_config] == [("sums", None), ("b<", None)]
+    assert of_config[0].requested == requested
+    lines = read_metrics(folder.metrics)
+    for update, line in lines.items():
+        line.metrics["source/sums/groups_share"] = 0.6 if update > 3 else 1.0
+        if update > 3:
+            line.metrics["source/b</groups_share"] = 0.4
+    folder.metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines.values()))
+    series.evals = [msgspec.structs.replace(e, success_by_label={"source=sums": e.success}) for e in series.evals]
+    summary = summarize(folder, config, series, outcome="finished", warm_start_s=0.0)
+    assert [one.trained for one in summary.source_shares] == pytest.approx([0.7, 0.3])
+    page = render_page(folder, series, summary, "")
+    assert "<td>sums</td><td>0.740</td><td>0.700</td><td>0.450 → 0.900</td>" in page
+    assert "<td>b&lt;</td><td>0.260</td><td>0.300</td><td>– → –</td>" in page
 
 
 def test_every_row_of_the_report_has_a_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rollmesh.demo.families.calc import CalcOracle
 from rollmesh.services.data.config import DataConfig, build_pools
 from rollmesh.services.data.task import Split
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.store.jsonl import RecordError
+from rollmesh.shared.store.records import RecordError
 
 CALC = "data: {source: {name: calc, options: {num_train: 4, num_test: 4, num_validation: 2}}}\n"
 FAILING = """

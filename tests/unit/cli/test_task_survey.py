@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from rollmesh.app.checks.config_checks import find_mistakes
+from rollmesh.app.checks import task_survey
+from rollmesh.app.checks.config_checks import find_mistakes, notes
 from rollmesh.app.checks.task_survey import PROMPTS_CHECKED, survey_tasks
 from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import Split
 from rollmesh.shared.config.loader import config_from_dict
 
 CONFIG: dict[str, Any] = {
@@ -54,3 +56,34 @@ def test_rewards_that_no_record_can_hold_are_a_mistake_of_the_group_size(folder:
     assert found[1_000] == []
     (message,) = found[16_384]
     assert "16384 episodes with 33 rewards each have at least" in message
+
+
+FILES: dict[str, Any] = {**CONFIG, "data": {"source": {"name": "files", "options": {"path": "tasks.jsonl"}}}}
+
+
+def test_tasks_of_files_are_read_in_a_sample_of_limited_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_survey, "STORED_TASKS_MAX", 10)
+    monkeypatch.setattr(task_survey, "_READ_AT_ONCE", 4)
+    pools = build_pools(config_from_dict(TrainConfig, FILES).data, folder)
+    read = [task.task_id for task in task_survey._tasks(pools[Split.TRAIN])]
+    assert len(read) == 10
+    assert len(set(read)) == 10
+    assert read[0] == pools[Split.TRAIN].task(0).task_id
+
+
+def test_source_and_oracle_of_files_agree(folder: Path) -> None:
+    (folder / "other.jsonl").write_text((folder / "tasks.jsonl").read_text().replace('"answer": "1"', '"answer": "2"'))
+    found = []
+    for answers in ({}, {"answer_files": {"tasks": {"path": "other.jsonl", "source": "files"}}}):
+        mistakes = find_mistakes(config_from_dict(TrainConfig, {**FILES, "reward": answers}), folder)
+        found.append([str(one) for one in mistakes if one.metadata.get("key") == "reward.answer_files"])
+    assert found[0] == []
+    (message,) = found[1]
+    assert "the file `tasks` differs from the one the task came from" in message
+
+
+def test_prompts_of_files_with_several_answers_are_noted(folder: Path) -> None:
+    with (folder / "tasks.jsonl").open("a") as file:
+        file.write('{"question": "x", "answer": "other"}\n')
+    (note,) = [note for note in notes(config_from_dict(TrainConfig, FILES), folder) if "several answers" in note]
+    assert note.startswith("note: 1 prompts have several answers in data.source, such as that of the tasks tasks-1,")

@@ -75,3 +75,13 @@ async def test_a_damaged_file_and_another_episode_are_findings(stored: Stored) -
     await stored.audit(at)
     assert "`episode` must be 'g.1', got 'g.0'" in stored.findings[0]
     assert "another checksum than its header" in stored.findings[1]
+
+
+async def test_kept_payloads_are_compared_and_the_others_of_their_file_are_purged(stored: Stored) -> None:
+    kept, purged = await stored.store(), await stored.store()
+    whole = [stored.payload]  # the first of two equal payloads
+    stored.files.keep(file_of(kept), lambda payload: bool(whole and whole.pop() == payload))
+    stored.files.remove(file_of(kept))
+    assert await stored.audit(kept) == PayloadCounts(compared=1, purged=0)
+    assert await stored.audit(purged) == PayloadCounts(compared=0, purged=1)
+    assert stored.findings == []

@@ -47,7 +47,7 @@ async def test_the_source_submitted_has_no_task_and_says_what_a_run_without_them
     with pytest.raises(OutOfRange, match="create the run with `submitted_tasks: true`"):
         await engine.next_tasks(run="r", policy="main", first_draw=0, num=1)
     with pytest.raises(UnknownSplit):
-        engine.tasks_in_order(split="test", first_draw=0, num=1)
+        await engine.tasks_in_order(split="test", first_draw=0, num=1)
 
 
 def test_a_selector_cannot_choose_between_submitted_tasks() -> None:
@@ -99,6 +99,34 @@ def test_a_users_own_source_is_loaded_from_its_file_and_its_errors_name_its_line
     assert pools[Split.TEST].task(0).messages[0].content == "hello"
     with pytest.raises(ConfigError, match=r"(?s)source `own.py:Broken` failed: KeyError: 'mine'.*own.py\", line 15"):
         build_pools(config(source="own.py:Broken"), tmp_path)
+
+
+POOLED_SOURCE = """
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.source import TaskSource
+from rollmesh.services.data.task import PoolTask, Split
+from rollmesh.shared.domain.trajectory import Message
+
+class Pooled(TaskSource):
+    def __init__(self, *, base_dir): ...
+    def tasks(self):
+        raise AssertionError("only the pools are read")
+    def pools(self):
+        task = PoolTask(task_id="a", messages=(Message(role="user", content="1+1"),))
+        return {split: MemoryPool([task] if split is Split.TRAIN else []) for split in Split}
+
+class Lacking(Pooled):
+    def pools(self):
+        return {"train": super().pools()["train"]}
+"""
+
+
+def test_a_source_may_give_pools_instead_of_tasks(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(POOLED_SOURCE)
+    pools = build_pools(config(source="own.py:Pooled"), tmp_path)
+    assert {split: len(pool) for split, pool in pools.items()} == {"train": 1, "validation": 0, "test": 0}
+    with pytest.raises(ConfigError, match="source `own.py:Lacking` failed: KeyError"):
+        build_pools(config(source="own.py:Lacking"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ class _Long:
     def __init__(self, length: int) -> None:
         self._task = PoolTask(task_id="t", messages=(Message(role="user", content="x" * length),))
 
-    def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> list[tuple[int, PoolTask]]:
+    async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> list[tuple[int, PoolTask]]:
         return [(draw, self._task) for draw in range(first_draw, first_draw + num)]
 
 

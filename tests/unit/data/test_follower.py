@@ -190,17 +190,17 @@ async def test_runs_beyond_the_limit_are_refused_until_one_has_ended(bus: Memory
     await draws.close()
 
 
-def test_evaluation_takes_a_split_in_order() -> None:
+async def test_evaluation_takes_a_split_in_order() -> None:
     draws = engine(None)
-    assert [(draw, task.task_id) for draw, task in draws.tasks_in_order(split="test", first_draw=1, num=9)] == [
+    assert [(draw, task.task_id) for draw, task in await draws.tasks_in_order(split="test", first_draw=1, num=9)] == [
         (1, "t1"),
         (2, "t2"),
         (3, "t3"),
     ]
     with pytest.raises(UnknownSplit, match="the split `validation` has no tasks; splits with tasks: train, test"):
-        draws.tasks_in_order(split="validation", first_draw=0, num=1)
+        await draws.tasks_in_order(split="validation", first_draw=0, num=1)
     with pytest.raises(UnknownSplit, match="dev"):
-        draws.tasks_in_order(split="dev", first_draw=0, num=1)
+        await draws.tasks_in_order(split="dev", first_draw=0, num=1)
 
 
 class Watched:

@@ -11,7 +11,7 @@ from rollmesh.services.data.jsonl_source import JsonlOptions, JsonlSource
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import Split
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.jsonl import RecordError
+from rollmesh.shared.store.records import RecordError
 
 GSM8K = {"question": "Tom has 3 bags of 4 apples. How many?", "answer": "3 * 4 = <<3*4=12>>12\n#### 12"}
 

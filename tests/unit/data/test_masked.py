@@ -130,7 +130,7 @@ async def test_an_answer_of_the_writer_that_is_not_usable_rejects_its_passage(
     async with chat_server(answer) as server:
         tasks = await read(tmp_path, server.url)
     assert [task.task_id for task in tasks] == ["passage-2"]
-    assert f"passages rejected: source=passage {cause}=1" in caplog.text
+    assert f"records dropped: source=passage {cause}=1" in caplog.text
 
 
 async def test_text_around_the_json_of_the_writer_is_ignored(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.jsonl import RecordError
+from rollmesh.shared.store.records import RecordError
 
 from ..shared.chat_server import chat_server
 

@@ -18,7 +18,7 @@ from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.services.data.trajectory_source import greatest_variance, perturbed
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.trajectory import Message
-from rollmesh.shared.store.jsonl import RecordError
+from rollmesh.shared.store.records import RecordError
 
 PROMPT = "Double the number.\nin: 1 out: 2\nin: 3 out: 6\n"
 

@@ -88,6 +88,22 @@ async def test_attempts_without_a_verdict_are_not_scored() -> None:
     assert found.outcome is Outcome.NOT_APPLICABLE
 
 
+@pytest.mark.parametrize(
+    ("values", "value", "outcome"),
+    [
+        ({"sum": 0.5, "query": None}, 0.5, Outcome.OK),
+        ({"sum": None, "query": 0.0}, 0.0, Outcome.OK),
+        ({"sum": 1.0, "query": 0.0}, 1.0, Outcome.OK),
+        ({"sum": None, "query": None}, 0.0, Outcome.NOT_APPLICABLE),
+    ],
+)
+async def test_the_first_applicable_reward_is_taken(
+    values: dict[str, float | None], value: float, outcome: Outcome
+) -> None:
+    found = await made("first", rewards=["sum", "query"]).score(read(item(), **values))
+    assert (found.value, found.outcome) == (value, outcome)
+
+
 @pytest.mark.parametrize(("value", "outcome"), [(0.5, Outcome.OK), (None, Outcome.NOT_APPLICABLE)])
 async def test_all_samples_of_an_episode_have_the_reward_of_the_last(value: float | None, outcome: Outcome) -> None:
     scorer: BatchScorer = made("outcome", reward="correct")

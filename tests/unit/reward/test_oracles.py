@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from rollmesh.services.reward.oracles import AnswerFileConfig, JsonlOracle, Oracles
+from rollmesh.services.reward.oracles import AnswerFileConfig, JsonlOracle, Oracles, file_oracles
 from rollmesh.shared.errors import ConfigError, UnknownOracle
-from rollmesh.shared.store.jsonl import RecordError, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import RecordError
+from rollmesh.shared.store.row_files import open_rows
 
 
 def answers(tmp_path: Path, *lines: object, **settings: str) -> tuple[Oracles, str]:
@@ -62,6 +66,58 @@ def test_a_reference_that_does_not_resolve_says_what_disagrees(tmp_path: Path, c
     with pytest.raises(UnknownOracle, match=message) as caught:
         oracles.resolve(change(head))
     assert "Zanzibar" not in str(caught.value)
+
+
+def stored_answers(tmp_path: Path, *rows: dict[str, object], **settings: str) -> tuple[Oracles, str]:
+    """Return oracles over two Parquet files, and the head of a reference to them."""
+    for number in range(2):
+        pq.write_table(pa.Table.from_pylist(list(rows[number::2])), tmp_path / f"key-{number}.parquet")
+    config = AnswerFileConfig(path=("key-*.parquet",), source="files", **settings)  # type: ignore[arg-type]
+    oracles = Oracles(dict(file_oracles({"mine": config}, tmp_path)))
+    return oracles, f"files:mine@{open_rows(config.paths, base_dir=tmp_path).digest[:16]}"
+
+
+def test_files_give_the_row_with_all_columns_and_what_the_pattern_finds(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"answer": f"2 #### {n}", "more": [n], "tests": "calc/sum"} for n in range(6)]
+    oracles, head = stored_answers(tmp_path, *rows, answer_pattern=r"#### (\S+)", tests="tests")
+    key = oracles.resolve(f"{head}#5")  # row 2 of the second file
+    assert key is not None
+    assert (key.answers, key.record, key.tests) == (("3",), rows[3], "calc/sum")
+    assert oracles.blocks(f"{head}#5")
+    assert not oracles.blocks("")
+    assert not oracles.blocks("tests:calc/sum")
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("{head}#3", "no task on row '3'"),
+        ("{head}#0", "no task on row '0'"),
+        ("{head}#x", "no task on row 'x'"),
+        ("{head}#" + "9" * 5000, "no task on row '9999"),
+        ("files:mine@0123456789abcdef#1", "differs from the one the task came from"),
+        ("files:other@00#1", "no answer file `other` is configured"),
+        ("jsonl:mine@00#1", "no answer file `mine` is configured"),
+    ],
+)
+def test_a_reference_to_files_that_does_not_resolve_says_what_disagrees(
+    tmp_path: Path, reference: str, message: str
+) -> None:
+    oracles, head = stored_answers(tmp_path, {"answer": "Zanzibar"}, {"answer": "Zanzibar"})
+    with pytest.raises(UnknownOracle, match=message) as caught:
+        oracles.resolve(reference.format(head=head))
+    assert "Zanzibar" not in str(caught.value)
+
+
+def test_a_malformed_answer_of_files_is_named_when_it_is_read(tmp_path: Path) -> None:
+    oracles, head = stored_answers(tmp_path, {"answer": "1"}, {"answer": "1"}, {"answer": None})
+    with pytest.raises(RecordError, match=r'key-0.parquet:2: field "answer": must be a string or a number, got null'):
+        oracles.resolve(f"{head}#2")
+
+
+def test_several_files_are_a_source_of_files_only() -> None:
+    with pytest.raises(ValueError, match=r"`path` must be one file for the source jsonl, got \['a', 'b'\]"):
+        AnswerFileConfig(path=("a", "b"))
 
 
 def test_a_malformed_answer_line_is_named(tmp_path: Path) -> None:

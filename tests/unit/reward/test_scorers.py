@@ -15,7 +15,7 @@ from rollmesh.services.reward.scorers import extract
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import FinishReason, Outcome, Reward, Role, Source, ToolOutcome
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.jsonl import last_match
+from rollmesh.shared.store.records import last_match
 
 from .builders import item
 

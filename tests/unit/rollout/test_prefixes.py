@@ -42,10 +42,14 @@ def agent(name: str, **options: Any) -> Agent:
 
 
 async def played(
-    chosen: Agent, script: Callable[[str], str] = lambda text: "<answer>3</answer><|end|>", **given: Any
+    chosen: Agent,
+    script: Callable[[str], str] = lambda text: "<answer>3</answer><|end|>",
+    *,
+    solution: str = SOLUTION,
+    **given: Any,
 ) -> tuple[LocalMesh, Episode]:
-    mesh = LocalMesh(script=script, functions={"call": lambda text: "7"})
-    report = await mesh.runner(chosen).run(lease(**{"labels": {"solution": SOLUTION}, **given}))
+    mesh = LocalMesh(script=script, functions={"call": lambda text: "7"}, private_extras={"solution": solution})
+    report = await mesh.runner(chosen).run(lease(**given))
     assert report.outcome == COMPLETED, report.failure
     return mesh, mesh.samples.episodes[-1]
 
@@ -83,18 +87,16 @@ async def test_a_call_that_begins_in_the_prefix_is_executed() -> None:
     said = iter([")</tool_call><|end|>", "<answer>7</answer><|end|>"])
     solution = "<tool_call>3+4"  # with the end of the turn six tokens, of which five are given
     chosen = agent("prefix", share_min=0.8)
-    mesh, episode = await played(chosen, lambda text: next(said), labels={"solution": solution}, tools=["calculator"])
+    mesh, episode = await played(chosen, lambda text: next(said), solution=solution, tools=["calculator"])
     assert given_text(mesh, episode) == solution[: len("<tool_call>3+4")]
     assert judged(mesh)[1:] == ["<tool_call>3+4)</tool_call>", "7", "<answer>7</answer>"]
 
 
-async def lengths(chosen: Agent, episodes: int, **given: Any) -> list[int]:
+async def lengths(chosen: Agent, episodes: int, solution: str | None = SOLUTION, **given: Any) -> list[int]:
     """The lengths of the prefixes of the episodes of a group."""
-    mesh = LocalMesh(script=lambda text: "<answer>3</answer><|end|>")
+    mesh = LocalMesh(script=lambda text: "<answer>3</answer><|end|>", private_extras={"solution": solution})
     for number in range(episodes):
-        report = await mesh.runner(chosen).run(
-            lease(**{"labels": {"solution": SOLUTION}, "lease_id": str(number), **given})
-        )
+        report = await mesh.runner(chosen).run(lease(**{"lease_id": str(number), **given}))
         assert report.outcome == COMPLETED, report.failure
     return [sum(s.num_tokens for s in e.segments if s.source is Source.DATASET) for e in mesh.samples.episodes]
 
@@ -122,14 +124,19 @@ def test_lengths_are_uniform_over_the_shares(least: float, most: float, num_part
 async def test_the_episodes_of_a_group_have_one_prefix_and_evaluations_have_none() -> None:
     assert len(set(await lengths(agent("prefix"), 8))) == 1
     assert await lengths(agent("prefix"), 2, purpose=types_pb2.PURPOSE_EVAL) == [0, 0]
-    assert await lengths(agent("prefix"), 2, labels={"solution": ""}) == [0, 0], "a task without a solution"
+    for empty in ("", None):
+        assert await lengths(agent("prefix"), 2, solution=empty) == [0, 0], "a task without a solution"
 
 
-async def test_a_task_without_the_label_fails_the_attempt_and_names_the_setting() -> None:
+async def test_a_task_without_the_solution_fails_the_attempt_and_names_the_setting() -> None:
     mesh = LocalMesh(script=lambda text: "<answer>3</answer><|end|>")
-    report = await mesh.runner(agent("prefix")).run(lease())
-    assert "the task t has no label `solution`" in report.failure.message
-    assert "data.source.options.labels" in report.failure.message
+    report = await mesh.runner(agent("prefix")).run(lease(labels={"solution": SOLUTION}))
+    assert "the task t has no private extra `solution`; name its field in data.source.options.private_extras" in (
+        report.failure.message
+    )
+    assert "remove the label `solution`, which every process of the run can read" in report.failure.message
+    with pytest.raises(ConfigError, match="`label` must be removed, got 'solution': a solution is not a label"):
+        agent("prefix", label="solution")
     with pytest.raises(ConfigError, match="`share_min` must be <= share_max = 0.2, got 0.5"):
         agent("prefix", share_min=0.5, share_max=0.2)
 
@@ -164,10 +171,11 @@ class Learner:
             self.table,
             config=RolloutConfig(outputs=("entropy",)),
             rewards=lambda text: (Reward(name="r", value=reward(text)),),
+            private_extras={"solution": "a" * 6},
         )
         runner = mesh.runner(chosen)
         for episode in range(num_episodes):
-            given = lease(lease_id=f"{number}-{episode}", seed=1000 * number + episode, labels={"solution": "a" * 6})
+            given = lease(lease_id=f"{number}-{episode}", seed=1000 * number + episode)
             given.key.group = str(number)
             assert (await runner.run(given)).outcome == COMPLETED
         samples = [(e, sample) for e in mesh.samples.episodes for sample in e.samples]

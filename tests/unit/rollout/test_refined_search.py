@@ -36,7 +36,7 @@ def reasoner(text: str) -> str:
     ]
 
 
-async def run(asked: list[str], **of_lease: Any) -> tuple[Episode, list[list[str]]]:
+async def run(asked: list[str], solution: str | None = None, **of_lease: Any) -> tuple[Episode, list[list[str]]]:
     """Run one episode; return it and the texts of each of its samples."""
 
     def refine(body: dict[str, Any]) -> str:
@@ -46,7 +46,8 @@ async def run(asked: list[str], **of_lease: Any) -> tuple[Episode, list[list[str
     async with chat_server(refine) as server:
         entry = {"kind": "openai", "base_url": server.url, "model": "m", "retry_s": 0.0}
         endpoints = Endpoints({"refiner": config_from_dict(EndpointConfig, entry)})
-        mesh = LocalMesh(script=reasoner, functions={"call": search}, endpoints=endpoints)
+        extras = {"solution": solution}
+        mesh = LocalMesh(script=reasoner, functions={"call": search}, endpoints=endpoints, private_extras=extras)
         report = await mesh.runner(load_agent(Extension("refined_search"))).run(lease(tools=["calculator"], **of_lease))
         await endpoints.close()
     assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED, report.failure
@@ -69,7 +70,7 @@ async def test_the_model_observes_the_ids_and_what_the_refiner_returns() -> None
 
 @pytest.mark.row("S092")
 async def test_the_right_answer_is_also_given_after_the_same_queries_while_training() -> None:
-    episode, (given, sampled) = await run([], labels={"solution": "<answer>Babbage</answer>"})
+    episode, (given, sampled) = await run([], "<answer>Babbage</answer>")
     assert given[:-1] == sampled[:-1]
     assert (given[-1], sampled[-1]) == ("<answer>Babbage</answer>", "<answer>He</answer>")
     assert [sample.weight for sample in episode.samples] == [0.25, 1.0]
@@ -81,6 +82,5 @@ async def test_the_right_answer_is_also_given_after_the_same_queries_while_train
 
 
 async def test_no_answer_is_given_in_an_evaluation() -> None:
-    labels = {"solution": "<answer>Babbage</answer>"}
-    _, texts = await run([], labels=labels, purpose=types_pb2.PURPOSE_EVAL)
+    _, texts = await run([], "<answer>Babbage</answer>", purpose=types_pb2.PURPOSE_EVAL)
     assert len(texts) == 1

@@ -24,7 +24,7 @@ from rollmesh.services.sandbox.oracle.manifest import (
 )
 from rollmesh.services.sandbox.oracle.store import ManifestStore
 from rollmesh.shared.errors import ConfigError, UnknownOracle
-from rollmesh.shared.store.jsonl import RecordError
+from rollmesh.shared.store.records import RecordError
 
 FUNCTION: dict[str, Any] = {"kind": "function", "function": "f", "tests": [{"arguments": [1], "expected": 2}]}
 STDIO: dict[str, Any] = {"kind": "stdio", "tests": [{"stdin": "1", "stdout": "2"}]}

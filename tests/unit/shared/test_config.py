@@ -184,6 +184,12 @@ def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
     assert "`rollout.engines.a.url`: required, but not given" in str(err)
 
 
+def test_a_wrong_value_of_a_required_key_is_one_mistake(tmp_path: Path) -> None:
+    err = error_of(write(tmp_path, "rollout: {engines: {a: {kind: remote, url: 3}}}"))
+    assert "`rollout.engines.a.url`" in str(err)
+    assert "required" not in str(err)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

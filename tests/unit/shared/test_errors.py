@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 
 from rollmesh.shared import errors
 from rollmesh.shared.rpc.status import from_rpc_error, from_status, to_status
-from rollmesh.shared.store import jsonl
+from rollmesh.shared.store.records import RecordError
 
 
 def test_codes_agree_with_google_rpc_and_grpc() -> None:
@@ -27,8 +27,8 @@ def test_every_error_survives_the_round_trip(cls: type[errors.MeshError]) -> Non
 
 
 def test_an_error_defined_beside_its_use_is_restored_too() -> None:
-    err = from_status(to_status(jsonl.RecordError.at(Path("tasks.jsonl"), 3, "is not a number", field="answer")))
-    assert type(err) is jsonl.RecordError
+    err = from_status(to_status(RecordError.at(Path("tasks.jsonl"), 3, "is not a number", field="answer")))
+    assert type(err) is RecordError
     assert err.message == 'tasks.jsonl:3: field "answer": is not a number'
 
 
@@ -97,3 +97,12 @@ def test_the_error_of_a_field_names_it_and_what_it_must_be(got: object, shown: s
     assert err.violations == (errors.FieldViolation("a.b", f"must be in [0, 1], got {shown}; lower it"),)
     assert err.metadata == {"limit": "1"}
     assert type(errors.field_error("a", "be set", got)) is errors.InvalidInput
+
+
+def test_an_error_keeps_the_key_that_it_names() -> None:
+    with pytest.raises(errors.ConfigError, match="^`inner`: wrong$") as inner, errors.located_at("outer"):
+        raise errors.ConfigError("`inner`: wrong", key="inner")
+    assert inner.value.metadata["key"] == "inner"
+    with pytest.raises(errors.ConfigError, match="^`outer`: wrong$") as outer, errors.located_at("outer"):
+        raise errors.InvalidInput("wrong")
+    assert outer.value.metadata["key"] == "outer"

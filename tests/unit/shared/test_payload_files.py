@@ -217,3 +217,55 @@ def _append_forever(folder: Path, queue: multiprocessing.Queue[tuple[int, int]])
         (at,) = writer.append([bytes([guess % 251]) * size])
         if at == guess:
             queue.put((at, size))
+
+
+def test_kept_payloads_are_read_at_their_positions_after_their_file_is_removed(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path)
+    writer = PayloadWriter(files, bytes_max=LIMIT)
+    wanted, other, last, end = writer.append([b"wanted", bytes(30_000), b"wanted too", b"other"])
+    number = file_of(wanted)
+    for _ in range(2):  # a coordinator that was killed in between does it again
+        files.keep(number, lambda payload: payload.startswith(b"wanted"))
+    files.remove(number)
+    assert (files.read(wanted), files.read(last)) == (b"wanted", b"wanted too")
+    for purged in (other, end):
+        with pytest.raises(NoPayloadFile, match="is purged"):
+            files.read(purged)
+    with pytest.raises(UnreadableRecord, match="no record begins"):
+        files.read(wanted + 1)
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.stat().st_blocks * 512 < 30_000, "the copy has holes"
+    assert number not in files.sizes(), "kept payloads do not count for the limit of the writers"
+
+
+def test_a_file_without_wanted_or_whole_records_leaves_no_copy(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path)
+    writer = PayloadWriter(files, bytes_max=LIMIT)
+    (first,) = writer.append([b"x"])
+
+    def fails(payload: bytes) -> bool:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        files.keep(file_of(first), fails)
+    files.keep(file_of(first), lambda payload: False)
+    path = tmp_path / f"{file_of(first):08d}.payloads"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    files.keep(file_of(first), lambda payload: True)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_the_oldest_kept_files_are_removed_beyond_their_limit(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path)
+    positions = []
+    for _ in range(3):
+        writer = PayloadWriter(files, bytes_max=LIMIT)
+        positions += writer.append([os.urandom(8000)])
+        writer.close()
+        files.keep(file_of(positions[-1]), lambda payload: True)
+        files.remove(file_of(positions[-1]))
+    files.limit_kept(20_000)
+    with pytest.raises(NoPayloadFile):
+        files.read(positions[0])
+    assert all(files.read(position) for position in positions[1:])

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.shared.domain.trajectory import FloatArray, Outcome
 from rollmesh.trainer.effective_size import effective_sample_size
@@ -13,6 +14,7 @@ from rollmesh.trainer.metrics import (
     length_metrics,
     mean_stats,
     reward_metrics,
+    source_metrics,
 )
 
 from .builders import action, group, member, prompt, training_sample
@@ -61,6 +63,13 @@ def test_reward_means_leave_out_infrastructure_failures() -> None:
     failed = member("c", {"r": 0.0}, outcome=Outcome.INFRA_FAILURE)
     found = reward_metrics([group("g", member("a", {"r": 1.0}), member("b", {"r": 0.0}), failed)])
     assert found == {"reward/r": 0.5, "reward/unusable_share": pytest.approx(1 / 3)}
+
+
+def test_the_share_of_each_source_of_a_mixture_is_of_the_groups() -> None:
+    labels = ("sums", "sums", "queries", "", "https://a/b")
+    groups = [replace(group("g", member("a", {"r": 1.0})), labels={"source": one} if one else {}) for one in labels]
+    assert source_metrics(groups) == {"source/queries/groups_share": 0.2, "source/sums/groups_share": 0.4}
+    assert source_metrics([]) == {}
 
 
 def test_length_bias_compares_used_with_leased() -> None:

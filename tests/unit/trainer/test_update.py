@@ -61,6 +61,7 @@ def test_update_changes_weights_and_accounts_for_every_sample() -> None:
     made = trainer()
     before = weights(made)
     samples, groups = random_batch()
+    groups[0] = replace(groups[0], labels={"source": "sums"})
     result = made.update(1, samples, groups)
     assert result.outcome is UpdateOutcome.APPLIED
     assert result.used_ids == [s.sample.sample_id for s in samples]
@@ -70,6 +71,7 @@ def test_update_changes_weights_and_accounts_for_every_sample() -> None:
     assert result.metrics["tokens/trained"] == sum(s.num_trainable for t in samples for s in t.segments)
     assert result.metrics["lag/0/tokens"] == result.metrics["tokens/trained"]
     assert result.metrics["reward/correct"] == 0.5
+    assert result.metrics["source/sums/groups_share"] == 1 / len(groups)
     assert all(np.isfinite(v) for v in result.metrics.values())
 
 

@@ -13,6 +13,8 @@ optimizer steps per update, later ones include the effect of earlier steps.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,6 +25,9 @@ from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.base import usable_rewards
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 from rollmesh.trainer.samples import NO_LAG, num_trained
+
+_SOURCE = re.compile("[A-Za-z0-9_-]{1,64}")
+"""Name of a source of a mixture. A label with another value, such as an address, is not one."""
 
 
 def kl_k3(policy: FloatArray, behavior: FloatArray) -> float:
@@ -60,6 +65,13 @@ def reward_metrics(groups: Sequence[GroupContext]) -> dict[str, float]:
     result = {f"reward/{name}": float(np.mean(v)) for name, v in sorted(values.items())}
     result["reward/unusable_share"] = sum(r is None for r in usable) / len(usable) if usable else 0.0
     return result
+
+
+def source_metrics(groups: Sequence[GroupContext]) -> dict[str, float]:
+    """Return the share of the groups that each source of a mixture has in the batch, as `source/<name>/groups_share`. A
+    source without a group in the batch has none."""
+    sources = Counter(found for group in groups if _SOURCE.fullmatch(found := group.labels.get("source", "")))
+    return {f"source/{name}/groups_share": num / len(groups) for name, num in sorted(sources.items())}
 
 
 def length_metrics(leased: Sequence[TrainingSample], used: Sequence[TrainingSample]) -> dict[str, float]:

@@ -55,7 +55,7 @@ from rollmesh.trainer.features import FeatureRequest
 from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.lora import Adapters
 from rollmesh.trainer.losses import LossInputs, TokenStats, token_weights
-from rollmesh.trainer.metrics import length_metrics, reward_metrics
+from rollmesh.trainer.metrics import length_metrics, reward_metrics, source_metrics
 from rollmesh.trainer.model_config import choose_attention, context_length, hidden_size, vocab_size
 from rollmesh.trainer.model_files import write_weights
 from rollmesh.trainer.model_layers import checkpoint_layers
@@ -509,6 +509,7 @@ class BatchTrainer:
             "samples/leased": float(len(samples)),
             "samples/used": float(len(used)),
             **reward_metrics(groups),
+            **source_metrics(groups),
             **length_metrics(samples, used),
             **trace.summary(),
             **({"terms_without_gradient": float(len(found))} if (found := self.plugins.loss.without_gradient) else {}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +35,13 @@ from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.graph import ScorerGraph
 from rollmesh.services.reward.item import check_task_scorers
-from rollmesh.services.reward.oracles import ORACLES, JsonlOracle
+from rollmesh.services.reward.oracles import ORACLES, Oracles, file_oracles, names_record
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
-from rollmesh.services.rollout.agent import known_agents, load_agent
+from rollmesh.services.rollout.agent import check_private_extras, known_agents, load_agent
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
+from rollmesh.services.rollout.private_extras import lacks
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
@@ -50,7 +51,7 @@ from rollmesh.shared.config.loader import all_in_one, underlay_places
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.outputs import array_names, output_of
 from rollmesh.shared.endpoints.config import check_endpoint
-from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, at_key, located_at
+from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, UnknownOracle, at_key, located_at
 from rollmesh.trainer.estimators import make_estimator
 
 if TYPE_CHECKING:  # it imports torch
@@ -203,8 +204,13 @@ def _contradictions(config: TrainConfig, base_dir: Path, tasks: TaskSurvey) -> I
     """Yield a line about prompts that several tasks have, with different answers."""
     if not tasks.repeated:
         return
-    resolve = JsonlOracle(reward_config(config).answer_files, base_dir).resolve
-    wrong = [same for same in tasks.repeated if len({repr(resolve(_rest(task)).answers) for task in same}) > 1]
+    oracles = Oracles(file_oracles(reward_config(config).answer_files, base_dir))
+    keys = [[oracles.resolve(task.oracle_ref) for task in same] for same in tasks.repeated]
+    wrong = [
+        same
+        for same, found in zip(tasks.repeated, keys, strict=True)
+        if len({repr(key.answers) for key in found if key is not None}) > 1
+    ]
     if wrong:
         names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
         yield (
@@ -233,10 +239,6 @@ def _unused_names(config: TrainConfig, tasks: TaskSurvey) -> Iterator[str]:
             f"run.success_reward is {success}, but `scorers` of tasks such as {task.task_id} of the "
             f"{config.run.eval_split} split lack it: evaluations count them as failures; add it to `scorers`"
         )
-
-
-def _rest(task: PoolTask) -> str:
-    return task.oracle_ref.partition(":")[2]
 
 
 class _Check:
@@ -281,7 +283,7 @@ class _Check:
             self.mistakes.append(ConfigError(what, key="run.submitted_tasks"))
         with self._collected():
             self._evaluation(pools)
-        self._rewards(has_tasks=bool(pools))
+        self._rewards(tasks if pools else None)
         with self._collected("learner.estimator"):
             make_estimator(config.learner.estimator, config.reward.weights, base_dir)
         with self._collected("security"):
@@ -291,12 +293,7 @@ class _Check:
         with self._collected("bus.url"):
             if not config.bus.url:
                 find_binary()
-        for name, agent in config.rollout.agents.items():
-            with self._collected(f"rollout.agents.{name}"):
-                load_agent(agent, base_dir)
-        if config.rollout.agent.name not in config.rollout.agents:
-            with self._collected("rollout.agent"):
-                load_agent(config.rollout.agent, base_dir)
+        self._agents(tasks)
         with self._collected("sandbox.engine"):
             ENGINES.options(config.sandbox.engine, base_dir)
         with self._collected("sandbox.languages"):
@@ -347,6 +344,26 @@ class _Check:
             except InvalidInput as err:
                 what = f"`data.source`: task {task.task_id}: {err.message}"
                 self.mistakes.append(ConfigError(what, key="data.source"))
+
+    def _agents(self, tasks: TaskSurvey) -> None:
+        """Check the agents, and that their tasks have the private extras that they read."""
+        rollout = self._config.rollout
+        chosen = {f"rollout.agents.{name}": (name, agent) for name, agent in rollout.agents.items()}
+        if rollout.agent.name not in rollout.agents:
+            chosen["rollout.agent"] = (rollout.agent.name, rollout.agent)
+        for key, (name, extension) in chosen.items():
+            with self._collected(key):
+                agent = load_agent(extension, self._base_dir)
+                check_private_extras(name, agent, rollout)
+                of_default = name == rollout.agent.name
+                for task in [tasks.by_agent.get(name), tasks.by_agent.get("") if of_default else None]:
+                    if task is not None:
+                        self._private_extras(task, agent.private_extras)
+
+    def _private_extras(self, task: PoolTask, names: Sequence[str]) -> None:
+        if missing := [name for name in names if name not in task.private_extras]:
+            what = f"`data.source`: {lacks(task.task_id, task.labels, missing[0])}"
+            raise ConfigError(what, key="data.source.options.private_extras")
 
     def _learning(self, tasks: TaskSurvey) -> None:
         """Check what needs torch: engine, learner and model."""
@@ -429,7 +446,7 @@ class _Check:
                 key="run.eval_split",
             )
 
-    def _rewards(self, *, has_tasks: bool) -> None:
+    def _rewards(self, tasks: TaskSurvey | None) -> None:
         config, before = self._config, len(self.mistakes)
         names: list[str] = []
         scorers: list[ConfiguredScorer] = []
@@ -461,8 +478,10 @@ class _Check:
             return  # the checks below need these parts
         self._reward_names = names
         # The answers are often in the file of the tasks.
-        with self._collected() if has_tasks else suppress(InvalidInput):
-            asyncio.run(build_reward_engine(reward_config(config), self._base_dir).close())
+        with self._collected() if tasks is not None else suppress(InvalidInput):
+            engine = build_reward_engine(reward_config(config), self._base_dir)
+            asyncio.run(engine.close())
+            self._answers(engine.oracles, tasks.by_agent.values() if tasks is not None else ())
         if num_bytes * config.run.group_size > REWARDS_BYTES_MAX:
             self.mistakes.append(
                 ConfigError(
@@ -481,6 +500,16 @@ class _Check:
                     key="run.success_reward",
                 )
             )
+
+    def _answers(self, oracles: Oracles, tasks: Iterable[PoolTask]) -> None:
+        """Check that tasks of files have answers in the answer files."""
+        for task in tasks:
+            if names_record(task.oracle_ref):
+                try:
+                    oracles.resolve(task.oracle_ref)
+                except UnknownOracle as err:
+                    what = f"`reward.answer_files`: task {task.task_id}: {err.message}"
+                    self.mistakes.append(ConfigError(what, key="reward.answer_files"))
 
     def _engine(self) -> Any:
         """Return the settings of the engine. None for an engine that does not run the model of the run."""

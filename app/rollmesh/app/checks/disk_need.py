@@ -58,6 +58,9 @@ def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     ]
     if not config.bus.url:
         parts.append(Part("streams", stored, "coordinator.streams"))
+    if config.coordinator.run.retain_share:
+        limit = config.coordinator.run.retained_bytes_max
+        parts.append(Part("kept payloads", limit, "coordinator.run.retained_bytes_max"))
     return parts
 
 

@@ -12,8 +12,9 @@ import msgspec
 
 from rollmesh.app.checks.task_survey import TaskSurvey
 from rollmesh.app.config import TrainConfig
-from rollmesh.demo.config import demonstrated_source
+from rollmesh.demo.config import demonstrated_sources
 from rollmesh.mesh.tool_descriptions import rollout_config
+from rollmesh.services.data.mixture_source import single_sources
 from rollmesh.services.data.source import SOURCES
 from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine, takes_option
 from rollmesh.services.learner.engine import TRAINERS
@@ -40,20 +41,27 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
     assert plan is not None
     assert plan.tasks is not None
     shape, _ = resolve(plan)
-    mine: Any = demonstrated_source(plan).options
-    theirs: Any = SOURCES.options(config.data.source, base_dir)
-    same_family = plan.tasks.name == config.data.source.located(base_dir).name
-    if same_family and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share):
-        raise ConfigError(
-            "`made_model.tasks`: validation_share and test_share must equal those of data.source, because the warm "
-            "start would see test tasks otherwise",
-            key="made_model.tasks",
-        )
+    demonstrated_sources(plan, base_dir)
+    for _, demonstrated in single_sources(plan.tasks, "made_model.tasks"):
+        for key, chosen in single_sources(config.data.source):
+            if demonstrated.located(base_dir).name != chosen.located(base_dir).name:
+                continue
+            mine, theirs = SOURCES.options(demonstrated, base_dir), SOURCES.options(chosen, base_dir)
+            if _held_out(mine) != _held_out(theirs):
+                raise ConfigError(
+                    f"`made_model.tasks`: validation_share and test_share must equal those of {key}, because the warm "
+                    "start would see test tasks otherwise",
+                    key="made_model.tasks",
+                )
     if engine is not None:
         key = "inference.engine.options.context_max"
         check_positions({"max_position_embeddings": shape.context_max}, engine.context_max, model="made_model", key=key)
     for mistake in _devices(config, base_dir, engine):
         raise mistake
+
+
+def _held_out(options: Any) -> tuple[float, float]:
+    return options.validation_share, options.test_share
 
 
 def check_model(config: TrainConfig, base_dir: Path, engine: Any, tasks: TaskSurvey) -> list[MeshError]:

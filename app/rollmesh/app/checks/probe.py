@@ -203,6 +203,7 @@ def _item(task: PoolTask, key: AnswerKey | None, text: str, place: int) -> Score
             split=task.split,
             labels=task.labels,
             scorers=task.scorers,
+            extras=task.extras,
         ),
         answer_key=key,
         messages=(*task.messages, Message(role="assistant", content=text)),

@@ -1,16 +1,24 @@
-"""Read every task of a configuration once, and keep what its checks need, because reading a task may take time."""
+"""Read the tasks of a configuration once, and keep what its checks need, because reading a task may take time.
+
+Of a pool that reads its tasks from files, at most `STORED_TASKS_MAX` are read, which are spread evenly over it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from rollmesh.services.data.task import PoolTask, Split, TaskPool
-from rollmesh.shared.domain.trajectory import Message
+import msgspec
+
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
+from rollmesh.services.reward.oracles import names_record
 
 PROMPTS_CHECKED = 64
 """Prompts whose length is compared with the context: the longest of all tasks, by their characters."""
+STORED_TASKS_MAX = 50_000
+_READ_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +34,7 @@ class TaskSurvey:
     longest: tuple[PoolTask, ...] = ()
     """The tasks with the longest prompts, by their characters."""
     repeated: tuple[tuple[PoolTask, ...], ...] = ()
-    """Tasks of a JSONL file that have the same prompt."""
+    """Tasks of task files that have the same prompt."""
 
     @property
     def tools(self) -> frozenset[str]:
@@ -39,17 +47,17 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     tools: dict[str, set[str]] = {}
     by_agent: dict[str, PoolTask] = {}
     scored_by: dict[tuple[Split, tuple[str, ...]], PoolTask] = {}
-    same: dict[tuple[Message, ...], list[PoolTask]] = {}
+    same: dict[bytes, list[PoolTask]] = {}
 
     def read() -> Iterator[PoolTask]:
         for split, pool in pools.items():
-            for position in range(len(pool)):
-                task = pool.task(position)
+            for task in _tasks(pool):
                 tools.setdefault(task.agent, set()).update(task.tools)
-                by_agent.setdefault(task.agent, task)
+                if task.agent not in by_agent:
+                    by_agent[task.agent] = _whole(pool, task)
                 scored_by.setdefault((split, tuple(task.scorers)), task)
-                if task.oracle_ref.startswith("jsonl:"):
-                    same.setdefault(task.messages, []).append(task)
+                if names_record(task.oracle_ref):
+                    same.setdefault(hashlib.sha256(msgspec.msgpack.encode(task.messages)).digest(), []).append(task)
                 yield task
 
     longest = heapq.nlargest(PROMPTS_CHECKED, read(), key=lambda task: sum(len(one.content) for one in task.messages))
@@ -61,3 +69,19 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
         longest=tuple(longest),
         repeated=repeated,
     )
+
+
+def _whole(pool: TaskPool, task: PoolTask) -> PoolTask:
+    """Return a task of the pool with its private extras."""
+    position = pool.position(task.task_id)
+    return task if position is None else pool.task(position)
+
+
+def _tasks(pool: TaskPool) -> Iterator[PoolTask]:
+    if not isinstance(pool, StoredPool):
+        yield from map(pool.task, range(len(pool)))
+        return
+    num = min(len(pool), STORED_TASKS_MAX)
+    positions = [number * len(pool) // num for number in range(num)]
+    for start in range(0, num, _READ_AT_ONCE):
+        yield from pool.read(positions[start : start + _READ_AT_ONCE])

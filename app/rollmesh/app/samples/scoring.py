@@ -46,7 +46,8 @@ from rollmesh.shared.domain.trajectory import EndpointUse, EpisodeKey, FinishRea
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.errors import ConfigError, InvalidInput, UnknownOracle
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
 
 NUM_LINES_MAX = 1_000_000
 CHUNK_LINES = 256
@@ -76,25 +77,62 @@ class ScoreReport(msgspec.Struct, frozen=True, kw_only=True):
     lines: list[ScoredLine]
 
 
+class LineScorer:
+    """The scorers and the tasks of a configuration. `close` it in the loop in which it scored."""
+
+    def __init__(self, config: Path | None, overrides: Sequence[str]) -> None:
+        """Raises ConfigError, also without a `config`."""
+        path, base_dir = _configuration(config)
+        settings = load_train_config(path, overrides)
+        self._tasks = _Tasks(build_pools(settings.data, base_dir, blocking_endpoints(settings, base_dir)))
+        self._endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
+        self._engine = build_engine(reward_config(settings), base_dir, endpoints=self._endpoints)
+        check_scorers(self._engine)
+
+    @property
+    def rewards(self) -> dict[str, str]:
+        """The labels of the scorers by the name of their reward."""
+        return {scorer.name: scorer.label for scorer in self._engine.scorers}
+
+    async def score(self, records: Sequence[FileRecord]) -> list[ScoredLine]:
+        """Check all lines, then score them. Raises RecordError."""
+        items = [_item(record, self._tasks, self._engine) for record in records]
+        found: list[ScoredLine] = []
+        for start in range(0, len(items), CHUNK_LINES):
+            chunk = items[start : start + CHUNK_LINES]
+            for record, item, rewards in zip(records[start:], chunk, await self._engine.score(chunk), strict=False):
+                found.append(
+                    ScoredLine(
+                        line=record.line,
+                        task=item.task.task_id,
+                        sample_id=item.sample_id,
+                        rewards=reward_lines(rewards),
+                    )
+                )
+        return found
+
+    async def close(self) -> None:
+        await self._engine.close()
+        await self._endpoints.close()
+
+
 def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> ScoreReport:
     """Score the lines of a file. Raises ConfigError, also without a `config`, or RecordError with the first line and
     field that cannot be scored."""
-    path, base_dir = _configuration(config)
-    settings = load_train_config(path, overrides)
-    tasks = _Tasks(build_pools(settings.data, base_dir, blocking_endpoints(settings, base_dir)))
-    records = read_jsonl(file, num_lines_max=NUM_LINES_MAX).records
-    endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
-    engine = build_engine(reward_config(settings), base_dir, endpoints=endpoints)
-    check_scorers(engine)
-    lines = asyncio.run(_score(records, tasks, engine, endpoints))
-    failed = Outcome.INFRA_FAILURE.name.lower()
+    scorer = LineScorer(config, overrides)
+    lines = asyncio.run(_score(scorer, read_jsonl(file, num_lines_max=NUM_LINES_MAX).records))
     return ScoreReport(
         file=str(file),
         num_lines=len(lines),
-        num_failed=sum(any(reward.outcome == failed for reward in line.rewards) for line in lines),
+        num_failed=sum(has_failed(line.rewards) for line in lines),
         mean_rewards=mean_rewards([line.rewards for line in lines]),
         lines=lines,
     )
+
+
+def has_failed(rewards: Sequence[RewardLine]) -> bool:
+    """Return whether a scorer failed."""
+    return any(reward.outcome == Outcome.INFRA_FAILURE.name.lower() for reward in rewards)
 
 
 def _configuration(named: Path | None) -> tuple[Path, Path]:
@@ -109,27 +147,11 @@ def _configuration(named: Path | None) -> tuple[Path, Path]:
     return named, named.parent.resolve()
 
 
-async def _score(
-    records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEngine, endpoints: Endpoints
-) -> list[ScoredLine]:
+async def _score(scorer: LineScorer, records: Sequence[FileRecord]) -> list[ScoredLine]:
     try:
-        items = [_item(record, tasks, engine) for record in records]  # check all lines before scoring starts
-        found: list[ScoredLine] = []
-        for start in range(0, len(items), CHUNK_LINES):
-            chunk = items[start : start + CHUNK_LINES]
-            for record, item, rewards in zip(records[start:], chunk, await engine.score(chunk), strict=False):
-                found.append(
-                    ScoredLine(
-                        line=record.line,
-                        task=item.task.task_id,
-                        sample_id=item.sample_id,
-                        rewards=reward_lines(rewards),
-                    )
-                )
-        return found
+        return await scorer.score(records)
     finally:
-        await engine.close()
-        await endpoints.close()
+        await scorer.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +168,7 @@ class _Tasks:
         return None
 
 
-def _item(record: JsonlRecord, tasks: _Tasks, engine: RewardEngine) -> ScoreItem:
+def _item(record: FileRecord, tasks: _Tasks, engine: RewardEngine) -> ScoreItem:
     """Return the input of the scorers for a line. Raises RecordError."""
     sample = _sample(record) if "messages" in record.fields else _answer(record, tasks)
     known = tasks.find(sample.task)
@@ -219,10 +241,11 @@ def _view(sample: SampleLine, known: PoolTask | None) -> TaskView:
         split=known.split,
         labels=known.labels,
         scorers=tuple(known.scorers),
+        extras=known.extras,
     )
 
 
-def _sample(record: JsonlRecord) -> SampleLine:
+def _sample(record: FileRecord) -> SampleLine:
     try:
         sample = msgspec.convert(dict(record.fields), SampleLine)
     except msgspec.ValidationError as err:
@@ -244,7 +267,7 @@ def _sample(record: JsonlRecord) -> SampleLine:
     return sample
 
 
-def _answer(record: JsonlRecord, tasks: _Tasks) -> SampleLine:
+def _answer(record: FileRecord, tasks: _Tasks) -> SampleLine:
     """Return a plain answer as a sample whose last message it is."""
     task_id = record.text("task")
     task = tasks.find(task_id)

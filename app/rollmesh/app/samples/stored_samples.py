@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Reward
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
-from rollmesh.shared.bus.bus import Bus, UnknownRecord, UnknownStream
+from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import UnknownRun, UnknownSample
 from rollmesh.v1 import types_pb2
@@ -107,11 +107,20 @@ async def _payload(bus: Bus, run: str, records: Sequence[StoredRecord], name: st
     task = next(g.task for g in _facts(records) if isinstance(g, f.GroupReserved) and g.group == scored.group)
     try:
         log = await bus.open(run_streams(run).samples.name)
-        record = await log.read_direct(scored.payload.sequence)
-    except (UnknownStream, UnknownRecord):
+    except UnknownStream:
         return None
-    lines = list(sample_lines(types_pb2.Episode.FromString(record.payload), encode(task, types_pb2.Task)))
+    lines = await stored_lines(log, scored.payload.sequence, task)
     return next((line for line in lines if name in (line.sample_id, line.episode)), None)
+
+
+async def stored_lines(log: StreamLog, sequence: int, task: f.Task) -> list[SampleLine]:
+    """Return the samples of the payload at `sequence`; empty if it was purged. Raises UnreadableRecord, DecodeError and
+    InvalidInput if it is damaged."""
+    try:
+        record = await log.read_direct(sequence)
+    except UnknownRecord:
+        return []
+    return list(sample_lines(types_pb2.Episode.FromString(record.payload), encode(task, types_pb2.Task)))
 
 
 def _facts(records: Sequence[StoredRecord]) -> Iterator[f.Fact]:

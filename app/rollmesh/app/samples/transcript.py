@@ -27,11 +27,17 @@ class TranscriptTurn:
     def num_tokens(self) -> int:
         return sum(len(segment.token_ids) for segment in self.segments)
 
+    @property
+    def versions(self) -> list[str]:
+        """The weights that sampled it, e.g. `main@0.0`."""
+        return list(
+            dict.fromkeys(f"{v.policy}@{v.step}.{v.incarnation}" for s in self.segments if (v := s.version) is not None)
+        )
+
     def describe(self) -> str:
         """Return e.g. `12 tokens, main@0.0, mean log-prob -0.31, stop`."""
-        versions = [f"{v.policy}@{v.step}.{v.incarnation}" for s in self.segments if (v := s.version) is not None]
         logprobs = [value for segment in self.segments for value in segment.logprobs or ()]
-        facts = [f"{self.num_tokens} tokens", *dict.fromkeys(versions)]
+        facts = [f"{self.num_tokens} tokens", *self.versions]
         if logprobs:
             facts.append(f"mean log-prob {sum(logprobs) / len(logprobs):.2f}")
         return ", ".join([*facts, self.segments[-1].finish])
@@ -50,13 +56,18 @@ def turns_of(segments: Sequence[SegmentLine]) -> list[TranscriptTurn]:
     return [*turns, TranscriptTurn(tuple(open_turn))] if open_turn else turns
 
 
+def generated_messages(line: SampleLine) -> dict[int, TranscriptTurn]:
+    """Return the turn that generated each message, by the index of the message; empty if they do not agree."""
+    turns = turns_of(line.segments)
+    said = [index for index, message in enumerate(line.messages) if message.role == "assistant"]
+    # The prompt may contain assistant messages too. The last ones are the generated ones.
+    return dict(zip(said[-len(turns) :], turns, strict=False)) if turns and len(said) >= len(turns) else {}
+
+
 def transcript(line: SampleLine) -> RenderableType:
     """Return the sample as a panel. Its text is never interpreted as markup."""
-    turns = turns_of(line.segments)
+    turns, generated = turns_of(line.segments), generated_messages(line)
     parts: list[RenderableType] = []
-    said = [i for i, message in enumerate(line.messages) if message.role == "assistant"]
-    # The prompt may contain assistant messages too. The last ones are the generated ones.
-    generated = dict(zip(said[-len(turns) :], turns, strict=False)) if turns and len(said) >= len(turns) else {}
     for index, message in enumerate(line.messages):
         turn = generated.get(index)
         parts.append(_message(message.role, message.content, turn.describe() if turn is not None else ""))

@@ -72,6 +72,7 @@ def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -
             ("Samples", _panel(_sample_table(summary))),
             ("Time of the learner by phase", _panel(_time_table(summary))),
         ),
+        _source_table(summary),
         _checkpoint(summary),
         _details("Command, versions", _origin_text(origin)),
         _details("Resolved configuration", folder.config.read_text(encoding="utf-8")),
@@ -137,6 +138,23 @@ def _sample_table(summary: Summary) -> str:
         details = sorted(item for item in summary.reasons.items() if item[0].startswith(f"{end}/"))
         rows += [[f"\u2003{name.partition('/')[2]}", f"{n:,}", f"{n / reserved:.1%}"] for name, n in details]
     return _table(["", "samples", "share"], rows)
+
+
+def _source_table(summary: Summary) -> str:
+    """Return requested and trained shares of the sources, and their held-out success; empty without a mixture."""
+    before, after = summary.heldout_by_label_before, summary.heldout_by_label_after
+    rows = [
+        [
+            shares.source,
+            _share(shares.requested),
+            _share(shares.trained),
+            f"{_share(before.get(label))} → {_share(after.get(label))}",
+        ]
+        for shares in summary.source_shares
+        for label in [f"source={shares.source}"]
+    ]
+    head = ["source", "share of draws, requested", "share of trained groups", heldout_name(summary.heldout_graded)]
+    return f"<h2>Sources of the tasks</h2>{_panel(_table(head, rows))}" if rows else ""
 
 
 def _time_table(summary: Summary) -> str:

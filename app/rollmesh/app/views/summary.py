@@ -11,6 +11,7 @@ from rollmesh.app.config import TrainConfig
 from rollmesh.app.run_folder import RunFolder, shown
 from rollmesh.app.views.divergence import Divergence, divergence_text, divergences
 from rollmesh.app.views.series import Eval, Point, Series, heldout_name
+from rollmesh.app.views.source_shares import SourceShares, source_shares
 from rollmesh.services.learner.metrics_log import MetricsLine, read_metrics
 from rollmesh.services.learner.progress import PHASES
 from rollmesh.shared.domain.ledger_head import LedgerHead
@@ -64,6 +65,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of the learner by phase."""
     reward_divergences: list[Divergence] = []
     """Rewards without a weight that do not follow the trained reward."""
+    source_shares: list[SourceShares] = []
+    """Requested and trained share of each source of a mixture."""
     ledger_head: LedgerHead
     """Newest ledger head that was received; `rollmesh audit` checks that the ledger contains it."""
     folder: str
@@ -76,6 +79,8 @@ def summarize(
 ) -> Summary:
     """Return the summary of the folder."""
     last, evals = series.last, series.evals_by_step
+    metrics = learner_metrics(folder.metrics)
+    num_draws = last.samples.get("reserved", 0) // config.run.group_size
     before = evals[0] if evals else None
     after = evals[-1] if evals and evals[-1].step > 0 else None
     checkpoint = folder.newest_checkpoint()
@@ -103,7 +108,8 @@ def summarize(
         reasons=last.reasons,
         trained_by_staleness=dict(sorted(last.trained_by_staleness.items())),
         learner_seconds=learner_seconds(folder.metrics),
-        reward_divergences=divergences(learner_metrics(folder.metrics), config.reward.weights),
+        reward_divergences=divergences(metrics, config.reward.weights),
+        source_shares=source_shares(config.data.selector, metrics, num_draws=num_draws),
         ledger_head=last.ledger_head,
         folder=str(folder.root),
         checkpoint=str(checkpoint) if checkpoint else None,

@@ -183,8 +183,8 @@ class MazeSource(GeneratedSource):
 
 
 def maze_key(task_id: str) -> str:
-    """Return the key of the maze of a task."""
-    return task_id.removeprefix(f"{MazeSource.name}-").partition(_PREFILLED)[0]
+    """Return the key of the maze of a task, whose id may begin with the name of its source in a mixture."""
+    return task_id.rpartition("/")[2].removeprefix(f"{MazeSource.name}-").partition(_PREFILLED)[0]
 
 
 class MazeOptions(Settings):

@@ -10,7 +10,7 @@ from msgspec import Meta
 from rollmesh.services.coordinator.core.fleet import FleetConfig
 from rollmesh.services.coordinator.validation import SUBMIT_BYTES_MAX
 from rollmesh.shared.bus.run_streams import StreamLimits
-from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
 from rollmesh.shared.rpc.addresses import host_of, is_ip_address, port_of
 from rollmesh.shared.rpc.server import ServerConfig
 
@@ -50,6 +50,11 @@ class RunLimits(Settings):
     """Number of ledger records between snapshots. Recovery replays at most about as many."""
     housekeeping_s: PositiveFloat = 2.0
     """Time between two runs of housekeeping, in seconds."""
+    retain_share: Share = 0.0
+    """Share of the groups whose payloads are kept after they are trained or dropped, for `rollmesh export`. It needs
+    payloads in files (`bus.payloads`). 0: payloads are purged."""
+    retained_bytes_max: PositiveInt = 16 * 1024**3
+    """Disk for kept payloads. The oldest ones are removed beyond it."""
     ended_idle_s: PositiveFloat = 5.0
     """Time without a request after which the coordinator stops leading a run that has ended, in seconds. The next
     request recovers the run."""

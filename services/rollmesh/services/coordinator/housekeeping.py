@@ -4,14 +4,20 @@ A payload in the stream is purged if its sequence is below those of all live gro
 end of the stream one safety term ago, because workers store a payload first and report it later. A payload file is
 removed as a whole, if no live group has a payload in it and its size has not changed for that term. A run that has
 ended accepts no report, so it needs no such term.
+
+`retain_share` keeps a copy of the payloads of whole groups of a removed file. Readers find it at the same positions.
+It changes neither which files are removed nor when.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterator
+
+from google.protobuf.message import DecodeError
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core.core import Core
@@ -24,6 +30,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.store.payload_files import PayloadFiles, file_of, in_file
+from rollmesh.v1 import types_pb2
 
 REPORT_TERMS = 2.0
 """Number of episode lease terms after which a stored payload has been reported or never will be."""
@@ -117,7 +124,26 @@ class Housekeeper:
             n: known[n] if n in known and known[n][0] == size else (size, now_s) for n, size in sizes.items()
         }
         for number in await self._driver.read(self._unneeded):
+            if self._limits.retain_share:
+                await asyncio.to_thread(self._keep, files, number)
             await asyncio.to_thread(files.remove, number)
+
+    def _keep(self, files: PayloadFiles, number: int) -> None:
+        """Keep what `retain_share` names of a file. A failure does not delay its removal, which frees the disk."""
+        try:
+            files.keep(number, self._is_retained)
+            files.limit_kept(self._limits.retained_bytes_max)
+        except (MeshError, OSError) as error:
+            _log.warning("payloads not kept: run=%s file=%d cause=%s", self._driver.run, number, error)
+
+    def _is_retained(self, payload: bytes) -> bool:
+        share = self._limits.retain_share
+        if share >= 1:
+            return True
+        try:
+            return retained(types_pb2.Episode.FromString(payload).key, share)
+        except DecodeError:  # a worker stored something else
+            return False
 
     def _unneeded(self, core: Core, _: LedgerHead) -> list[int]:
         """Return the files to remove. As in `_mark`, no later report can be accepted for a payload in them."""
@@ -136,6 +162,12 @@ class Housekeeper:
             self._stream_ends.popleft()
         when, end = self._stream_ends[0]
         return end if when <= before else 0
+
+
+def retained(key: types_pb2.EpisodeKey, share: float) -> bool:
+    """Return whether the payloads of an episode's group are kept: the same groups whenever it is asked."""
+    digest = hashlib.sha256(f"{key.run}/{key.group}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def lowest_live(state: State) -> int:

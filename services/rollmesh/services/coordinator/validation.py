@@ -31,6 +31,7 @@ from rollmesh.shared.codec.checks import (
     is_reason,
     is_word,
 )
+from rollmesh.shared.domain.extras import PUBLIC_BYTES_MAX, check_extras, decode_extras
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
 from rollmesh.shared.domain.trajectory import TRAINED_MEASURES
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge, Phrase, field_error
@@ -211,6 +212,12 @@ def _check_task(task: types_pb2.Task, key: types_pb2.AnswerKey | None, field: st
     if task.split not in ("", "train"):
         raise field_error(f"{field}split", "be empty or 'train', because submitted tasks are not evaluated", task.split)
     check_text(f"{field}agent", task.agent, ID_CHARS_MAX)
+    try:
+        check_extras(decode_extras(task.extras), PUBLIC_BYTES_MAX)
+    except ValueError as error:
+        raise field_error(
+            f"{field}extras", f"have names and JSON values of at most {PUBLIC_BYTES_MAX} bytes", error
+        ) from None
     if key is None:
         if task.oracle_ref.startswith(f"{SUBMITTED_SCHEME}:"):
             must = "be empty for a key in `answer_keys`, or name a key that the reward service has itself"

@@ -8,33 +8,32 @@ from typing import Annotated, cast
 from msgspec import Meta
 
 from rollmesh.services.data.engine import DataEngine
-from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.source import SOURCES, TaskSource
-from rollmesh.services.data.task import PoolTask, Split, TaskPool
+from rollmesh.services.data.source import SUBMITTED, open_pools
+from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import LIVE, NonNegativeInt, PositiveInt, Settings
-from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
-from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.errors import ConfigError
 
 
 class DataConfig(Settings):
     """Settings of the data service."""
 
     source: Extension = Extension("calc")
-    """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own. `submitted` has none, because clients submit
-    them (`run.submitted_tasks`)."""
+    """Source of the tasks: `jsonl`, `files`, `calc`, `code`, `sql`, `mixture` for several of them, or your own.
+    `submitted` has none, because clients submit them (`run.submitted_tasks`)."""
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, `sec`, `dump`, `historical_variance`, `changepoint`,
-    or your own."""
+    `mixture`, or your own."""
     seed: NonNegativeInt = 0
     """Seed of the draws. The tasks do not depend on it."""
     epochs_max: Annotated[NonNegativeInt, LIVE] = 0
-    """Number of epochs of the training pool, after which training draws end. 0 means no limit."""
+    """Number of epochs of the training pool, after which training draws end. 0 means no limit. An epoch is as many
+    draws as the pool has tasks, so with a mixture a source may end before or after its own epoch."""
     success_reward: str = ""
     """Reward that selectors read as a success rate in [0, 1]. Default: the `success_reward` of the run."""
     catch_up_s_max: Annotated[float, Meta(ge=0, le=60), LIVE] = 5.0
@@ -54,24 +53,11 @@ def build_pools(
 
     Raise ConfigError or RecordError if the source is unusable or has no training task.
     """
-    name = config.source.name
-    source: TaskSource = SOURCES.make(config.source, base_dir, base_dir=base_dir)
-    tasks: dict[Split, list[PoolTask]] = {split: [] for split in Split}
-    try:
-        with endpoints or BlockingEndpoints({}) as client:
-            source.use_endpoints(client)
-            for task in source.tasks():
-                tasks[Split(task.split)].append(task)
-        pools = {split: MemoryPool(found) for split, found in tasks.items()}
-    except MeshError:
-        raise
-    except Exception as err:  # user code may raise anything; the name that led to it must be reported
-        raise ConfigError(
-            f"`data.source`: source `{name}` failed: {explain(err)}\n{user_traceback(err)}", key="data.source"
-        ) from err
-    if not pools[Split.TRAIN] and not source.from_clients:
+    with endpoints or BlockingEndpoints({}) as client:
+        pools = open_pools(config.source, base_dir, client, key="data.source")
+    if not len(pools[Split.TRAIN]) and config.source.name != SUBMITTED:
         raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
-    return dict(pools)
+    return pools
 
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, field
 import msgpack
 from google.protobuf.message import Message
 
-from rollmesh.services.data.selector import GroupResult, Selector
+from rollmesh.services.data.selector import GroupResult, Selector, SourceShare
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.codec.trajectory import decode_trained_group
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
@@ -93,6 +93,13 @@ class RunDraws:
     @property
     def num_open_groups(self) -> int:
         return len(self._open)
+
+    def source_shares(self, policy: str = DEFAULT_POLICY) -> list[SourceShare]:
+        """Return the shares of the sources, as the selector of a policy gives them to its next draw."""
+        draws = self._policies.get(policy)
+        if draws is None:
+            return []
+        return list(draws.selector.source_shares(max((-1, *draws.reserved, *draws.issued)) + 1))
 
     def positions(self, policy: str, first_draw: int, num: int) -> list[int]:
         """Return pool positions of draws [first_draw, first_draw + num), fewer at the end. Raise OutOfRange beyond the

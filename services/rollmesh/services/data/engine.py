@@ -7,17 +7,17 @@ tasks of a split in order, which is the same for every run and every step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
-from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.selector import Selector, SourceShare
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.task import PoolTask, Split, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit
+from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit, UnknownTask
 from rollmesh.shared.shared_tasks import SharedTasks
 
 DrawnTasks = list[tuple[int, PoolTask]]
@@ -71,25 +71,38 @@ class DataEngine:
         positions = await follower.positions(
             policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
         )
-        return [(first_draw + offset, pool.task(position)) for offset, position in enumerate(positions)]
+        return list(enumerate(await _read(pool, positions), start=first_draw))
 
-    def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
+    async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
         """Return tasks [first_draw, first_draw + num) of a split, fewer at its end. Raise UnknownSplit, OutOfRange
         beyond the end."""
-        known = [name for name, pool in self._pools.items() if len(pool)]
-        if split not in known:
-            raise UnknownSplit(f"the split `{split}` has no tasks; splits with tasks: {', '.join(known)}", split=split)
-        pool = self._pools[Split(split)]
+        pool = self._pool(split)
         if first_draw >= len(pool):
             raise OutOfRange(
                 f"`first_draw` must be < {len(pool)}, the number of tasks in split `{split}`, got {first_draw}",
                 draw=first_draw,
             )
-        return [(draw, pool.task(draw)) for draw in range(first_draw, min(first_draw + num, len(pool)))]
+        draws = range(first_draw, min(first_draw + num, len(pool)))
+        return list(zip(draws, await _read(pool, draws), strict=True))
+
+    async def private_extras(self, *, split: str, task_id: str, names: Collection[str]) -> dict[str, object]:
+        """Return the private extras of a task that are among `names`. Raise UnknownSplit, UnknownTask."""
+        pool = self._pool(split)
+        if (position := pool.position(task_id)) is None:
+            raise UnknownTask(
+                f"the split `{split}` has no task `{task_id}`; give every data node the source that drew it",
+                task=task_id,
+            )
+        task = await asyncio.to_thread(pool.task, position) if isinstance(pool, StoredPool) else pool.task(position)
+        return {name: value for name, value in task.private_extras.items() if name in names}
 
     def positions(self) -> dict[str, int]:
         """Return the last folded ledger record of each followed run."""
         return {run: follower.position for run, follower in self._runs.items()}
+
+    def source_shares(self) -> dict[str, list[SourceShare]]:
+        """Return the shares of the sources in each followed run, if its selector gives them shares."""
+        return {run: follower.source_shares for run, follower in self._runs.items()}
 
     async def snapshot(self, run: str) -> tuple[bytes, int]:
         """Return the state of the run and the ledger sequence of its last folded record. Raise UnknownRun,
@@ -115,6 +128,12 @@ class DataEngine:
         for follower in self._runs.values():
             await follower.close()
         self._runs.clear()
+
+    def _pool(self, split: str) -> TaskPool:
+        known = [name for name, pool in self._pools.items() if len(pool)]
+        if split not in known:
+            raise UnknownSplit(f"the split `{split}` has no tasks; splits with tasks: {', '.join(known)}", split=split)
+        return self._pools[Split(split)]
 
     async def _follower(self, run: str) -> RunFollower:
         return self._runs.get(run) or await self._opening.join(run, lambda: self._open(run))
@@ -157,3 +176,9 @@ class DataEngine:
                 f"the limit of {self._runs_max} followed runs (`data.runs_max`) is reached; stop a run or raise the "
                 "limit"
             )
+
+
+async def _read(pool: TaskPool, positions: Sequence[int]) -> list[PoolTask]:
+    if isinstance(pool, StoredPool):
+        return await asyncio.to_thread(pool.read, positions)
+    return [pool.task(position) for position in positions]

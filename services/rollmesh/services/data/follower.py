@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgpack
 
 from rollmesh.services.data.draws import RunDraws
+from rollmesh.services.data.selector import SourceShare
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog, StreamRecord, UnknownRecord
 from rollmesh.shared.clock import Clock
@@ -78,6 +79,11 @@ class RunFollower:
     def position(self) -> int:
         """Ledger sequence of the last folded record; 0 before the first."""
         return self._position
+
+    @property
+    def source_shares(self) -> list[SourceShare]:
+        """Shares of the sources, see `RunDraws.source_shares`."""
+        return self._draws.source_shares()
 
     async def open(self) -> None:
         """Restore the newest usable snapshot, if one exists, and begin to follow."""

@@ -10,10 +10,10 @@ it is a near-duplicate of the part or of an earlier distractor:
 
     near-duplicate  if  |words of both| / |words of either| > similarity_max,   with equal numbers in both
 
-A passage is rejected if the part does not occur exactly once, is shorter than `span_chars_min` or longer than
+A passage is dropped if the part does not occur exactly once, is shorter than `span_chars_min` or longer than
 `span_share_max` of the passage, or if too few distractors remain. If the endpoint `solver` answers right each of
-`solves` times, the task is too easy and is dropped. An answer of an endpoint that is not usable rejects its passage;
-text around the JSON object, such as a Markdown fence, is ignored. The number of rejected passages is logged by cause.
+`solves` times, the task is too easy and is dropped. An answer of an endpoint that is not usable drops its passage;
+text around the JSON object, such as a Markdown fence, is ignored. The number of dropped passages is logged by reason.
 
 The order of the options is random by `seed` and the passage, so a policy that always answers with one letter is right
 in 1 of `num_options` tasks. The reference of a task, `masked:SEED-DIGEST-OPTIONS`, determines the order, and the reward
@@ -26,7 +26,6 @@ project's own. For noisy text the paper first extracts a passage; here the file 
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ import msgspec
 from msgspec import Meta
 
 from rollmesh.services.data.asking import AskingSource
+from rollmesh.services.data.drops import Dropped, report_drops
 from rollmesh.services.data.passages import Passage, PassageOptions, passages
 from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt
@@ -61,7 +61,6 @@ A part of the text is replaced by {mask}. Which option is that part?
 
 Return the letter of the option as <answer>LETTER</answer>."""
 _WORDS = re.compile(r"\w+")
-_log = logging.getLogger(__name__)
 
 
 class MaskedOptions(PassageOptions):
@@ -94,10 +93,6 @@ class WrittenMask(msgspec.Struct, frozen=True):
     distractors: list[str]
 
 
-class _Rejected(Exception):
-    """A passage does not become a task. The message is the cause, a key of a log line."""
-
-
 class MaskedSource(AskingSource):
     """See the module."""
 
@@ -108,27 +103,25 @@ class MaskedSource(AskingSource):
 
     def tasks(self) -> Iterator[PoolTask]:
         """Yield the tasks. Raise as `passages`, and as `AsksBlocking.ask`."""
-        rejected: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
         for passage in passages(self._options, self._base_dir):
             try:
                 task = self._task(passage)
-            except _Rejected as cause:
-                rejected[str(cause)] += 1
+            except Dropped as reason:
+                dropped[str(reason)] += 1
             else:
                 yield task
-        if rejected:
-            causes = " ".join(f"{cause}={num}" for cause, num in sorted(rejected.items()))
-            _log.info("passages rejected: source=%s %s", self._options.name, causes)
+        report_drops(self._options.name, dropped)
 
     def _task(self, passage: Passage) -> PoolTask:
-        """Return the task of a passage. Raise `_Rejected`."""
+        """Return the task of a passage. Raise `Dropped`."""
         options = self._options
         num_wrong = options.num_options - 1
         asked = WRITE.format(num=num_wrong + options.num_spare, passage=passage.text)
         written = self._usable(self.ask(options.writer, asked), passage.text)
         wrong = distinct(written.span, written.distractors, options.similarity_max)[:num_wrong]
         if len(wrong) < num_wrong:
-            raise _Rejected("few_distractors")
+            raise Dropped("few_distractors")
         reference = f"{options.seed}-{passage.digest}-{options.num_options}"
         given = [" ".join(written.span.split()), *wrong]
         shown = [given[index] for index in option_order(reference, options.num_options)]
@@ -144,19 +137,19 @@ class MaskedSource(AskingSource):
             split=passage.split,
         )
         if self._is_easy(task):
-            raise _Rejected("easy")
+            raise Dropped("easy")
         return task
 
     def _usable(self, text: str, passage: str) -> WrittenMask:
-        """Return what the writer wrote. Raise `_Rejected` if it cannot become a task."""
+        """Return what the writer wrote. Raise `Dropped` if it cannot become a task."""
         try:
             written = msgspec.json.decode(text[text.find("{") : text.rfind("}") + 1], type=WrittenMask)
         except UNDECODABLE:
-            raise _Rejected("malformed_answer") from None
+            raise Dropped("malformed_answer") from None
         span = written.span.strip()
         longest = self._options.span_share_max * len(passage)
         if passage.count(span) != 1 or not self._options.span_chars_min <= len(span) <= longest or MASK in passage:
-            raise _Rejected("unusable_part")
+            raise Dropped("unusable_part")
         return WrittenMask(span, [" ".join(text.split()) for text in written.distractors])
 
     def _is_easy(self, task: PoolTask) -> bool:

@@ -8,4 +8,18 @@ TASKS = counter(
     "rollmesh_data_tasks_total", "Tasks returned, by purpose.", "purpose", purpose=("train", "eval", "export")
 )
 POSITION = gauge("rollmesh_data_ledger_position", "Last ledger record that the draws have folded.", "run")
-METRICS = (TASKS, POSITION)
+DROPPED = counter(
+    "rollmesh_data_dropped_records_total",
+    "Records of a file that did not become tasks, by reason, counted whenever a source is read.",
+    "reason",
+)
+SOURCE_SHARE = gauge(
+    "rollmesh_data_source_share_ratio",
+    "Share of each source of a mixture (selector `mixture`): requested for the next draw, and so far of the groups "
+    "with a result (decided) and of those that an update measured (trained).",
+    "run",
+    "source",
+    "state",
+    state=("requested", "decided", "trained"),
+)
+METRICS = (TASKS, POSITION, DROPPED, SOURCE_SHARE)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgpack
 
 from rollmesh.services.data.task import PoolTask
+from rollmesh.shared.domain.extras import encode_extras
 
 
 class MemoryPool:
@@ -40,12 +41,14 @@ class MemoryPool:
 
 
 def _digest(tasks: Iterable[PoolTask]) -> str:
-    """Return the SHA-256 of ids, messages, labels, oracle references, agents and scorers, each part packed with its
-    length. Tasks without agent and scorers have the digest of releases that had neither, whose snapshots are read."""
+    """Return the SHA-256 of ids, messages, labels, oracle references, agents, scorers and extras, each part packed with
+    its length. Tasks without agent, scorers and extras have the digest of releases that had none, whose snapshots are
+    read."""
     digest = hashlib.sha256()
     for task in tasks:
         messages = [(message.role, message.content) for message in task.messages]
         parts = [task.task_id, messages, sorted(task.labels.items()), task.oracle_ref]
         named = [task.agent, task.scorers] if task.agent or task.scorers else []
-        digest.update(msgpack.packb([*parts, *named]))
+        extras = [sorted(encode_extras(one).items()) for one in (task.extras, task.private_extras)]
+        digest.update(msgpack.packb([*parts, *named, *(extras if any(extras) else [])]))
     return digest.hexdigest()

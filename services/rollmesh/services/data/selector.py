@@ -11,8 +11,10 @@ counts each group once without a check.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
@@ -35,6 +37,18 @@ class GroupResult:
     because the group is not trained yet."""
 
 
+class SourceShare(NamedTuple):
+    """The share of one source of the tasks."""
+
+    source: str
+    requested: float
+    """Share of the next draws."""
+    decided: float
+    """Share of the groups with a result so far; 0 before the first."""
+    trained: float
+    """Share of the groups that an update measured so far; 0 before the first."""
+
+
 class Selector(Plugin):
     """Base of selectors: chooses tasks of one pool for one policy.
 
@@ -55,6 +69,11 @@ class Selector(Plugin):
         and if the trainer measures nothing. After a roll-back it may be called again for a group, which is then trained
         again."""
 
+    def source_shares(self, index: int) -> Iterable[SourceShare]:
+        """Return the shares of the sources at a draw, for metrics, at most 64. Nothing unless the selector gives them
+        shares."""
+        return ()
+
     @required
     def snapshot(self) -> bytes:
         """Return the state. A selector that restores it continues with the same draws."""
@@ -74,6 +93,7 @@ SELECTORS = Registry(
         "dump": "rollmesh.services.data.selectors.dump:DumpSelector",
         "historical_variance": "rollmesh.services.data.selectors.historical_variance:HistoricalVarianceSelector",
         "changepoint": "rollmesh.services.data.selectors.changepoint:ChangepointSelector",
+        "mixture": "rollmesh.services.data.selectors.mixture:MixtureSelector",
     },
     Selector,
 )

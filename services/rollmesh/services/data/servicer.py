@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmesh.services.data.engine import DataEngine, DrawnTasks
 from rollmesh.services.data.metrics import TASKS
 from rollmesh.services.data.task import PoolTask, Split
+from rollmesh.shared.domain.extras import NAMES_MAX, encode_extras
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import field_error
 from rollmesh.shared.telemetry.metrics import count
@@ -32,7 +33,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
                 ledger_position=request.ledger_position,
             )
         elif request.purpose in (types_pb2.PURPOSE_EVAL, types_pb2.PURPOSE_EXPORT):
-            tasks = self._engine.tasks_in_order(
+            tasks = await self._engine.tasks_in_order(
                 split=request.split or Split.TEST, first_draw=request.first_draw, num=request.num
             )
         else:
@@ -50,13 +51,26 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
         position = await self._engine.restore(_run(request.run), request.state)
         return data_pb2.RestoreResponse(ledger_position=position)
 
+    async def GetPrivateExtras(
+        self, request: data_pb2.GetPrivateExtrasRequest, context: object
+    ) -> data_pb2.GetPrivateExtrasResponse:
+        _run(request.run)
+        if not request.task_id:
+            raise field_error("task_id", "name a task", request.task_id)
+        if not 1 <= len(request.names) <= NAMES_MAX:
+            raise field_error("names", f"have 1 to {NAMES_MAX} entries", len(request.names))
+        found = await self._engine.private_extras(
+            split=request.split, task_id=request.task_id, names=frozenset(request.names)
+        )
+        return data_pb2.GetPrivateExtrasResponse(extras=encode_extras(found))
+
     async def ForgetRun(self, request: data_pb2.ForgetRunRequest, context: object) -> data_pb2.ForgetRunResponse:
         await self._engine.forget(_run(request.run))
         return data_pb2.ForgetRunResponse()
 
 
 def encode_task(task: PoolTask) -> types_pb2.Task:
-    """Return the protobuf message of a task, which has only a public part."""
+    """Return the protobuf message of a task, which has only its public part."""
     return types_pb2.Task(
         task_id=task.task_id,
         messages=[types_pb2.Message(role=m.role, content=m.content) for m in task.messages],
@@ -66,6 +80,7 @@ def encode_task(task: PoolTask) -> types_pb2.Task:
         labels=dict(task.labels),
         agent=task.agent,
         scorers=task.scorers,
+        extras=encode_extras(task.extras),
     )
 
 

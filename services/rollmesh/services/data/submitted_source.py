@@ -17,8 +17,6 @@ from rollmesh.services.data.task import PoolTask
 class SubmittedSource(TaskSource):
     """See the module."""
 
-    from_clients = True
-
     def __init__(self, *, base_dir: str | Path | None = None) -> None:
         pass
 

@@ -26,7 +26,8 @@ from rollmesh.services.data.jsonl_source import JsonlOptions, JsonlSource
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt
 from rollmesh.shared.domain.trajectory import Message
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
 
 INJECT = """\
 Rewrite the question so that it describes something it names by this fact, and no longer names it. The answer stays the same.
@@ -99,7 +100,7 @@ class SynthesizedSource(AskingSource, JsonlSource):
                 messages = (*task.messages[:-1], Message(role=task.messages[-1].role, content=question))
                 yield replace(task, task_id=f"{task.task_id}-synthesized", messages=messages)
 
-    def _harder(self, record: JsonlRecord, question: str) -> str:
+    def _harder(self, record: FileRecord, question: str) -> str:
         settings = self._settings
         answers = record.extract_all(settings.answer, self._pattern)
         facts = _facts(record, settings.facts)
@@ -120,7 +121,7 @@ class SynthesizedSource(AskingSource, JsonlSource):
                 question = new
         return question
 
-    def _is_easy(self, record: JsonlRecord, question: str) -> bool:
+    def _is_easy(self, record: FileRecord, question: str) -> bool:
         """Return whether the solver answers right each time."""
         answers = record.extract_all(self._settings.answer, self._pattern)
         accepted = {answer.casefold() for answer in answers}
@@ -129,7 +130,7 @@ class SynthesizedSource(AskingSource, JsonlSource):
         return bool(said) and all(answer.strip(" .").casefold() in accepted for answer in said)
 
 
-def _facts(record: JsonlRecord, field: str) -> list[str]:
+def _facts(record: FileRecord, field: str) -> list[str]:
     """Return the facts of a line. Raise RecordError if its field is not a list of texts."""
     given = record.value(field, []) if field else []
     if not isinstance(given, list) or not all(isinstance(fact, str) and fact.strip() for fact in given):

@@ -1,18 +1,21 @@
 """A task and the pool that contains it.
 
-A task has a public part, which the agent may see, and an `oracle_ref`. The answer key is never in a message of this
-service, because only the reward service resolves references. Pools are finite, immutable and addressed by position, so
+A task has a public part, which the agent may see, an `oracle_ref`, and private extras. The answer key is never in a
+message of this service, because only the reward service resolves references. Private extras are in no task message; a
+rollout worker asks for them by name. Pools are finite, immutable and addressed by position, so
 "task n" is the same in every process with the same configuration.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from rollmesh.shared.domain.extras import PRIVATE_BYTES_MAX, PUBLIC_BYTES_MAX, check_extras
 from rollmesh.shared.domain.trajectory import Message
 
 
@@ -42,12 +45,20 @@ class PoolTask:
     """Name of the agent that works on it, an entry of `rollout.agents`. Empty: the default agent."""
     scorers: tuple[str, ...] = ()
     """Names of the rewards of `reward.scorers` that score it, each once. Empty: all."""
+    extras: Mapping[str, object] = field(default_factory=dict)
+    """Public extras by name: JSON values such as files or a prefix, which the ledger stores and every process may
+    read."""
+    private_extras: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """Private extras by name: JSON values such as a solution, which only agents get that `rollout.private_extras`
+    permits to read them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.agent, str):
             raise TypeError(f"`agent` must be the name of an agent or empty, got {self.agent!r}")
         if not _are_different_names(self.scorers):
             raise ValueError(f"`scorers` must be a tuple of different names of rewards, got {self.scorers!r}")
+        check_extras(self.extras, PUBLIC_BYTES_MAX)
+        check_extras(self.private_extras, PRIVATE_BYTES_MAX)
 
 
 def _are_different_names(names: object) -> bool:
@@ -75,6 +86,16 @@ class TaskPool(Protocol):
 
     def label(self, position: int, name: str) -> str:
         """Return a label of the task at `position`. Empty if the task does not have it."""
+
+
+class StoredPool(TaskPool, ABC):
+    """A pool that reads its tasks from files when they are drawn."""
+
+    @abstractmethod
+    def read(self, positions: Sequence[int]) -> list[PoolTask]:
+        """Return the tasks at `positions`, in their order, as they are drawn: without private extras, which `task` also
+        reads. Raise IndexError beyond the pool, and FileChanged if a file has changed since it was opened. Both block,
+        so an event loop calls them in a thread."""
 
 
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:

@@ -41,7 +41,8 @@ from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
 from rollmesh.shared.domain.trajectory import Message
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
 
 NUM_LINES_MAX = 2_000_000
 TURN, BEST, WRONG_TESTS = "turn", "best", "wrong_tests"
@@ -213,7 +214,7 @@ def perturbed(
     return changed, tuple(wrong.items())
 
 
-def _trajectory(record: JsonlRecord, share: str) -> Trajectory:
+def _trajectory(record: FileRecord, share: str) -> Trajectory:
     """Return the sample of a line. Raise RecordError."""
     try:
         stored = msgspec.convert(record.fields, type=_Stored)

@@ -13,7 +13,7 @@ from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.finalizer_list import ConfiguredFinalizer
 from rollmesh.services.reward.graph import nearest
-from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
+from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, Oracles, file_oracles
 from rollmesh.services.reward.scorer import SCORERS, BatchScorer, Policy, Sandbox, Scorer, Sees
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.submitted_oracle import FindsKeys, SubmittedOracle
@@ -62,7 +62,7 @@ class RewardConfig(Settings):
     order. The first that filters or extends the group decides; members that it drops are not shown to the next."""
     listed = {"finalizer": "finalizers"}
     answer_files: dict[str, AnswerFileConfig] = {}
-    """Files with the answer keys of `jsonl` sources, by the `name` of the source."""
+    """Files with the answer keys of `jsonl` and `files` sources, by the `name` of the source."""
     oracles: dict[str, Extension] = {}
     """Oracles by the scheme of the references that they resolve, besides the built-in ones."""
     sandboxes: Annotated[tuple[str, ...], LIVE] = ()
@@ -117,7 +117,7 @@ def build_engine(
         estimator_name=shown_name(estimator if isinstance(estimator, str) else estimator.name),
         oracles=Oracles(
             {
-                "jsonl": JsonlOracle(config.answer_files, base_dir),
+                **file_oracles(config.answer_files, base_dir),
                 "submitted": SubmittedOracle(answer_keys),
                 **{scheme: ORACLES.make(oracle, base_dir) for scheme, oracle in config.oracles.items()},
             }

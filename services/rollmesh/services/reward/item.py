@@ -52,6 +52,8 @@ class TaskView(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     scorers: tuple[str, ...] = ()
     """Names of the rewards that score it. Empty: all."""
+    extras: Mapping[str, object] = msgspec.field(default_factory=dict)
+    """Public extras by name: JSON values such as files."""
 
 
 class AnswerKey(msgspec.Struct, frozen=True, kw_only=True):

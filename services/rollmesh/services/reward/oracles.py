@@ -2,6 +2,7 @@
 
 A reference is `scheme:rest`. Every scheme has one oracle:
     jsonl:NAME@DIGEST#LINE      a line of the JSONL file configured under NAME; DIGEST is the head of its SHA-256
+    files:NAME@DIGEST#ROW       a row of the files configured under NAME, which are not held in memory
     submitted:RUN/RECORD/TASK   the key that a client submitted with its task; the coordinator returns it
     tests:REF                   the hidden tests REF in the oracle store of the sandbox nodes
     masked:SEED-DIGEST-OPTIONS  multiple choice of the source `masked`, whose reference determines the letter
@@ -17,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -25,16 +26,22 @@ from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
 from rollmesh.shared.config.settings import Settings
-from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer
+from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named
 from rollmesh.shared.errors import UnknownOracle
-from rollmesh.shared.store.jsonl import JsonlRecord, read_jsonl
+from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
+from rollmesh.shared.store.row_files import open_rows
 
 NUM_LINES_MAX = 2_000_000
+_NUMBER = re.compile("[0-9]{1,10}")
 
 
 class Oracle(Plugin):
     """Base of oracles: resolves the references of one scheme. Constructed as `cls(options=...)`, or as `cls()` if the
     class has no `Options`."""
+
+    blocks: bool = False
+    """Whether `resolve` reads files, so that an event loop calls it in a thread."""
 
     @required
     def resolve(self, rest: str) -> AnswerKey:
@@ -62,10 +69,12 @@ ORACLES = Registry(
 
 
 class AnswerFileConfig(Settings):
-    """A JSONL file with answers: the file and fields of the task source of that name."""
+    """Files with answers: the files and fields of the task source of that name."""
 
-    path: str
-    """UTF-8 file with one JSON object per line, relative to the folder of the configuration."""
+    path: str | tuple[str, ...]
+    """The `path` of the source, relative to the folder of the configuration."""
+    source: Literal["jsonl", "files"] = "jsonl"
+    """Source of the tasks, which is the scheme of their references."""
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. It may be empty if `tests` is set."""
     tests: str = ""
@@ -74,10 +83,15 @@ class AnswerFileConfig(Settings):
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has
     one."""
+    options: str = ""
+    """Field with the list of options of a line, or null. An answer that names an option by its letter is then the text
+    of the option. Empty means no options."""
     num_lines_max: Annotated[int, Meta(ge=1, le=NUM_LINES_MAX)] = NUM_LINES_MAX
-    """Maximum number of lines. The file is held in memory."""
+    """Maximum number of lines of a `jsonl` source. The file is held in memory."""
 
     def check_fields(self) -> None:
+        if self.source == "jsonl" and not isinstance(self.path, str):
+            raise ValueError(f"`path` must be one file for the source jsonl, got {list(self.path)}")
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
@@ -86,6 +100,10 @@ class AnswerFileConfig(Settings):
             ) from None
         if not self.answer and not self.tests:
             raise ValueError("`answer` must name a field, got ''")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 class Oracles:
@@ -100,6 +118,14 @@ class Oracles:
         if not oracle_ref:
             return None
         scheme, _, rest = oracle_ref.partition(":")
+        return self._find(scheme, oracle_ref).resolve(rest)
+
+    def blocks(self, oracle_ref: str) -> bool:
+        """Return whether `resolve` reads files for this reference."""
+        scheme = oracle_ref.partition(":")[0]
+        return bool(oracle_ref) and self._find(scheme, oracle_ref).blocks
+
+    def _find(self, scheme: str, oracle_ref: str) -> Oracle:
         if scheme not in self._oracles:
             if scheme not in ORACLES.names:
                 known = ", ".join(dict.fromkeys((*self._oracles, *ORACLES.names)))
@@ -109,7 +135,7 @@ class Oracles:
                     oracle_ref=oracle_ref,
                 )
             self._oracles[scheme] = ORACLES.make(scheme)
-        return self._oracles[scheme].resolve(rest)
+        return self._oracles[scheme]
 
     async def fetch(self, oracle_refs: Iterable[str]) -> None:
         """Let each oracle fetch what it needs for its references. Raise as `Oracle.fetch`."""
@@ -144,47 +170,122 @@ class MaskedOracle(Oracle):
         return AnswerKey(answers=(letter_of_answer(rest, int(num_options)),))
 
 
-class JsonlOracle(Oracle):
+class RecordOracle(Oracle):
+    """Base of oracles whose references name a record of configured files: `NAME@DIGEST#NUMBER`."""
+
+    scheme: ClassVar[str]
+    record: ClassVar[str]
+    """What a number counts."""
+
+    @required
+    def digest(self, name: str) -> str | None:
+        """Return the digest of the files of a name. None if none are configured."""
+        raise NotImplementedError
+
+    @required
+    def key(self, name: str, number: int) -> AnswerKey | None:
+        """Return the key of a record, from 1. None if the record does not exist."""
+        raise NotImplementedError
+
+    def resolve(self, rest: str) -> AnswerKey:
+        name, _, place = rest.partition("@")
+        digest, _, number = place.partition("#")
+        found = self.digest(name)
+        if found is None:
+            raise self._unknown(rest, f"no answer file `{name}` is configured here")
+        if digest != found[: len(digest)] or not digest:
+            raise self._unknown(
+                rest, f"the file `{name}` differs from the one the task came from; give both services the same"
+            )
+        key = self.key(name, int(number)) if _NUMBER.fullmatch(number) else None
+        if key is None:
+            raise self._unknown(rest, f"the file `{name}` has no task on {self.record} {number!r}")
+        return key
+
+    def _unknown(self, rest: str, cause: str) -> UnknownOracle:
+        reference = f"{self.scheme}:{rest}"
+        return UnknownOracle(f"oracle `{reference}`: {cause}", oracle_ref=reference)
+
+
+class JsonlOracle(RecordOracle):
     """Answers from JSONL files by name. The files are read at the start of the service."""
+
+    scheme, record = "jsonl", "line"
 
     def __init__(self, files: Mapping[str, AnswerFileConfig], base_dir: str | Path | None = None) -> None:
         """Relative paths are relative to `base_dir`, by default the current folder.
 
         Raise ConfigError if a file cannot be read, and RecordError with file, line and field of a malformed record.
         """
-        self._files = {name: _read(config, Path(base_dir or ".") / config.path) for name, config in files.items()}
+        self._files = {name: _read(config, Path(base_dir or ".") / config.paths[0]) for name, config in files.items()}
 
-    def resolve(self, rest: str) -> AnswerKey:
-        name, _, place = rest.partition("@")
-        digest, _, line = place.partition("#")
-        if name not in self._files:
-            raise self._unknown(rest, f"no answer file `{name}` is configured here")
-        keys, found = self._files[name]
-        if digest != found[: len(digest)] or not digest:
-            raise self._unknown(
-                rest, f"the file `{name}` differs from the one the task came from; give both services the same"
-            )
-        if not line.isascii() or not line.isdecimal() or int(line) not in keys:
-            raise self._unknown(rest, f"the file `{name}` has no task on line {line!r}")
-        return keys[int(line)]
+    def digest(self, name: str) -> str | None:
+        return self._files[name][1] if name in self._files else None
 
-    @staticmethod
-    def _unknown(rest: str, cause: str) -> UnknownOracle:
-        return UnknownOracle(f"oracle `jsonl:{rest}`: {cause}", oracle_ref=f"jsonl:{rest}")
+    def key(self, name: str, number: int) -> AnswerKey | None:
+        return self._files[name][0].get(number)
+
+
+class FilesOracle(RecordOracle):
+    """Answers from files by name. A row is read when its reference is resolved, with all of its columns."""
+
+    scheme, record = "files", "row"
+    blocks = True
+
+    def __init__(self, files: Mapping[str, AnswerFileConfig], base_dir: str | Path | None = None) -> None:
+        """Relative paths are relative to `base_dir`, by default the current folder. Raise ConfigError if a file cannot
+        be read."""
+        self._files = {name: (config, open_rows(config.paths, base_dir=base_dir)) for name, config in files.items()}
+
+    def digest(self, name: str) -> str | None:
+        return self._files[name][1].digest if name in self._files else None
+
+    def key(self, name: str, number: int) -> AnswerKey | None:
+        config, rows = self._files[name]
+        if not 1 <= number <= len(rows):
+            return None
+        return _key(rows.rows([number - 1])[0], config, _compiled(config))
+
+
+_FILE_ORACLES = (JsonlOracle, FilesOracle)
+
+
+def names_record(oracle_ref: str) -> bool:
+    """Return whether a reference names a record of answer files."""
+    return oracle_ref.partition(":")[0] in {kind.scheme for kind in _FILE_ORACLES}
+
+
+def file_oracles(files: Mapping[str, AnswerFileConfig], base_dir: str | Path | None = None) -> dict[str, Oracle]:
+    """Return the oracles of answer files by their scheme. Raise as their constructors."""
+    return {
+        kind.scheme: kind({name: file for name, file in files.items() if file.source == kind.scheme}, base_dir)
+        for kind in _FILE_ORACLES
+    }
 
 
 def _read(config: AnswerFileConfig, path: Path) -> tuple[dict[int, AnswerKey], str]:
     file = read_jsonl(path, num_lines_max=config.num_lines_max)
-    pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
+    pattern = _compiled(config)
     return {record.line: _key(record, config, pattern) for record in file.records}, file.digest
 
 
-def _key(record: JsonlRecord, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
+def _compiled(config: AnswerFileConfig) -> re.Pattern[str] | None:
+    return re.compile(config.answer_pattern) if config.answer_pattern else None
+
+
+def _key(record: FileRecord, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
     answers = record.extract_all(config.answer, pattern) if config.answer else ()
+    options = record.value(config.options, None)
+    if isinstance(options, list):
+        texts = [str(option) for option in options]
+        places = [option_named(answer, texts) for answer in answers]
+        answers = tuple(
+            answer if place is None else texts[place] for answer, place in zip(answers, places, strict=True)
+        )
     return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
 
 
-def _tests(record: JsonlRecord, field: str) -> str | Mapping[str, object]:
+def _tests(record: FileRecord, field: str) -> str | Mapping[str, object]:
     if not field:
         return ""
     value = record.value(field)

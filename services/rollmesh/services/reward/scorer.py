@@ -155,6 +155,7 @@ SCORERS = Registry(
         "turn_success": "rollmesh.services.reward.scorers.turn_success:TurnSuccessScorer",
         "try_again": "rollmesh.services.reward.scorers.try_again:TryAgainScorer",
         "outcome": "rollmesh.services.reward.scorers.outcome:OutcomeScorer",
+        "first": "rollmesh.services.reward.scorers.first:FirstScorer",
         "diversity": "rollmesh.services.reward.scorers.diversity:DiversityScorer",
         "self_play": "rollmesh.services.reward.scorers.self_play:SelfPlayScorer",
         "routing": "rollmesh.services.reward.scorers.routing:RoutingScorer",

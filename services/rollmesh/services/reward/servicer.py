@@ -5,6 +5,7 @@ The answer key is passed from the oracles to the scorers. It is in no response.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from rollmesh.shared.codec.trajectory import (
     encode_rewards,
     encode_use,
 )
+from rollmesh.shared.domain.extras import ExtraError, decode_extras
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import ROOT, FinishReason, Message
 from rollmesh.shared.errors import InvalidInput, field_error
@@ -44,7 +46,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.RewardServiceScoreRequest, context: object
     ) -> reward_pb2.RewardServiceScoreResponse:
         await self._engine.oracles.fetch(item.task.oracle_ref for item in request.items[:ITEMS_MAX])
-        items = list(self._items(request))
+        if any(self._engine.oracles.blocks(item.task.oracle_ref) for item in request.items[:ITEMS_MAX]):
+            items = await asyncio.to_thread(list, self._items(request))
+        else:
+            items = list(self._items(request))
         with tracing.spans_below((item.traceparent for item in request.items), "scorers", "reward"):
             uses: Uses = {}
             scored = await self._engine.score(items, uses)
@@ -177,6 +182,10 @@ def _messages(messages: Iterable[types_pb2.Message]) -> tuple[Message, ...]:
 
 
 def _task_view(task: types_pb2.Task) -> TaskView:
+    try:
+        extras = decode_extras(task.extras)
+    except ExtraError as error:
+        raise field_error("task.extras", "have JSON values", error) from None
     return TaskView(
         task_id=task.task_id,
         messages=_messages(task.messages),
@@ -184,6 +193,7 @@ def _task_view(task: types_pb2.Task) -> TaskView:
         split=task.split,
         labels=dict(task.labels),
         scorers=tuple(task.scorers),
+        extras=extras,
     )
 
 

@@ -23,7 +23,7 @@ one, `Agent()`. A constructor with a parameter `base_dir` also gets the folder o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.config.user_code import takes_arguments
+from rollmesh.shared.domain.extras import NAMES_MAX, is_extra_name
 from rollmesh.shared.errors import ConfigError, NotFound, located_at
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "ToolResult",
     "Turn",
     "agent_of",
+    "check_private_extras",
     "load_agent",
     "load_agents",
 ]
@@ -56,6 +58,15 @@ class Agent(Plugin):
 
     parses_calls: ClassVar[bool] = False
     """Whether it reads tool calls by the words of the chat format, as `tool_calling`."""
+    runs_elsewhere: ClassVar[bool] = False
+    """Whether a process works on the task that the worker does not contain, as `program` and `url`. It gets no private
+    extras."""
+
+    @property
+    def private_extras(self) -> Sequence[str]:
+        """Names of the private extras of tasks that it reads with `env.private_extra`. `rollout.private_extras` must
+        permit them. A class may have a tuple of this name in place of the property."""
+        return ()
 
     @required
     async def run(self, task: Task, env: Environment) -> None:
@@ -109,7 +120,40 @@ def load_agents(config: RolloutConfig, base_dir: str | Path | None = None) -> di
         with located_at(f"rollout.agents.{name}"):
             made[name] = load_agent(chosen, base_dir)
     default = made.get(config.agent.name) or load_agent(config.agent, base_dir)
+    for name, agent in {config.agent.name: default, **made}.items():
+        check_private_extras(name, agent, config)
     return {"": default, **made}
+
+
+def check_private_extras(name: str, agent: Agent, config: RolloutConfig) -> None:
+    """Raise ConfigError unless `rollout.private_extras` permits an agent what it declares, and permits nothing to an
+    agent that runs elsewhere. `name` is its entry of `rollout.agents`, or that of the default agent."""
+    declared, permitted = agent.private_extras, config.private_extras.get(name, ())
+    key = f"rollout.private_extras.{name}"
+    if not _are_names(declared):
+        raise ConfigError(
+            f"agent `{name}`: `private_extras` must be a tuple of at most {NAMES_MAX} names, got {declared!r}", key=key
+        )
+    if agent.runs_elsewhere and (permitted or declared):
+        raise ConfigError(
+            f"`{key}`: the agent `{name}` gets no private extras, because it runs in a process that the worker does "
+            "not contain; remove the permission, or use a built-in agent or one of a file",
+            key=key,
+        )
+    if missing := [extra for extra in declared if extra not in permitted]:
+        raise ConfigError(
+            f"agent `{name}` reads the private extra `{missing[0]}` of its tasks, which the configuration does not "
+            f"permit; if it may, add `rollout: {{private_extras: {{{name}: [{', '.join(declared)}]}}}}`",
+            key=key,
+        )
+
+
+def _are_names(names: object) -> bool:
+    return (
+        isinstance(names, (tuple, list))
+        and len(names) <= NAMES_MAX
+        and all(isinstance(name, str) and is_extra_name(name) for name in names)
+    )
 
 
 def agent_of(task: Task, agents: Mapping[str, Agent]) -> Agent:

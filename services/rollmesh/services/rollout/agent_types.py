@@ -20,6 +20,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Name of its agent in `rollout.agents`. Empty: the default agent."""
     scorers: tuple[str, ...] = ()
     """Names of the rewards that score it. Empty: all."""
+    extras: Mapping[str, object] = msgspec.field(default_factory=dict)
+    """Public extras by name: JSON values such as files. Private ones are `Environment.private_extra`."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from rollmesh.shared.config.settings import (
     PositiveInt,
     Settings,
 )
+from rollmesh.shared.domain.extras import ExtraName
 from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
 from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 
@@ -260,6 +261,9 @@ class RolloutConfig(Settings):
     agents: dict[AgentName, Extension] = {}
     """Agents by the name that tasks give in `agent`: 1 to 64 letters, digits, `_`, `.` and `-`. A task names one of
     these entries, or none."""
+    private_extras: dict[str, tuple[ExtraName, ...]] = {}
+    """Names of the private extras of tasks, such as solutions, that an agent may read, by the name of the agent: its
+    entry of `agents`, or the name in `agent`. Agents `program` and `url` get none."""
     model_dir: str = ""
     """Folder with the tokenizer.json and tokenizer_config.json of the model that the engines serve."""
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=lambda: dict(DEFAULT_TOOLS))

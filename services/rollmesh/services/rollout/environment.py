@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,6 +30,7 @@ from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.metrics import SCORE_CALLS, TOOL_CALLS
 from rollmesh.services.rollout.ports import Generator
+from rollmesh.services.rollout.private_extras import PrivateExtras
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox, shorten
@@ -142,6 +143,8 @@ class EnvironmentState:
     at: Hook = noop
     judge: Judge
     """Asks the reward service for rewards of the path to a segment."""
+    private: PrivateExtras
+    """The private extras of the task that the agent may read."""
     num_turns: int = 0
     num_score_calls: int = 0
     score_cut_s: float = 0.0
@@ -563,6 +566,19 @@ class Environment:
     def purpose(self) -> Purpose:
         """What the episode is for. An agent that gives a solution while training must not do so in an evaluation."""
         return self._state.purpose
+
+    def private_extra(self, name: str) -> Any:
+        """Return a private extra of the task, such as its solution: a JSON value. The agent must declare it in
+        `private_extras`. What it puts into the conversation, a tool call or an exception is not private any more.
+
+        Raises PermissionDenied for a name that it does not declare, and InvalidInput if the task does not have it.
+        """
+        return self._state.private.read(name)
+
+    def private_text(self, name: str) -> str:
+        """Return a private extra that is a text; empty for null. Raises as `private_extra`, and InvalidInput for
+        another value."""
+        return self._state.private.text(name)
 
     @property
     def format(self) -> ChatFormat:

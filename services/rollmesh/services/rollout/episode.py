@@ -25,7 +25,8 @@ from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.lease import Lease, decode_lease
-from rollmesh.services.rollout.ports import Generator, SampleLog, SandboxPort, ScoringPort
+from rollmesh.services.rollout.ports import Generator, PrivateData, SampleLog, SandboxPort, ScoringPort
+from rollmesh.services.rollout.private_extras import PrivateExtras
 from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import Recorder, numbered_samples
 from rollmesh.services.rollout.scoring import finish_of, score_item, scored
@@ -61,6 +62,7 @@ class EpisodeParts:
     generator: Generator
     sandbox: SandboxPort
     scorer: ScoringPort
+    data: PrivateData
     samples: SampleLog
     clock: Clock
     stages: Stages
@@ -97,7 +99,7 @@ class EpisodeRunner:
             state = self._state(lease)
         async with state.tools:
             async with stages.enter(Stage.INIT, state.stage_s), self._infra_limit("init", limits.init_s_max):
-                env = await self._init(state)
+                env = await self._init(lease, agent, state)
             async with stages.enter(Stage.RUN, state.stage_s):
                 await self._act(agent, state, env)
         # The sessions end before scoring, because scoring must not hold jails.
@@ -135,6 +137,7 @@ class EpisodeRunner:
             index=lease.index,
             purpose=lease.purpose,
             at=parts.at,
+            private=PrivateExtras(lease.task, (), {}),
             judge=lambda leaf, names: self._judge(lease, state, leaf, names),
         )
         return state
@@ -142,7 +145,7 @@ class EpisodeRunner:
     def _is_baseline(self, lease: Lease) -> bool:
         return self._parts.config.greedy_first and lease.purpose is Purpose.TRAIN and lease.index == 0
 
-    async def _init(self, state: EnvironmentState) -> Environment:
+    async def _init(self, lease: Lease, agent: Agent, state: EnvironmentState) -> Environment:
         env = Environment(state)
         with boundary("task"):
             env.context(state.task.messages)
@@ -151,9 +154,18 @@ class EpisodeRunner:
                     f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
                     "raise rollout.limits.context_tokens_max or drop the task"
                 )
+        if names := tuple(agent.private_extras):
+            with boundary("data"):
+                state.private = PrivateExtras(lease.task, names, await self._private_extras(lease, names))
         with boundary("sandbox"):
             await state.tools.open()
         return env
+
+    async def _private_extras(self, lease: Lease, names: Sequence[str]) -> Mapping[str, object]:
+        task = lease.task_message
+        return await self._parts.data.private_extras(
+            run=lease.key.run, split=task.split, task_id=task.task_id, names=names
+        )
 
     @asynccontextmanager
     async def _infra_limit(self, stage: str, limit_s: float) -> AsyncIterator[None]:

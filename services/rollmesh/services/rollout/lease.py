@@ -7,6 +7,7 @@ import msgspec
 from rollmesh.services.rollout.agent_types import Task
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.codec.trajectory import decode_key
+from rollmesh.shared.domain.extras import ExtraError, decode_extras
 from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Purpose
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import InvalidInput
@@ -30,7 +31,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
-    """Decode a lease. Raise `InvalidInput` for an unknown purpose."""
+    """Decode a lease. Raise `InvalidInput` for an unknown purpose, and for extras that are not JSON."""
     try:
         purpose = Purpose(message.purpose)
     except ValueError as err:
@@ -57,6 +58,10 @@ def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
 
 
 def _task(message: types_pb2.Task) -> Task:
+    try:
+        extras = decode_extras(message.extras)
+    except ExtraError as err:
+        raise InvalidInput(f"task {message.task_id}: {err}") from None
     return Task(
         task_id=message.task_id,
         messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
@@ -64,4 +69,5 @@ def _task(message: types_pb2.Task) -> Task:
         labels=dict(message.labels),
         agent=message.agent,
         scorers=tuple(message.scorers),
+        extras=extras,
     )

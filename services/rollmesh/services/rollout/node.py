@@ -18,6 +18,7 @@ import grpc
 from rollmesh.services.rollout.agent import load_agents
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
+from rollmesh.services.rollout.data_link import DataLink
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.openai.server import OpenAiServer
 from rollmesh.services.rollout.ports import SandboxPort
@@ -105,9 +106,10 @@ class RolloutNode(JoinedNode):
         self._reward = RewardClient(
             lambda: self.ready(coordinator_pb2.NODE_KIND_REWARD), self._open_node, clock, config.reward
         )
+        self._data = DataLink(lambda: self.ready(coordinator_pb2.NODE_KIND_DATA), self._open_node, clock, config.worker)
         channel = open_channel(self.coordinator, access=self.access)
         self._model_server = OpenAiServer(config, self._tokenizer, clock, self._base_dir)
-        clients = (self._reward, self._sandbox, self._router, self._endpoints, self._model_server)
+        clients = (self._reward, self._data, self._sandbox, self._router, self._endpoints, self._model_server)
         for close in (channel.close, *(client.close for client in clients)):
             stack.push_async_callback(close)
         link = CoordinatorLink(channel, self.node_id, rpc_s_max=config.worker.rpc_s_max)
@@ -142,6 +144,7 @@ class RolloutNode(JoinedNode):
             (self._router, coordinator_pb2.NODE_KIND_INFERENCE),
             (self._sandbox, coordinator_pb2.NODE_KIND_SANDBOX),
             (self._reward, coordinator_pb2.NODE_KIND_REWARD),
+            (self._data, coordinator_pb2.NODE_KIND_DATA),
             (self.worker, coordinator_pb2.NODE_KIND_UNSPECIFIED),
         )
         waits = ((waiter.waiting_for, kind) for waiter, kind in waiters if waiter.waiting_for)
@@ -167,6 +170,7 @@ class RolloutNode(JoinedNode):
                 generator=self._router,
                 sandbox=sandbox,
                 scorer=self._reward,
+                data=self._data,
                 samples=BusSampleLog(self._bus, config.worker, self.clock),
                 clock=self.clock,
                 stages=self.stages,

@@ -1,4 +1,5 @@
-"""The ports of an episode: generation and log-probs, sandboxes, scores, the sample stream, the coordinator.
+"""The ports of an episode: generation and log-probs, sandboxes, scores, private data of tasks, the sample stream, the
+coordinator.
 
 Each port has only the methods that an episode uses. `node` passes the mesh's clients; tests pass small in-process
 fakes. All ports raise `rollmesh.shared.errors.MeshError` for infra failures, and release their resources when the
@@ -7,7 +8,7 @@ awaiting task is cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Protocol, Self
@@ -114,6 +115,14 @@ class ScoringPort(Protocol):
         self, run: str, item: reward_pb2.ScoreItem, uses: list[EndpointUse] | None = None
     ) -> list[tuple[Reward, ...]]:
         """Return the rewards per sample, in the item's order. Append to `uses` what the scorers asked of endpoints."""
+        ...
+
+
+class PrivateData(Protocol):
+    """The private extras of tasks at the data service."""
+
+    async def private_extras(self, *, run: str, split: str, task_id: str, names: Sequence[str]) -> Mapping[str, object]:
+        """Return those of `names` that the task has."""
         ...
 
 

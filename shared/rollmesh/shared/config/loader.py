@@ -36,6 +36,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 UNKNOWN_KEY = "unknown key"
 """Begin of the description of a key that a type does not have."""
+_REQUIRED = "required, but not given"
 MISTAKES_MAX = 50
 """Maximum number of errors in one list."""
 
@@ -359,6 +360,8 @@ def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple
         rest = _listed(kind, rest, places)
         mistakes.append(err)
     rest = _long_form(kind, rest)
+    taken: set[str] = set()
+    """Paths that were removed as wrong. A required one is then missing, which is not another mistake."""
     while len(mistakes) < MISTAKES_MAX:
         try:
             return msgspec.convert(rest, type_), mistakes
@@ -366,8 +369,9 @@ def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple
             mistake = _mistake(type_, rest, str(err))
             if mistake.removed:
                 _log.warning("%s", mistake.error(places))
-            else:
+            elif mistake.what != _REQUIRED or mistake.path not in taken:
                 mistakes.append(mistake.error(places))
+            taken.add(mistake.path)
             if not _without(rest, mistake):
                 break
     return None, mistakes
@@ -435,7 +439,7 @@ def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
         meant = _close_to(unknown["name"], names)
         return _Mistake(f"{path}.{unknown['name']}", f"{UNKNOWN_KEY}{_did_you_mean(meant, names)}", meant)
     if missing := _MISSING_FIELD.match(what):
-        return _Mistake(f"{path}.{missing['name']}", "required, but not given")
+        return _Mistake(f"{path}.{missing['name']}", _REQUIRED)
     if (problem := _FIELD_PROBLEM.match(what)) and problem["name"] in names:  # ValueError of a struct
         field_path = f"{path}.{problem['name']}{problem['below']}"
         return _Mistake(field_path, problem["what"] if problem["what"].startswith("must ") else what)

@@ -87,7 +87,7 @@ class Registry:
         """
         chosen = _as_extension(chosen)
         cls = self.find(chosen.name, base_dir)
-        options = self.options(chosen, base_dir)
+        options = _located(self.options(chosen, base_dir), base_dir or ".")
         try:
             made = (
                 cls(**context) if self.options_type(chosen.name, base_dir) is None else cls(**context, options=options)
@@ -128,6 +128,17 @@ class Registry:
     def with_defaults(self, chosen: E, base_dir: str | Path | None = None) -> E:
         """Return `chosen` with all options written out. Raise ConfigError as `options`."""
         return msgspec.structs.replace(chosen, options=msgspec.to_builtins(self.options(chosen, base_dir)))
+
+
+def _located(options: msgspec.Struct, base_dir: str | Path) -> msgspec.Struct:
+    """Return the options with absolute files in the extensions that they choose, alone or in a map."""
+    changed: dict[str, Any] = {}
+    for name, value in msgspec.structs.asdict(options).items():
+        if isinstance(value, Extension):
+            changed[name] = value.located(base_dir)
+        elif isinstance(value, dict) and any(isinstance(one, Extension) for one in value.values()):
+            changed[name] = {key: one.located(base_dir) for key, one in value.items()}
+    return msgspec.structs.replace(options, **changed) if changed else options
 
 
 def _as_extension(chosen: Extension | str) -> Extension:

@@ -8,10 +8,13 @@ agent gets.
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Sequence
 
 NUM_OPTIONS_MAX = 10
 """Greatest number of options: the letters A to J, which the scorer `choice` reads."""
 LETTERS = "ABCDEFGHIJ"
+_LETTER = re.compile(r"\(?([A-Ja-j])[).:]?")
 
 
 def option_order(reference: str, num_options: int) -> tuple[int, ...]:
@@ -25,3 +28,15 @@ def option_order(reference: str, num_options: int) -> tuple[int, ...]:
 def letter_of_answer(reference: str, num_options: int) -> str:
     """Return the letter of the answer of a task with that reference."""
     return LETTERS[option_order(reference, num_options).index(0)]
+
+
+def option_named(answer: str, options: Sequence[str]) -> int | None:
+    """Return the index of the option that an answer of a task file names by its text or, if no option has this text, by
+    its letter. None if it names no single option."""
+    plain = [" ".join(option.split()).casefold() for option in options]
+    text = " ".join(answer.split()).casefold()
+    if text in plain:
+        return plain.index(text) if plain.count(text) == 1 else None
+    letter = _LETTER.fullmatch(text)
+    place = LETTERS.index(letter[1].upper()) if letter else len(options)
+    return place if place < len(options) else None

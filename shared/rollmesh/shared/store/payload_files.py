@@ -6,6 +6,8 @@ The position of a record is a sequence at or above `FIRST_SEQUENCE`: the number 
 sequence of a stream never gets there, so both kinds fit the same field, and a position names nothing but a record of
 this run.
 
+    FOLDER/kept/00004096.payloads  copy of a removed file with some of its payloads, at the same positions, and holes
+
 Every read compares header, length and CRC, so a record that was cut off or damaged is never returned.
 """  # noqa: E501, W505
 
@@ -17,11 +19,14 @@ import shutil
 import stat
 import struct
 import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from rollmesh.shared.domain.formats import check_format
 from rollmesh.shared.errors import DataLoss, NotFound
+from rollmesh.shared.store.disk import disk_full_errors
 
 FIRST_SEQUENCE = 1 << 40
 """Lowest position of a record in a file. A stream would need 10^12 records to reach it."""
@@ -29,6 +34,9 @@ RECORD_BYTES_MAX = 8 * 1024 * 1024
 """Maximum size of a payload, as NATS advises for a record."""
 OFFSET_BITS = 28
 _FIRST_FILE = FIRST_SEQUENCE >> OFFSET_BITS
+_KEPT = "kept"
+_BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
 _NAME = re.compile(r"(\d{8,12})\.payloads")
 FORMAT = 1
 """Format of the records, the digit at the end of their magic."""
@@ -71,10 +79,14 @@ class PayloadFiles:
         self.folder = folder
 
     def read(self, sequence: int) -> bytes:
-        """Return a payload. Raises NoPayloadFile, UnreadableRecord, NewerFormat."""
+        """Return a payload, also a kept one. Raises NoPayloadFile, UnreadableRecord, NewerFormat."""
         path = self._path(file_of(sequence))
         try:
-            descriptor = os.open(path, os.O_RDONLY | _OPEN)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | _OPEN)
+            except FileNotFoundError:
+                path = self._kept(file_of(sequence))
+                descriptor = os.open(path, os.O_RDONLY | _OPEN)
         except FileNotFoundError as error:
             raise NoPayloadFile(f"payload {sequence} is purged or lost: {path} does not exist") from error
         except OSError as error:
@@ -82,6 +94,8 @@ class PayloadFiles:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _unreadable(sequence, path, "it is not a file")
+            if path.parent.name == _KEPT and _is_hole(descriptor, sequence):
+                raise NoPayloadFile(f"payload {sequence} is purged: {path} has others of its file")
             return _record(descriptor, sequence, path)
         except OSError as error:
             raise _unreadable(sequence, path, f"cannot read it: {error.strerror}") from error
@@ -119,6 +133,34 @@ class PayloadFiles:
             os.close(self.create()[1])
         self._path(number).unlink(missing_ok=True)
 
+    def keep(self, number: int, wanted: Callable[[bytes], bool]) -> None:
+        """Copy the wanted payloads of a file that has no writer. Then it can be removed. Idempotent."""
+        path, partial = self._kept(number), self._kept(number).with_suffix(".partial")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        num = 0
+        try:
+            with (
+                disk_full_errors(path.parent),
+                open(self._path(number), "rb", opener=_opener) as source,
+                open(partial, "wb", opener=_opener) as copy,
+            ):
+                for offset, record in _records(source, number):
+                    if wanted(record[HEADER.size :]):
+                        copy.seek(offset)
+                        num += copy.write(record)
+            if num:
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def limit_kept(self, bytes_max: int) -> None:
+        """Remove the oldest kept files until the others use at most `bytes_max` of the disk."""
+        used = 0
+        for path in sorted(self._kept(0).parent.glob("*.payloads"), reverse=True):
+            used += path.stat().st_blocks * _BLOCK_BYTES
+            if used > bytes_max:
+                path.unlink()
+
     def remove_all(self) -> None:
         """Remove the folder. Idempotent."""
         with suppress(FileNotFoundError):
@@ -126,6 +168,33 @@ class PayloadFiles:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.payloads"
+
+    def _kept(self, number: int) -> Path:
+        return self.folder / _KEPT / f"{number:08d}.payloads"
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | _OPEN, 0o600)
+
+
+def _records(file: BinaryIO, number: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, record) up to the first one that is not whole, which its writer did not report."""
+    offset = 0
+    while len(header := file.read(HEADER.size)) == HEADER.size:
+        magic, position, length, checksum = HEADER.unpack(header)
+        if magic != _MAGIC or position != (number << OFFSET_BITS) + offset or length > RECORD_BYTES_MAX:
+            return
+        payload = file.read(length)
+        if len(payload) < length or zlib.crc32(payload) != checksum:
+            return
+        yield offset, header + payload
+        offset += len(header) + length
+
+
+def _is_hole(descriptor: int, sequence: int) -> bool:
+    """Return whether a copy has nothing at a position: a payload that was not kept."""
+    header = os.pread(descriptor, HEADER.size, sequence & ((1 << OFFSET_BITS) - 1))
+    return not any(header)
 
 
 def _record(descriptor: int, sequence: int, path: Path) -> bytes:

@@ -42,6 +42,7 @@ class Task(Record, frozen=True, kw_only=True, omit_defaults=True):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     agent: str = ""
     scorers: tuple[str, ...] = ()
+    extras: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class GroupReserved(Record, frozen=True, kw_only=True, tag=True):

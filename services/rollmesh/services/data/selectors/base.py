@@ -62,6 +62,16 @@ class StoredSelector(Selector):
         )
 
 
+def categories_of(pool: TaskPool, label: str) -> tuple[tuple[str, ...], Ints]:
+    """Return the values of a label in the pool, and the index of the value of each task, [n]."""
+    codes: dict[str, int] = {}
+    labels = (codes.setdefault(pool.label(position, label), len(codes)) for position in range(len(pool)))
+    found: Ints = np.fromiter(labels, dtype=np.int64, count=len(pool))
+    names = tuple(sorted(codes))
+    index = {name: n for n, name in enumerate(names)}
+    return names, np.array([index[name] for name in codes], dtype=np.int64)[found]
+
+
 class CategoryOptions(Settings):
     """Settings of selectors that draw by category."""
 
@@ -75,10 +85,7 @@ class CategorySelector(StoredSelector):
     def __init__(self, *, pool: TaskPool, seed: int, label: str) -> None:
         super().__init__(pool)
         self._seed = seed
-        labels = [pool.label(position, label) for position in range(len(pool))]
-        self.categories: tuple[str, ...] = tuple(sorted(set(labels)))
-        index = {name: n for n, name in enumerate(self.categories)}
-        self._category: Ints = np.array([index[name] for name in labels], dtype=np.int64)
+        self.categories, self._category = categories_of(pool, label)
         self._tasks = tuple(np.flatnonzero(self._category == n) for n in range(len(self.categories)))
         self._num_tasks: Ints = np.bincount(self._category, minlength=len(self.categories))
 

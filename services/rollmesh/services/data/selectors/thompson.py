@@ -33,7 +33,7 @@ import numpy as np
 from msgspec import Meta
 
 from rollmesh.services.data.selector import GroupResult
-from rollmesh.services.data.selectors.base import Floats, Ints, StoredSelector
+from rollmesh.services.data.selectors.base import Floats, Ints, StoredSelector, categories_of
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
 
@@ -70,10 +70,7 @@ class ThompsonSelector(StoredSelector):
         super().__init__(pool)
         self._options = options
         self._seed = seed
-        labels = [pool.label(position, options.level_label) for position in range(len(pool))]
-        names = sorted(set(labels))
-        index = {name: i for i, name in enumerate(names)}
-        self._level: Ints = np.array([index[label] for label in labels], dtype=np.int64)
+        names, self._level = categories_of(pool, options.level_label)
         self._num_observed = 0
         self._level_evidence: Floats = np.zeros((2, len(names)))
         self._evidence: Floats = np.zeros((2, len(pool)))

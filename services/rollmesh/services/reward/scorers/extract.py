@@ -7,7 +7,7 @@ import re
 from rollmesh.services.reward.item import TEXT_CHARS_MAX, ScoreItem, Where
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.domain.trajectory import Reward
-from rollmesh.shared.store.jsonl import last_match
+from rollmesh.shared.store.records import last_match
 
 ANSWER_END = "</answer>"
 ANSWER_TAG = f"<answer>(.*?){ANSWER_END}"

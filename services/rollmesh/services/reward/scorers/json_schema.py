@@ -25,7 +25,7 @@ from rollmesh.services.reward.scorers.extract import compile_pattern, shorten
 from rollmesh.services.reward.scorers.tests import CODE_BLOCK
 from rollmesh.shared.domain.trajectory import Reward
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.jsonl import last_match
+from rollmesh.shared.store.records import last_match
 
 _FENCED = compile_pattern("pattern", CODE_BLOCK)
 

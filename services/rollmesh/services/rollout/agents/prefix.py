@@ -15,11 +15,10 @@ draws both, and h is uniform in 1..n-1.
 in tokens; n is the length of the solution, with the tokens that end its turn. The tokens of the prefix have source
 DATASET and no loss. Scorers read them as a part of the answer. An evaluation gets no prefix.
 
-The solution is the label of the task that `label` names, a text; an empty one means that the task has none. Labels
-stand in for private data of a task, which do not exist: anything that reads the task can read it. A prefix ends within
-the first turn of the model; for solutions with several turns, override `give`. The distribution of prefix lengths in
-PrefixRL was not established; its published summary says that the length sets the difficulty. Traces are given, and not
-sampled by this agent.
+The solution is the private extra of the task that `solution` names, a text; an empty one, or null, means that the task
+has none. `rollout.private_extras` must permit it, as the recipes do. A prefix ends within the first turn of the model;
+for solutions with several turns, override `give`. The distribution of prefix lengths in PrefixRL was not established;
+its published summary says that the length sets the difficulty. Traces are given, and not sampled by this agent.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from rollmesh.services.rollout.agent import Task
 from rollmesh.services.rollout.agents.draws import drawing
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent, act
 from rollmesh.services.rollout.environment import Environment
-from rollmesh.shared.config.settings import NonEmptyStr, Settings, Share
+from rollmesh.shared.config.settings import Settings, Share
+from rollmesh.shared.domain.extras import ExtraName
 from rollmesh.shared.domain.trajectory import Purpose, Role, Source
-from rollmesh.shared.errors import InvalidInput
 
 
 class PrefixOptions(Settings):
     """Settings of the agent `prefix`."""
 
-    label: NonEmptyStr = "solution"
-    """Label of a task that is its solution. Name the column in `data.source.options.labels`."""
+    solution: ExtraName = "solution"
+    """Private extra of a task that is its solution. Name its field in `data.source.options.private_extras`."""
     probability: Share = 1.0
     """Probability of a prefix. The other groups, or episodes, begin at the prompt."""
     share_min: Share = 0.0
@@ -51,7 +50,16 @@ class PrefixOptions(Settings):
     draw: Literal["group", "episode"] = "group"
     """Whether all episodes of a group have the same prefix, or each draws one."""
 
+    label: str = ""
+    """Replaced by `solution`. It must be empty."""
+
     def check_fields(self) -> None:
+        if self.label:
+            raise ValueError(
+                f"`label` must be removed, got {self.label!r}: a solution is not a label, which every process reads, "
+                "but a private extra; move its field from data.source.options.labels to private_extras, name it in "
+                "`solution`, and permit it with `rollout: {private_extras: {prefix: [solution]}}`"
+            )
         if self.share_min > self.share_max:
             raise ValueError(f"`share_min` must be <= share_max = {self.share_max:g}, got {self.share_min:g}")
 
@@ -64,6 +72,11 @@ class PrefixAgent(ToolCallingAgent):
     def __init__(self, *, options: PrefixOptions) -> None:
         self._options = options
 
+    @property
+    def private_extras(self) -> tuple[str, ...]:
+        """The solution."""
+        return (self._options.solution,)
+
     async def run(self, task: Task, env: Environment) -> None:
         options, opening = self._options, ""
         if env.purpose is Purpose.TRAIN:
@@ -74,13 +87,8 @@ class PrefixAgent(ToolCallingAgent):
 
     def give(self, task: Task, env: Environment, rng: random.Random) -> str:
         """Append the beginning of the solution of a task; return the text of it that belongs to the next turn. Raises
-        InvalidInput if the task has no label of that name."""
-        label = self._options.label
-        if (solution := task.labels.get(label)) is None:
-            raise InvalidInput(
-                f"the task {task.task_id} has no label `{label}`, which the agent `prefix` reads; name the column in "
-                "data.source.options.labels"
-            )
+        InvalidInput if the task has no such extra, or if it is not a text."""
+        solution = env.private_text(self._options.solution)
         tokens = env.encode(solution, end=True, markup=True)
         given = tokens[: self.length(rng, tokens.size) if solution else 0]
         if not given.size:

@@ -158,6 +158,7 @@ class ProgramAgent(Agent):
     """Run the program on the task."""
 
     Options = ProgramOptions
+    runs_elsewhere = True
 
     def __init__(self, *, options: ProgramOptions, base_dir: str | Path | None = None) -> None:
         """Raise ConfigError if the program or a library is not installed. Files are relative to `base_dir`."""
@@ -285,8 +286,8 @@ class ProgramAgent(Agent):
 
 
 def task_document(task: Task, env: Environment) -> bytes:
-    """Return the task as JSON: task_id, messages, tools as requests describe them, labels, episode, attempt, index,
-    purpose."""
+    """Return the task as JSON: task_id, messages, tools as requests describe them, labels, extras, episode, attempt,
+    index, purpose."""
     return msgspec.json.encode(task_fields(task, env))
 
 
@@ -297,6 +298,7 @@ def task_fields(task: Task, env: Environment) -> dict[str, Any]:
         "messages": [{"role": message.role, "content": message.content} for message in task.messages],
         "tools": list(env.tool_schemas),
         "labels": dict(task.labels),
+        "extras": dict(task.extras),
         "episode": env.key.episode,
         "attempt": env.key.attempt,
         "index": env.index,

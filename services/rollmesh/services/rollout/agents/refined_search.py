@@ -4,9 +4,9 @@ The refiner is an endpoint. It gets the task, the call and the result, and retur
 words; the model observes them behind the ids of the documents of the result (lines `id: ...`, as the tool `search`
 writes them), so that the scorer `progress` sees what was retrieved. A result of an error is not refined.
 
-While training, a task with the label of `solution` also gives a sample that ends with this text in place of the answer
-of the model. The same queries and documents are its context, without loss, so that the queries are trained only in the
-sample of the policy, and only supervised terms train on the text (docs/agents.md). The run needs
+While training, a task with the private extra `solution` also gives a sample that ends with this text in place of the
+answer of the model. The same queries and documents are its context, without loss, so that the queries are trained only
+in the sample of the policy, and only supervised terms train on the text (docs/agents.md). The run needs
 `external_sources: [dataset]`, and an estimator without given solutions in the baseline, such as `trloo` or `grpo` with
 `baseline: policy`.
 
@@ -17,9 +17,10 @@ paper trains the queries and the answer in two stages, and this agent in one run
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from rollmesh.services.rollout.agent import LimitReached, Task
@@ -27,6 +28,7 @@ from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent, parse_call
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeFloat, Settings
+from rollmesh.shared.domain.extras import EXTRA_NAME
 from rollmesh.shared.domain.trajectory import FinishReason, Purpose, Role, Source
 
 QUESTION = """\
@@ -48,8 +50,9 @@ class RefinedSearchOptions(Settings):
 
     endpoint: NonEmptyStr = "refiner"
     """Name of the refiner in the table `endpoints`."""
-    solution: str = "solution"
-    """Label of the task with the right answer as the model must write it. Empty: no answer is given."""
+    solution: Annotated[str, Meta(pattern=f"{EXTRA_NAME}|^$")] = "solution"
+    """Private extra of the task with the right answer as the model must write it, or null for none. Name its field in
+    `data.source.options.private_extras`. Empty: no answer is given."""
     weight: NonNegativeFloat = 0.25
     """Weight of the sample with the given answer, which every episode of a group gives."""
 
@@ -62,8 +65,14 @@ class RefinedSearchAgent(ToolCallingAgent):
     def __init__(self, *, options: RefinedSearchOptions) -> None:
         self._options = options
 
+    @property
+    def private_extras(self) -> tuple[str, ...]:
+        """The right answer, if it is given."""
+        return (self._options.solution,) if self._options.solution else ()
+
     async def run(self, task: Task, env: Environment) -> None:
-        solution = task.labels.get(self._options.solution, "") if env.purpose is Purpose.TRAIN else ""
+        given = self._options.solution and env.purpose is Purpose.TRAIN
+        solution = env.private_text(self._options.solution) if given else ""
         acted = False
         try:
             while True:
@@ -73,9 +82,9 @@ class RefinedSearchAgent(ToolCallingAgent):
                 call = parse_call(turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
                 if call is None:
                     if solution:
-                        given = before.encode(solution, end=True)
+                        tokens = before.encode(solution, end=True)
                         before.begin(before.token_ids, before.messages)
-                        before.append(given, role=Role.ACTION, source=Source.DATASET, train=True)
+                        before.append(tokens, role=Role.ACTION, source=Source.DATASET, train=True)
                         before.sample(weight=self._options.weight)
                     return
                 if not env.turns_left:

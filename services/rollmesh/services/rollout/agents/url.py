@@ -48,6 +48,7 @@ class UrlAgent(Agent):
     """Post the task to the service, and wait for its reply."""
 
     Options = UrlOptions
+    runs_elsewhere = True
 
     def __init__(self, *, options: UrlOptions) -> None:
         with libraries_needed("the agent `url`"):

@@ -21,7 +21,8 @@ from typing import Any
 from rollmesh.services.sandbox.oracle.compare import strict_json
 from rollmesh.services.sandbox.oracle.manifest import Manifest, ManifestError, manifest_of
 from rollmesh.shared.errors import ConfigError, UnknownOracle
-from rollmesh.shared.store.jsonl import LINE_BYTES_MAX, RecordError
+from rollmesh.shared.store.jsonl import LINE_BYTES_MAX
+from rollmesh.shared.store.records import RecordError
 
 MANIFEST_BYTES_MAX = LINE_BYTES_MAX
 _REF_FIELD = "ref"

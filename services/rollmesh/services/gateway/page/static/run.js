@@ -9,6 +9,7 @@ import { lagRows, meanLag, shownEvaluations } from "./scales.js";
 
 const ENDS = [["used", "end-used"], ["exported", "end-exported"], ["filtered", "end-filtered"], ["stale", "end-stale"], ["cancelled", "end-cancelled"], ["failed", "end-failed"]];
 const SHOWN_METRICS = ["loss", "kl", "entropy", "grad_norm", "ess", "length/used_mean", "lr"];
+const SOURCE_SHARE = /^source\/(.+)\/groups_share$/;
 
 function card(name, value, note) {
   return h("div", { class: "card" }, h("b", {}, value), h("span", {}, name), note ? h("small", {}, note) : null);
@@ -87,15 +88,19 @@ function learner(metrics) {
   if (metrics.missing) return h("p", { class: "missing" }, metrics.missing);
   const names = Object.keys(metrics.metrics);
   const first = SHOWN_METRICS.filter((name) => names.includes(name));
-  const rest = names.filter((name) => !first.includes(name));
+  const sources = names.filter((name) => SOURCE_SHARE.test(name)).slice(0, 8);
+  const rest = names.filter((name) => !first.includes(name) && !sources.includes(name));
   const draw = (name) => lines([{ name, values: metrics.metrics[name] }], metrics.updates, { id: `metric-${name.replaceAll("/", "-")}`, title: name, x: "update" });
   const phases = Object.keys(metrics.seconds);
   const seconds = metrics.updates.map((_, n) => Object.fromEntries(phases.map((name) => [name, metrics.seconds[name][n] ?? 0])));
+  const sourceOf = (name) => SOURCE_SHARE.exec(name)[1];
+  const shares = metrics.updates.map((_, n) => Object.fromEntries(sources.map((name) => [sourceOf(name), metrics.metrics[name][n] ?? 0])));
   const more = h("details", { id: "more-metrics" }, h("summary", { id: "more-metrics-summary" }, `${plural(rest.length, "further metric")}`));
   more.addEventListener("toggle", () => {
     if (more.open && more.childElementCount === 1) more.append(h("div", { class: "charts" }, rest.map(draw)));
   });
   return [h("div", { class: "charts" }, first.map(draw),
+    sources.length ? stacked(shares, metrics.updates, sources.map((name, n) => [sourceOf(name), `s${n}`]), { id: "sources", title: "Share of each task source in the batch" }) : null,
     stacked(seconds, metrics.updates, phases.slice(0, 8).map((name, n) => [name, `s${n}`]), { id: "phases", title: "Time of the learner by phase" })), rest.length ? more : null];
 }
 

@@ -1,0 +1,98 @@
+"""A pool of the tasks of several sources, which reads a task from the pool of its source.
+
+The sources take turns, in the order of the configuration, until one has no further task; the others continue:
+
+    sources a (3 tasks), b (1), c (2)      positions 0-5: a0 b0 c0 a1 c1 a2
+
+So the first n tasks of a split, which an evaluation takes, have every source in equal numbers, as far as it has tasks.
+A task has the id `SOURCE/ID`, because two sources may have the same ids, and the label `source`. Neither the order nor
+a look-up needs memory per task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgpack
+
+from rollmesh.services.data.task import PoolTask, TaskPool
+
+SOURCE_LABEL = "source"
+SOURCES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixturePart:
+    """The tasks of one source in one split."""
+
+    source: str
+    pool: TaskPool
+    agent: str = ""
+    """Agent of the tasks that name none."""
+    scorers: tuple[str, ...] = ()
+    """Scorers of the tasks that name none."""
+
+    def task(self, position: int) -> PoolTask:
+        """Return a task as the mixture has it."""
+        task = self.pool.task(position)
+        return replace(
+            task,
+            task_id=f"{self.source}/{task.task_id}",
+            labels={**task.labels, SOURCE_LABEL: self.source},
+            agent=task.agent or self.agent,
+            scorers=task.scorers or self.scorers,
+        )
+
+
+class MixturePool:
+    """The tasks of all parts, see the module."""
+
+    def __init__(self, parts: Sequence[MixturePart]) -> None:
+        self._parts = {part.source: part for part in parts}
+        self._starts, self._rounds = [0], [0]
+        """First position and first round of each stage. In a round, each source that has a task left takes a turn; in
+        a stage, these sources are the same."""
+        self._turns: list[tuple[MixturePart, ...]] = []
+        for size in sorted({len(part.pool) for part in parts} - {0}):
+            turns = tuple(part for part in parts if len(part.pool) >= size)
+            self._starts.append(self._starts[-1] + (size - self._rounds[-1]) * len(turns))
+            self._rounds.append(size)
+            self._turns.append(turns)
+        described = [[part.source, part.agent, part.scorers, part.pool.digest] for part in parts]
+        self._digest = hashlib.sha256(msgpack.packb(described)).hexdigest()
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def task(self, position: int) -> PoolTask:
+        part, own = self._locate(position)
+        return part.task(own)
+
+    def position(self, task_id: str) -> int | None:
+        source, _, own_id = task_id.partition("/")
+        part = self._parts.get(source)
+        own = part.pool.position(own_id) if part is not None else None
+        if part is None or own is None:
+            return None
+        stage = bisect_right(self._rounds, own) - 1
+        turns = self._turns[stage]
+        return self._starts[stage] + (own - self._rounds[stage]) * len(turns) + turns.index(part)
+
+    def label(self, position: int, name: str) -> str:
+        part, own = self._locate(position)
+        return part.source if name == SOURCE_LABEL else part.pool.label(own, name)
+
+    def _locate(self, position: int) -> tuple[MixturePart, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"position must be in [0, {len(self)}), got {position}")
+        stage = bisect_right(self._starts, position) - 1
+        turns = self._turns[stage]
+        rounds, turn = divmod(position - self._starts[stage], len(turns))
+        return turns[turn], self._rounds[stage] + rounds
