@@ -160,7 +160,7 @@ def _write_report(options: MethodsOptions, outcome: MethodsOutcome) -> str:
     """Write `report/` with the curves of each task, and return its text."""
     from benchmarks.methods.figure import draw_task
     from benchmarks.methods.report import markdown
-    from rollmesh.app.views.figure import close, to_svg
+    from rollmesh.app.views.figure import to_svg
 
     folder = options.out / "report"
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,9 +168,7 @@ def _write_report(options: MethodsOptions, outcome: MethodsOutcome) -> str:
     pictures = {}
     for task in sorted({arm.task for arm in good}):
         methods = sorted({arm.label for arm in good if arm.task == task})
-        figure = draw_task(task, outcome.records, methods)
-        (folder / f"{task}.svg").write_text(to_svg(figure))
-        close(figure)
+        (folder / f"{task}.svg").write_text(to_svg(draw_task(task, outcome.records, methods)))
         pictures[task] = f"{task}.svg"
     text = markdown(outcome.rows, outcome.records, len(outcome.missing), pictures)
     (folder / "methods.md").write_text(text)

@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from matplotlib import colormaps
-from matplotlib import pyplot as plt
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -26,20 +25,14 @@ Curve = list[tuple[int, float]]
 
 
 def draw_task(task: str, records: Mapping[MethodArm, ArmRecord], methods: Sequence[str]) -> Figure:
-    """Return the figure of a task, which has at least one record that did not fail. The caller must close it."""
+    """Return the figure of a task, which has at least one record that did not fail."""
     found = [record for arm, record in records.items() if arm.task == task and not record.error]
     cases = sorted({(record.arm.lag, -record.arm.lr) for record in found})
     colors = dict(zip(methods, colormaps["tab20"].colors * (1 + len(methods) // 20), strict=False))  # type: ignore[attr-defined]
-    with plt.rc_context(cast(Any, STYLE)):
-        figure, axes = plt.subplots(
-            len(ROWS),
-            len(cases),
-            figsize=(1.5 + 4.2 * len(cases), 2.6 * len(ROWS)),
-            squeeze=False,
-            sharex=True,
-            sharey="row",
-            layout=ConstrainedLayoutEngine(),
-        )
+    with rc_context(cast(Any, STYLE)):
+        size = (1.5 + 4.2 * len(cases), 2.6 * len(ROWS))
+        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine())
+        axes = figure.subplots(len(ROWS), len(cases), squeeze=False, sharex=True, sharey="row")
         for row, measure in enumerate(ROWS):
             for column, (lag, lr) in enumerate(cases):
                 ax = axes[row, column]

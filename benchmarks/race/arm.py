@@ -22,10 +22,10 @@ from benchmarks.race.profile import MODEL, profiled_by_process, profiled_here
 from benchmarks.race.work import RaceClock, RaceMark, RaceMode, RaceRun, RaceWork, UpdateSeen, race_config
 from rollmesh.mesh import Mesh
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.interpreter_tuning import tune_process
 from rollmesh.mesh.running_mesh import RunningMesh
 from rollmesh.mesh.supervisor import Supervisor, hosts_in_one_process
 from rollmesh.services.learner.metrics_log import MetricsLine, read_metrics
+from rollmesh.shared.process.interpreter_tuning import tune_process
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2, run_pb2_grpc

@@ -849,13 +849,13 @@ async def test_prefix_is_not_reused_across_an_update(kit: Kit) -> None:
 
 async def test_pinned_requests_finish_under_their_version_while_an_update_activates(build: Build) -> None:
     kit = await build(versions_max=2)
-    alone = [await kit.run(PROMPT, seed=seed, max_tokens=200) for seed in range(4)]
+    alone = [await kit.run(PROMPT, seed=seed, max_tokens=200) for seed in range(2)]
     for old in range(0, 20, 2):  # a thread may finish the requests before the update, so there are ten tries
         if old:
             await kit.activate(old)
         await kit.prepare(old + 1)
-        pinned = [kit.call(PROMPT, seed=seed, max_tokens=200, pinned=old) for seed in range(4)]
-        free = [kit.call(PROMPT, seed=seed, max_tokens=200) for seed in range(4)]
+        pinned = [kit.call(PROMPT, seed=seed, max_tokens=200, pinned=old) for seed in range(2)]
+        free = [kit.call(PROMPT, seed=seed, max_tokens=200) for seed in range(2)]
         for call in (*pinned, *free):
             await asyncio.wait_for(call.first.wait(), 20)
         await kit.engine.activate(version(old + 1), KvPolicy.RECOMPUTE, [version(old)])

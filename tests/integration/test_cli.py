@@ -74,23 +74,38 @@ def save_user_folder(folder: Path) -> Path:
     return folder
 
 
-def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger_that_holds(mine: Path) -> None:
-    out = mine / "run"
-    done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "--out", str(out), "--json"])
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended. Its output is in the file `output` of the parent."""
+    folder, before = save_user_folder(tmp_path_factory.mktemp("ended")), os.umask(0o022)
+    out = folder / "run"
+    try:
+        done = CliRunner().invoke(
+            app, ["train", str(folder / "mine.yaml"), "telemetry.traces=file", "--out", str(out), "--json"]
+        )
+    finally:
+        os.umask(before)
     assert done.exit_code == 0, done.output
-    summary = json.loads(done.stdout)
-    assert summary == json.loads((out / "summary.json").read_text())
+    (folder / "output").write_text(done.stdout)
+    return out
+
+
+def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger_that_holds(
+    ended: Path, tmp_path: Path
+) -> None:
+    summary = json.loads((ended.parent / "output").read_text())
+    assert summary == json.loads((ended / "summary.json").read_text())
     assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (4, "finished", 0)
     assert summary["lag_max"] <= summary["eta"] == 2
     assert Path(summary["checkpoint"]).name == "update-00000004.0"
-    series = read_series(RunFolder(out).series)
+    series = read_series(RunFolder(ended).series)
     assert [e.step for e in series.evals_by_step] == [0, 2, 4]
     assert set(series.evals_by_step[0].success_by_label) == {"parity=0", "parity=1"}
     assert series.last.ended == "UPDATES_MAX"
-    assert "<svg" in (out / "report.html").read_text()
-    assert [step for step, _ in heldout_events(out / "tensorboard")] == [0, 2, 4]
+    assert "<svg" in (ended / "report.html").read_text()
+    assert [step for step, _ in heldout_events(ended / "tensorboard")] == [0, 2, 4]
 
-    audit = CliRunner().invoke(app, ["audit", str(out), "--payloads", "--json"])
+    audit = CliRunner().invoke(app, ["audit", str(ended), "--payloads", "--json"])
     assert audit.exit_code == 0, audit.output
     found = json.loads(audit.stdout)
     assert found["holds"]
@@ -100,18 +115,20 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert found["samples"]["trained"] == summary["samples"]["trained"]
     assert found["checkpoint"] is not None
 
-    exported = CliRunner().invoke(app, ["export", str(out), "--json"])
+    copied = tmp_path / "run"
+    shutil.copytree(ended, copied)
+    exported = CliRunner().invoke(app, ["export", str(copied), "--json"])
     assert exported.exit_code == 0, exported.output
     rows = json.loads(exported.stdout)
     assert rows["num_rows"] == found["samples"]["reserved"] + found["eval_samples"]["reserved"]
     assert (rows["num_updates"], rows["num_live"]) == (4, 0)
 
-    cleaned = CliRunner().invoke(app, ["clean", str(out), "--for-good", "--json"])
+    cleaned = CliRunner().invoke(app, ["clean", str(copied), "--for-good", "--json"])
     assert cleaned.exit_code == 0, cleaned.output
     removed = {Path(r["path"]).name for r in json.loads(cleaned.stdout)["removed"]}
     assert {"nats", "coordinator", "depot"} <= removed
-    assert json.loads((out / "audit.json").read_text())["holds"], "the proof outlives the ledger"
-    assert Path(summary["checkpoint"]).is_dir()
+    assert json.loads((copied / "audit.json").read_text())["holds"], "the proof outlives the ledger"
+    assert (copied / "checkpoints" / "update-00000004.0").is_dir()
 
 
 def readable(folder: Path) -> set[str]:
@@ -124,26 +141,17 @@ def readable(folder: Path) -> set[str]:
     return found
 
 
-def test_other_users_read_only_what_a_run_is_for_in_its_folder(mine: Path) -> None:
-    out, before = mine / "out", os.umask(0o022)
-    try:
-        done = CliRunner().invoke(
-            app,
-            ["train", str(mine / "mine.yaml"), "run.updates_max=2", "telemetry.traces=file", "--out", str(out)],
-        )
-    finally:
-        os.umask(before)
-    assert done.exit_code == 0, done.output
+def test_other_users_read_only_what_a_run_is_for_in_its_folder(ended: Path) -> None:
     expected = r"(config\.yaml|run\.json|results\.json|loggers\.json|model|recorded\.json|(series|metrics)\.jsonl|summary\.json|report\.(html|png))"
     others = [
         name
-        for name in readable(out)
+        for name in readable(ended)
         if not re.fullmatch(rf"{expected}|(checkpoints|model|metrics|tensorboard)/.*", name)
     ]
     assert not others
-    private = [out / "run.log", out / "mesh.yaml", *out.glob("coordinator/runs/**/*"), *out.glob("data/*/*")]
-    private += [*out.glob("gateway/*"), *out.glob("payloads/*/*"), *out.glob("logs/*"), *out.glob("traces/*")]
-    assert {path.relative_to(out).parts[0] for path in private} >= {"coordinator", "gateway", "payloads", "logs"}
+    private = [ended / "run.log", ended / "mesh.yaml", *ended.glob("coordinator/runs/**/*"), *ended.glob("data/*/*")]
+    private += [*ended.glob("gateway/*"), *ended.glob("payloads/*/*"), *ended.glob("logs/*"), *ended.glob("traces/*")]
+    assert {path.relative_to(ended).parts[0] for path in private} >= {"coordinator", "gateway", "payloads", "logs"}
     assert {path.name for path in private if path.is_file() and path.stat().st_mode & 0o077} == set()
 
 
@@ -156,12 +164,10 @@ def heldout_events(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in shown.Scalars("heldout_success")]
 
 
-def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:
-    out = mine / "run"
-    done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "run.updates_max=2", "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert re.search(r"checkpoint +.*/checkpoints/update-00000002.0", done.stdout)
-    trained = out / "checkpoints" / "update-00000002.0" / "trained.jsonl"
+def test_audit_of_a_checkpoint_that_says_otherwise_fails(ended: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(ended, out)
+    trained = out / "checkpoints" / "update-00000004.0" / "trained.jsonl"
     lines = trained.read_text().splitlines()
     first = json.loads(lines[0])
     first["sample_ids"].append(first["sample_ids"][0] + "x")
@@ -182,6 +188,7 @@ def test_run_goes_on_under_changed_settings_and_from_an_older_checkpoint(mine: P
     out = mine / "run"
     first = _train(str(mine / "mine.yaml"), "--out", str(out))
     assert first.exit_code == 0, first.output
+    assert re.search(r"checkpoint +.*/checkpoints/update-00000004.0", first.stdout)
 
     refused = _train("--resume", str(out), "run.group_size=8", "run.updates_max=6")
     assert refused.exit_code == 2

@@ -4,7 +4,6 @@ counts."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,25 +41,21 @@ def trained(update: int, state: run_pb2.RunState) -> bool:
 
 async def scale(*arguments: str, code: int = 0, command: str = "scale") -> str:
     """Run `rollmesh scale ...` and return its output."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.cli", command, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
+    done = await asyncio.to_thread(CliRunner().invoke, app, [command, *arguments])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+async def until_ready(run: World, *names: str) -> None:
+    """Wait until exactly these rollout workers are READY."""
+    found: set[str] = set()
     async with asyncio.timeout(LIMIT_S):
-        said, _ = await process.communicate()
-    assert process.returncode == code, said.decode()
-    return said.decode()
-
-
-async def ready(run: World, *names: str) -> bool:
-    """Return whether exactly these rollout workers are READY."""
-    found = {
-        node.node_id
-        for node in await run.fleet()
-        if node.kind == pb.NODE_KIND_ROLLOUT and node.state == pb.NODE_STATE_READY
-    }
-    return found == set(names)
+        while found != set(names):
+            found = {
+                node.node_id
+                for node in await run.fleet()
+                if node.kind == pb.NODE_KIND_ROLLOUT and node.state == pb.NODE_STATE_READY
+            }
 
 
 @pytest.mark.timeout(400)
@@ -77,7 +72,7 @@ async def test_workers_start_and_leave_while_the_run_goes_on(tmp_path: Path) -> 
 
         said = await scale("rollout=3", at, "--wait")
         assert said.splitlines() == ["rollout-1 is in the mesh", "rollout-2 is in the mesh"]
-        assert await ready(run, "rollout-0", "rollout-1", "rollout-2")
+        await until_ready(run, "rollout-0", "rollout-1", "rollout-2")
         assert {"rollout-1", "rollout-2"} <= set(mesh.pids)
         assert load_train_config(folder.config).counts == CountsConfig(inference=1, rollout=3)
         assert await scale("rollout=3", at) == "nothing to change\n"
@@ -89,14 +84,14 @@ async def test_workers_start_and_leave_while_the_run_goes_on(tmp_path: Path) -> 
         assert "`inference` must be >= 1, got 0" in await scale("inference=0", at, code=2)
 
         await scale("rollout-0", at, "--wait", command="drain")
-        assert await ready(run, "rollout-1", "rollout-2")
+        await until_ready(run, "rollout-1", "rollout-2")
         assert await scale("rollout=3", at, "--wait") == "rollout-0 is in the mesh\n", (
             "it was drained, and counts again"
         )
 
         said = await scale("rollout=1", at, "--wait")
         assert said.splitlines() == ["rollout-1 has left", "rollout-2 has left"]
-        assert await ready(run, "rollout-0")
+        await until_ready(run, "rollout-0")
         await run.until_state("an update", partial(trained, state.policies[0].applied_step + 1), limit_s=LIMIT_S)
         async with asyncio.timeout(LIMIT_S):
             await mesh.stop_learner()

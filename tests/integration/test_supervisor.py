@@ -217,7 +217,7 @@ class Agent:
 """
 CONFIG = """
 model: model
-run: {name: killed, max_staleness: 0, batch_groups: 1, group_size: 2, updates_max: 10, eval_every: 0, episode_lease_s: 5.0,
+run: {name: killed, max_staleness: 1, batch_groups: 1, group_size: 2, updates_max: 10, eval_every: 0, episode_lease_s: 5.0,
   batch_lease_s: 5.0}
 data: {source: {name: jsonl, options: {path: tasks.jsonl, tools: [python]}}}
 rollout: {agent: "agent.py:Agent"}
@@ -294,7 +294,7 @@ async def test_nothing_is_left_of_a_train_command_that_is_killed_and_its_run_goe
         assert any(service in process.command for process in family), service
 
     before = updates(run)
-    async with command("train", str(run)) as train:
+    async with command("train", str(run), "processes.enabled=false") as train:  # the learner is a process also then
         await until(lambda: updates(run) > before)
         started = [e for e in read_process_events(run / FILE) if e.what == "started" and e.process == "learner"]
         os.kill(started[-1].pid, signal.SIGKILL)

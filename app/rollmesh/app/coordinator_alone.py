@@ -34,7 +34,7 @@ def open_coordinator(arguments: Sequence[str], folder: Path | None, base_dir: Pa
     address.
     """
     file, overrides = _split(arguments)
-    config = load_checked(file, [*(f"counts.{kind}=0" for kind in _NODES), *overrides], learner=False)
+    config, _ = load_checked(file, [*(f"counts.{kind}=0" for kind in _NODES), *overrides], learner=False)
     if not config.bus.url:
         raise ConfigError(
             "`bus.url` must name the NATS cluster of a coordinator that runs alone, e.g. tls://nats:4222; `rollmesh "

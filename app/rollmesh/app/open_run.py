@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollmesh.app.checks.config_checks import check, find_mistakes, load_checked
+from rollmesh.app.checks.config_checks import check, load_checked
+from rollmesh.app.checks.task_survey import TaskSurvey
 from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.app.run_folder import RunFolder, new_folder, open_folder, origin_now, run_config
 from rollmesh.mesh.changes import check_changes, describe, diff, recorded, settings_of
 from rollmesh.mesh.run_lock import owned
 from rollmesh.services.coordinator.core.facts import ConfigChange
-from rollmesh.shared.config.loader import all_in_one
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import CheckpointError, newest_whole
 
@@ -30,6 +30,7 @@ class OpenedRun:
     config: TrainConfig
     base_dir: Path
     """Folder of the files that the configuration names."""
+    tasks: TaskSurvey
     notes: tuple[str, ...]
     """Changed settings and damaged checkpoints, a line each."""
 
@@ -48,11 +49,11 @@ def open_run(path: Path, overrides: Sequence[str], *, command: list[str], out: P
         with owned(path.resolve()):  # before anything is read or written: another process may be running the run
             yield open_resumed(path, list(overrides))
         return
-    config, base_dir = load_checked(path, overrides), path.parent.resolve()
+    (config, tasks), base_dir = load_checked(path, overrides), path.parent.resolve()
     # All checks come before the folder is created, so a mistake leaves no folder behind.
     folder = new_folder(config, origin_now(command, base_dir), out)
     with owned(folder.root):
-        yield OpenedRun(folder=folder, config=config, base_dir=base_dir, notes=())
+        yield OpenedRun(folder=folder, config=config, base_dir=base_dir, tasks=tasks, notes=())
 
 
 def open_resumed(root: Path, overrides: list[str]) -> OpenedRun:
@@ -70,15 +71,17 @@ def open_resumed(root: Path, overrides: list[str]) -> OpenedRun:
         )
     changes = _changes(folder, load_train_config(folder.config), config)
     check_changes(changes)
-    check(config, base_dir)
+    tasks = check(config, base_dir)
     damage = _damage(folder)
     if overrides:
         folder.write(config, folder.read_origin())
     changed = (f"changed: {change.key} {describe(change)}" for change in changes)
-    return OpenedRun(folder=folder, config=config, base_dir=base_dir, notes=(*changed, *damage))
+    return OpenedRun(folder=folder, config=config, base_dir=base_dir, tasks=tasks, notes=(*changed, *damage))
 
 
-def open_stopped_mesh(root: Path, overrides: list[str], *, out: Path | None) -> tuple[RunFolder, TrainConfig, Path]:
+def open_stopped_mesh(
+    root: Path, overrides: list[str], *, out: Path | None
+) -> tuple[RunFolder, TrainConfig, Path, TaskSurvey]:
     """Open the folder of a mesh that `rollmesh up` created, with `overrides`, and write the configuration back.
 
     Raises ConfigError if it is not such a folder or its configuration is unusable; ChangeRefused, RunFolderBusy.
@@ -93,11 +96,10 @@ def open_stopped_mesh(root: Path, overrides: list[str], *, out: Path | None) -> 
     with owned(folder.root):
         before = load_train_config(folder.config)
         check_changes(diff(settings_of(before, folder.root), settings_of(config, folder.root)))
-        if found := find_mistakes(config, base_dir, learner=False):
-            raise all_in_one(found)
+        tasks = check(config, base_dir, learner=False)
         if overrides:
             folder.write(config, folder.read_origin())
-    return folder, config, base_dir
+    return folder, config, base_dir, tasks
 
 
 def _changes(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> tuple[ConfigChange, ...]:

@@ -35,6 +35,7 @@ from rollmesh.cli.commands import (
     up,
     weights,
 )
+from rollmesh.shared.process.interpreter_tuning import collect_rarely
 
 __all__ = ["COMMANDS", "app", "main"]
 
@@ -51,6 +52,7 @@ app.registered_commands.sort(key=lambda command: _ORDER.index(getattr(command.ca
 
 def main() -> None:
     """The entry point of the package."""
+    collect_rarely()
     app(prog_name="rollmesh")
 
 

@@ -8,7 +8,7 @@
 The servicers, the calls, the bus and the engines are those of a cluster. Only the number of processes differs. Model
 compute runs in separate threads, so that a busy engine does not expire a lease. On entry the services start in the
 order of `service_names`, and the run is created or resumed. On exit they stop in reverse order. Entry also sets the
-interpreter's switch interval and collector thresholds for the whole process (`interpreter_tuning`).
+interpreter's switch interval and collector thresholds for the whole process (`shared.process.interpreter_tuning`).
 
 | service | waits for | unblocked by |
 | --- | --- | --- |
@@ -29,7 +29,6 @@ from typing import Any, Self
 
 from rollmesh.mesh.changes import change_id, diff, note_recorded, recorded, settings_of
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.interpreter_tuning import tune_process
 from rollmesh.mesh.joined_nodes import keep_joined
 from rollmesh.mesh.mesh_services import MeshService, build_service, refuse_shared_port, service_names
 from rollmesh.mesh.observe import source_of
@@ -41,6 +40,7 @@ from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.permissions import role_of
 from rollmesh.shared.config.extras import libraries_needed
+from rollmesh.shared.process.interpreter_tuning import tune_process
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors

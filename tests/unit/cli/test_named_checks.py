@@ -100,6 +100,11 @@ def test_every_agent_of_the_table_is_loaded_and_named_by_its_key(tmp_path: Path)
     assert [key for key, _ in mistakes(tmp_path, config(agent="missing"))] == ["rollout.agent"]
 
 
+def remarks(folder: Path, settings: TrainConfig) -> list[str]:
+    """Return the remarks about a configuration."""
+    return notes(settings, folder, survey_tasks(build_pools(settings.data, folder)))
+
+
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
@@ -109,7 +114,7 @@ def test_every_agent_of_the_table_is_loaded_and_named_by_its_key(tmp_path: Path)
 )
 def test_an_agent_that_no_task_has_is_noted(tmp_path: Path, agent: str, said: list[str]) -> None:
     write(tmp_path, ("solver", None))
-    assert [line for line in notes(config(agent=agent), tmp_path) if "no task names" in line] == [
+    assert [line for line in remarks(tmp_path, config(agent=agent)) if "no task names" in line] == [
         f"note: {line}" for line in said
     ]
 
@@ -119,7 +124,7 @@ def test_tasks_of_evaluations_without_the_success_reward_are_noted(
     tmp_path: Path, scorers: list[str] | None, noted: bool
 ) -> None:
     write(tmp_path, ("solver", ["short"]), ("caller", None), test=(None, scorers))
-    found = [line for line in notes(config(), tmp_path) if "run.success_reward is correct" in line]
+    found = [line for line in remarks(tmp_path, config()) if "run.success_reward is correct" in line]
     assert bool(found) == noted, found
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from rollmesh.app.checks.config_checks import notes
+from rollmesh.app.checks.task_survey import survey_tasks
 from rollmesh.app.config import TrainConfig
+from rollmesh.services.data.config import build_pools
 from rollmesh.shared.config.loader import config_from_dict
 
 
@@ -20,7 +22,8 @@ def noted(tmp_path: Path, scorer: dict[str, Any] | None = None, **sections: Any)
         **sections,
         "reward": {"scorers": scorers, **sections.get("reward", {})},
     }
-    return notes(config_from_dict(TrainConfig, settings), tmp_path)
+    config = config_from_dict(TrainConfig, settings)
+    return notes(config, tmp_path, survey_tasks(build_pools(config.data, tmp_path)))
 
 
 def test_defaults_fit(tmp_path: Path) -> None:

@@ -85,5 +85,7 @@ def test_source_and_oracle_of_files_agree(folder: Path) -> None:
 def test_prompts_of_files_with_several_answers_are_noted(folder: Path) -> None:
     with (folder / "tasks.jsonl").open("a") as file:
         file.write('{"question": "x", "answer": "other"}\n')
-    (note,) = [note for note in notes(config_from_dict(TrainConfig, FILES), folder) if "several answers" in note]
+    config = config_from_dict(TrainConfig, FILES)
+    found = notes(config, folder, survey_tasks(build_pools(config.data, folder)))
+    (note,) = [note for note in found if "several answers" in note]
     assert note.startswith("note: 1 prompts have several answers in data.source, such as that of the tasks tasks-1,")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +49,12 @@ def test_the_attributes_of_a_nats_client() -> None:
     assert client._server_info == {}
     transport: Any = TcpTransport
     assert transport()._io_writer is None
+
+
+def test_the_bus_imports_nats_py_without_aiohttp_and_others_can_import_it() -> None:
+    code = "import sys, rollmesh.shared.bus.jetstream_bus as bus; print('aiohttp' in sys.modules); import aiohttp"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

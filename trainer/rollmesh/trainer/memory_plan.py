@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -460,6 +460,9 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_device = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+        if of_device and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # the most frequent call, which makes no tensor
         made = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._add, made)
         self.most = max(self.most, self.bytes)

@@ -62,19 +62,19 @@ LR_UNUSUAL = 0.1
 _TASKS_NAMED = 4
 
 
-def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
-    """Return the checked configuration of a file. Raises InvalidInput with every mistake in the file and in what it
-    names.
+def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> tuple[TrainConfig, TaskSurvey]:
+    """Return the checked configuration of a file, and what was found in its tasks. Raises InvalidInput with every
+    mistake in the file and in what it names.
 
     `learner`: whether a learner will run on this host, with the libraries that it needs.
     """
     config, mistakes = read_train_config(path, overrides)
-    found: list[MeshError] = list(mistakes)
-    if config is not None:
-        found += _placed(find_mistakes(config, path.parent, known=mistakes, learner=learner), path, overrides)
-    if config is None or found:
+    if config is None:
+        raise all_in_one(mistakes)
+    check = _Check(config, path.parent, learner=learner)
+    if found := [*mistakes, *_placed(check.mistakes_beside(mistakes), path, overrides)]:
         raise all_in_one(found)
-    return config
+    return config, check.tasks
 
 
 def _placed(mistakes: Sequence[MeshError], path: Path, overrides: Sequence[str]) -> list[MeshError]:
@@ -91,40 +91,31 @@ def _placed(mistakes: Sequence[MeshError], path: Path, overrides: Sequence[str])
     ]
 
 
-def check(config: TrainConfig, base_dir: Path) -> None:
-    """Load the model if one is named, and raise InvalidInput with every mistake."""
-    if found := find_mistakes(config, base_dir):
-        raise all_in_one(found)
-
-
-def find_mistakes(
-    config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = (), *, learner: bool = True
-) -> list[MeshError]:
-    """Return every mistake, except at the keys of `known`: there the configuration holds a default instead of the given
-    value."""
+def check(config: TrainConfig, base_dir: Path, *, learner: bool = True) -> TaskSurvey:
+    """Load the model if one is named, and return what was found in the tasks. Raises InvalidInput with every
+    mistake."""
     check = _Check(config, base_dir, learner=learner)
-    check.all()
-    keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
-    return [
-        mistake
-        for mistake in check.mistakes
-        if not any(f"{mistake.metadata.get('key', '')}.".startswith(f"{key}.") for key in keys)
-    ]
+    if found := check.mistakes_beside(()):
+        raise all_in_one(found)
+    return check.tasks
 
 
-def notes(config: TrainConfig, base_dir: Path) -> list[str]:
+def find_mistakes(config: TrainConfig, base_dir: Path, *, learner: bool = True) -> list[MeshError]:
+    """Return every mistake."""
+    return _Check(config, base_dir, learner=learner).mistakes_beside(())
+
+
+def notes(config: TrainConfig, base_dir: Path, tasks: TaskSurvey) -> list[str]:
     """Return remarks about a valid configuration, a line each."""
     run = config.run
-    pools = build_pools(config.data, base_dir, blocking_endpoints(config, base_dir))
-    survey = survey_tasks(pools)
     lines = (
-        *_missing_nodes(config, pools[Split.TRAIN]),
-        *_unusual_values(config, len(pools[Split.TRAIN])),
-        *_contradictions(config, base_dir, survey),
-        *_unused_names(config, survey),
+        *_missing_nodes(config, tasks.first_tools),
+        *_unusual_values(config, tasks.num_tasks[Split.TRAIN]),
+        *_contradictions(config, base_dir, tasks),
+        *_unused_names(config, tasks),
     )
     found = [f"note: {line}" for line in lines]
-    size = len(pools[Split(run.eval_split)])
+    size = tasks.num_tasks[Split(run.eval_split)]
     if run.eval_every and 0 < size < run.eval_tasks:
         found.append(
             f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} "
@@ -162,9 +153,8 @@ def _scoring_times(config: TrainConfig, base_dir: Path) -> Iterator[str]:
                 )
 
 
-def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
+def _missing_nodes(config: TrainConfig, tools: Sequence[str]) -> Iterator[str]:
     """Yield the kinds of nodes that must join from another host."""
-    tools = pool.task(0).tools if len(pool) else ()
     needed = {
         "inference": "",
         "rollout": "",
@@ -250,6 +240,7 @@ class _Check:
         self._learner = learner
         self._reward_names: list[str] | None = None
         self.mistakes: list[MeshError] = []
+        self.tasks = TaskSurvey()
 
     @contextmanager
     def _collected(self, key: str = "") -> Iterator[None]:
@@ -262,7 +253,18 @@ class _Check:
             if str(err) not in map(str, self.mistakes):  # several checks construct the same part
                 self.mistakes.append(err)
 
-    def all(self) -> None:
+    def mistakes_beside(self, known: Sequence[MeshError]) -> list[MeshError]:
+        """Return every mistake, except at the keys of `known`: there the configuration holds a default instead of the
+        given value."""
+        self._all()
+        keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
+        return [
+            mistake
+            for mistake in self.mistakes
+            if not any(f"{mistake.metadata.get('key', '')}.".startswith(f"{key}.") for key in keys)
+        ]
+
+    def _all(self) -> None:
         config, base_dir = self._config, self._base_dir
         for name, endpoint in config.endpoints.items():
             with self._collected(f"endpoints.{name}"), located_at(f"endpoints.{name}"):
@@ -273,7 +275,7 @@ class _Check:
         if pools:
             with self._collected("data.selector"):
                 build_selector(config.data, pools[Split.TRAIN], base_dir)
-        tasks = survey_tasks(pools)
+        tasks = self.tasks = survey_tasks(pools)
         if pools:
             self._tools(tasks.tools)
             self._named(tasks)

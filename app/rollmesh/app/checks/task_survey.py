@@ -35,6 +35,10 @@ class TaskSurvey:
     """The tasks with the longest prompts, by their characters."""
     repeated: tuple[tuple[PoolTask, ...], ...] = ()
     """Tasks of task files that have the same prompt."""
+    num_tasks: Mapping[Split, int] = field(default_factory=dict)
+    """Number of tasks of each split; none if the source is unusable."""
+    first_tools: tuple[str, ...] = ()
+    """Tools of the first training task."""
 
     @property
     def tools(self) -> frozenset[str]:
@@ -48,10 +52,12 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
     by_agent: dict[str, PoolTask] = {}
     scored_by: dict[tuple[Split, tuple[str, ...]], PoolTask] = {}
     same: dict[bytes, list[PoolTask]] = {}
+    first_tools: dict[Split, tuple[str, ...]] = {}
 
     def read() -> Iterator[PoolTask]:
         for split, pool in pools.items():
             for task in _tasks(pool):
+                first_tools.setdefault(split, tuple(task.tools))
                 tools.setdefault(task.agent, set()).update(task.tools)
                 if task.agent not in by_agent:
                     by_agent[task.agent] = _whole(pool, task)
@@ -68,12 +74,14 @@ def survey_tasks(pools: Mapping[Split, TaskPool]) -> TaskSurvey:
         scored_by=scored_by,
         longest=tuple(longest),
         repeated=repeated,
+        num_tasks={split: len(pool) for split, pool in pools.items()},
+        first_tools=first_tools.get(Split.TRAIN, ()),
     )
 
 
 def _whole(pool: TaskPool, task: PoolTask) -> PoolTask:
     """Return a task of the pool with its private extras."""
-    position = pool.position(task.task_id)
+    position = pool.position(task.task_id) if isinstance(pool, StoredPool) else None
     return task if position is None else pool.task(position)
 
 

@@ -11,19 +11,15 @@ from collections.abc import Mapping
 from io import BytesIO, StringIO
 from typing import Any, cast
 
-import matplotlib
-
-from rollmesh.app.views.series import Eval, Point, Series, heldout_name, staleness_shares
-from rollmesh.app.views.summary import Summary
-from rollmesh.services.learner.metrics_log import SHOWN, MetricsLine
-
-matplotlib.use("Agg")  # before pyplot, which would look for a display
-
-import matplotlib.pyplot as plt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from rollmesh.app.views.series import Eval, Point, Series, heldout_name, staleness_shares
+from rollmesh.app.views.summary import Summary
+from rollmesh.services.learner.metrics_log import SHOWN, MetricsLine
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 SUCCESS, REWARD, BEFORE, GOOD, BAD = "#0b6e99", "#c9a227", "#b8c4ce", "#3a7d44", "#b23a48"
@@ -48,9 +44,10 @@ _ROWS_MIN = 5
 
 
 def draw(series: Series, summary: Summary, metrics: Mapping[int, MetricsLine]) -> Figure:
-    """Return the figure; `metrics` are the learner's by update. The caller must close it."""
-    with plt.rc_context(cast(Any, STYLE)):
-        figure, axes = plt.subplots(4, 3, figsize=(15, 16), layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.22))
+    """Return the figure; `metrics` are the learner's by update."""
+    with rc_context(cast(Any, STYLE)):
+        figure = Figure(figsize=(15, 16), layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.22))
+        axes = figure.subplots(4, 3)
         evals, updates = series.evals_by_step, series.updates
         _course(axes[0, 0], evals, updates, by="updates")
         _course(axes[0, 1], evals, updates, by="seconds")
@@ -66,6 +63,7 @@ def draw(series: Series, summary: Summary, metrics: Mapping[int, MetricsLine]) -
 def to_png(figure: Figure) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
+    figure.set_layout_engine("none")  # the positions stay for the other format
     return buffer.getvalue()
 
 
@@ -75,10 +73,6 @@ def to_svg(figure: Figure) -> str:
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
-
-
-def close(figure: Figure) -> None:
-    plt.close(figure)
 
 
 def _course(ax: Axes, evals: list[Eval], updates: list[Point], *, by: str) -> None:

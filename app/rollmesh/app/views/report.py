@@ -13,6 +13,7 @@ from rollmesh.app.run_folder import Origin, RunFolder
 from rollmesh.app.views.divergence import divergence_text
 from rollmesh.app.views.series import Eval, Series, heldout_name
 from rollmesh.app.views.summary import Summary, learner_metrics
+from rollmesh.shared.process.interpreter_tuning import without_collections
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +46,14 @@ def write_report(folder: RunFolder, series: Series, summary: Summary) -> None:
 
 def _pictures(folder: RunFolder, series: Series, summary: Summary) -> str:
     try:
-        from rollmesh.app.views import figure
+        with without_collections():
+            from rollmesh.app.views import figure
     except ModuleNotFoundError as err:
         _log.warning("report without plots: %s; pip install 'rollmesh[trainer]'", err)
         return ""
     drawn = figure.draw(series, summary, learner_metrics(folder.metrics))
-    try:
-        folder.picture.write_bytes(figure.to_png(drawn))
-        return figure.to_svg(drawn)
-    finally:
-        figure.close(drawn)
+    folder.picture.write_bytes(figure.to_png(drawn))
+    return figure.to_svg(drawn)
 
 
 def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -> str:

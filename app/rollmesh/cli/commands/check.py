@@ -49,9 +49,9 @@ def check(
         from rollmesh.app.checks.model_checks import call_note, memory_note
         from rollmesh.shared.config.loader import to_yaml
 
-        settings, base_dir = load_checked(config, overrides or []), config.parent
+        (settings, tasks), base_dir = load_checked(config, overrides or []), config.parent
         typer.echo(to_yaml(effective_config(settings, base_dir)), nl=False)
-        remarks = (*notes(settings, base_dir), *call_note(settings, base_dir), *memory_note(settings, base_dir))
+        remarks = (*notes(settings, base_dir, tasks), *call_note(settings, base_dir), *memory_note(settings, base_dir))
         for line in (headline(settings, base_dir), *remarks):
             typer.echo(line, err=True)
         if probe:

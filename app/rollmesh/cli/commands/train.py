@@ -86,7 +86,7 @@ def run_training(
     from rollmesh.app.views.display import open_view
 
     with open_run(path, overrides, command=sys.argv, out=out) as run:
-        lines = (*run.notes, headline(run.config, run.base_dir), *notes(run.config, run.base_dir))
+        lines = (*run.notes, headline(run.config, run.base_dir), *notes(run.config, run.base_dir, run.tasks))
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         with logging_to(run.folder.log, run.config.telemetry.logging()):

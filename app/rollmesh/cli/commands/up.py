@@ -44,11 +44,12 @@ def up(
         from rollmesh.app.run_folder import logging_to, new_folder, origin_now
 
         if config.is_dir():
-            folder, settings, base_dir = open_stopped_mesh(config, overrides or [], out=out)
+            folder, settings, base_dir, tasks = open_stopped_mesh(config, overrides or [], out=out)
         else:
-            settings, base_dir = load_checked(config, overrides or [], learner=False), config.parent.resolve()
+            settings, tasks = load_checked(config, overrides or [], learner=False)
+            base_dir = config.parent.resolve()
             folder = new_folder(settings, origin_now(sys.argv, base_dir, is_mesh=True), out)
-        for line in notes(settings, base_dir):
+        for line in notes(settings, base_dir, tasks):
             typer.echo(line)
         with logging_to(folder.log):
             asyncio.run(_up(folder, settings, base_dir))

@@ -85,6 +85,13 @@ class Maze:
 
     def path(self) -> list[str]:
         """Return the moves of the shortest path from the start to the goal."""
+        ways = self.ways()
+        if self.goal not in ways:
+            raise ValueError(f"the goal of the maze {self.key!r} cannot be reached")
+        return ways[self.goal]
+
+    def ways(self) -> dict[int, list[str]]:
+        """Return the moves of the shortest path from the start to each cell that can be reached."""
         ways: dict[int, list[str]] = {self.start: []}
         cells = [self.start]
         for cell in cells:
@@ -92,9 +99,7 @@ class Maze:
                 if other not in ways:
                     ways[other] = [*ways[cell], name]
                     cells.append(other)
-        if self.goal not in ways:
-            raise ValueError(f"the goal of the maze {self.key!r} cannot be reached")
-        return ways[self.goal]
+        return ways
 
     def view(self, cell: int) -> str:
         """Return what the model reads in a cell."""
@@ -118,11 +123,10 @@ def make_maze(rng: random.Random, level: int) -> Maze:
             passages[min(cell, other)] |= _EAST if abs(cell - other) == 1 else _SOUTH
             seen.add(other)
             stack.append(other)
-        start = rng.randrange(len(passages))
-        mazes = [Maze("".join(map(str, passages)), start, goal) for goal in range(len(passages))]
-        far = [maze for maze in mazes if len(maze.path()) == level]
+        maze = Maze("".join(map(str, passages)), start=rng.randrange(len(passages)), goal=0)
+        far = [goal for goal, way in sorted(maze.ways().items()) if len(way) == level]
         if far:
-            return rng.choice(far)
+            return replace(maze, goal=rng.choice(far))
 
 
 class MazeSourceOptions(GeneratedOptions):

@@ -180,9 +180,10 @@ class JetStreamBus:
         return log
 
     async def _create(self, spec: StreamSpec, config: api.StreamConfig) -> None:
-        async def create_or_update() -> None:
+        async def create_or_update() -> bool:
+            """Return whether the stream has records of one that was deleted."""
             try:
-                await self._link.js.add_stream(config)
+                info = await self._link.js.add_stream(config)
             except nats.js.errors.APIError as err:
                 # It exists with other limits; NATS may also say that it has no room, for it looks at that first.
                 if not isinstance(err, nats.js.errors.BadRequestError) and err.err_code != INSUFFICIENT_STORAGE:
@@ -191,20 +192,40 @@ class JetStreamBus:
                     await self._link.js.update_stream(config)
                 except nats.js.errors.NotFoundError:
                     raise err from None
+                return False
+            return bool(info.did_create) and await self._is_older(info)
 
         until_s = asyncio.get_running_loop().time() + min(_PEERS_S_MAX, self._config.deadline_s)
-        waits = False
+        warned = False
         while True:
             try:
-                await self._link.call(create_or_update, self._config.deadline_s, f"create {spec.name}")
-                return
+                if not await self._link.call(create_or_update, self._config.deadline_s, f"create {spec.name}"):
+                    return
             except nats.js.errors.APIError as err:
                 if err.err_code != NO_PEERS or asyncio.get_running_loop().time() + _RETRY_S >= until_s:
                     raise _refusal(spec, err) from err
-                if not waits:
-                    waits = True
+                if not warned:
                     _log.warning("NATS waits for servers to keep %d copies of %s", spec.num_replicas, spec.name)
+            else:
+                # nats-server 2.15 ignores that it cannot remove a stream while it removes an earlier one of that name.
+                await self.delete(spec.name)
+                if asyncio.get_running_loop().time() + _RETRY_S >= until_s:
+                    raise BusUnavailable(
+                        f"NATS creates {spec.name} with the records of a deleted stream; delete its folder in the "
+                        "store of nats-server",
+                        stream=spec.name,
+                    )
+                if not warned:
+                    _log.warning("NATS has not removed the records of the deleted stream %s; it is retried", spec.name)
+            warned = True
             await asyncio.sleep(_RETRY_S)
+
+    async def _is_older(self, created: api.StreamInfo) -> bool:
+        """Return whether a record of this stream was stored before the stream was created."""
+        if not created.state.messages:
+            return created.state.last_seq >= (created.config.first_seq or 1)
+        first = await self._link.js.get_msg(created.config.name or "", seq=created.state.first_seq)
+        return first.time is not None and created.created is not None and first.time < created.created
 
     async def open(self, name: str) -> JetStreamLog:
         log = self._log_of(name)

@@ -104,13 +104,18 @@ def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence
 
 def to_yaml(config: object) -> str:
     """Return the resolved configuration as YAML. `load_config` reads an equal configuration from it."""
-    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+    return str(yaml.dump(msgspec.to_builtins(config), Dumper=_SafeDumper, sort_keys=False, allow_unicode=True))
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class _Loader(yaml.SafeLoader):
+# libyaml reads and writes ten times as fast. PyYAML can be built without it.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Loader(_SafeLoader):  # type: ignore[misc]
     """SafeLoader with YAML 1.2 floats and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -121,7 +126,8 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"key `{key_node.value}` is given twice", key_node.start_mark
                 )
             seen.add(str(key_node.value))
-        return super().construct_mapping(node, deep=deep)
+        found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return found
 
 
 # PyYAML's pattern requires a dot, so `lr: 1e-4` would be a string.
@@ -134,6 +140,17 @@ def _parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+def _parse_with_lines(text: str) -> tuple[Any, dict[str, int]]:
+    """Return what `_parse_yaml` does, and the 1-based line of every path in it."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        lines = dict(_lines(node, ""))
+        return loader.construct_document(node) if node is not None else None, lines
+    finally:
+        loader.dispose()
+
+
 def read_tree(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the mapping in a YAML file and the 1-based line of every path in it. Raises ConfigError."""
     try:
@@ -142,8 +159,7 @@ def read_tree(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
         reason = err.strerror if isinstance(err, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{file}: cannot read the configuration file: {reason}; check the path", file=file) from err
     try:
-        tree = _parse_yaml(text)
-        lines = dict(_lines(yaml.compose(text, Loader=_Loader), ""))
+        tree, lines = _parse_with_lines(text)
     except yaml.YAMLError as err:
         raise ConfigError(f"{_yaml_place(file, err)}: not valid YAML: {_yaml_problem(err)}", file=file) from err
     if tree is None:

@@ -14,6 +14,7 @@ from rollmesh.shared.config.extras import install_hint
 from rollmesh.shared.config.moved import moved_hint
 from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.process.interpreter_tuning import without_collections
 
 
 def load_object(name: str, base_dir: str | Path | None = None) -> Any:
@@ -43,7 +44,8 @@ def _split(name: str) -> tuple[str, str]:
 
 def _import(name: str, module: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        with without_collections():
+            return importlib.import_module(module)
     except ModuleNotFoundError as err:
         if err.name is not None and (module == err.name or module.startswith(f"{err.name}.")):
             remedy = moved_hint(module) or "is it installed?"
