@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from rollmesh.app.checks.config_checks import find_mistakes, notes
+from rollmesh.app.checks.task_survey import survey_tasks
 from rollmesh.app.config import TrainConfig
+from rollmesh.services.data.config import build_pools
 from rollmesh.shared.config.loader import config_from_dict
 
 OK: dict[str, Any] = {"submitted_tasks": True, "eval_every": 0, "batch_groups": 500, "max_staleness": 0}
@@ -29,8 +31,10 @@ def config(run: dict[str, Any], **data: Any) -> TrainConfig:
 
 
 def test_agents_and_tools_that_only_clients_name_are_no_mistake_and_no_note(tmp_path: Path) -> None:
-    assert find_mistakes(config({}), tmp_path, learner=False) == []
-    assert not [note for note in notes(config({}), tmp_path) if "task" in note and "counts" not in note]
+    made = config({})
+    assert find_mistakes(made, tmp_path, learner=False) == []
+    remarks = notes(made, tmp_path, survey_tasks(build_pools(made.data)))
+    assert not [note for note in remarks if "task" in note and "counts" not in note]
 
 
 @pytest.mark.parametrize(
