@@ -77,7 +77,7 @@ def measure(arm: FileArm, folder: Path, lap_s: float) -> dict[str, Any]:
     import numpy as np
 
     from rollmesh.services.data.config import DataConfig, build_pools, build_selector
-    from rollmesh.services.data.task import Split, StoredPool
+    from rollmesh.services.data.task import Split, read_tasks
     from rollmesh.shared.config.registry import Extension
 
     options = {"path": arm.file, "labels": {"level": "level"}, "split": arm.split}
@@ -90,7 +90,7 @@ def measure(arm: FileArm, folder: Path, lap_s: float) -> dict[str, Any]:
     rng = np.random.default_rng(0)
 
     def read(positions: list[int]) -> object:
-        return pool.read(positions) if isinstance(pool, StoredPool) else [pool.task(position) for position in positions]
+        return read_tasks(pool, positions)
 
     def rate(size: int) -> float:
         began, num = process_time(), 0

@@ -222,7 +222,7 @@ SAMPLES = Section(
             title="Shares of task sources",
             queries=[_max(data.SOURCE_SHARE, "run, source, state")],
             unit="percentunit",
-            text="trained differs from requested where groups of a source are filtered or too old.",
+            text="decided differs from requested where episodes of a source take longer or fail.",
             rare="the run must draw with the selector mixture",
         ),
         Panel(

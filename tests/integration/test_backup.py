@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import shutil
 import tarfile
 from collections.abc import AsyncIterator
@@ -14,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.app.backup.backup import back_up_folder, back_up_mesh
-from rollmesh.app.backup.backup_file import BackupSummary, StreamPart, read_backup, verify_backup
+from rollmesh.app.backup.backup import BackupSource, back_up_folder, back_up_mesh, copied_files
+from rollmesh.app.backup.backup_file import BackupAbout, BackupSummary, StreamPart, read_backup, verify_backup
 from rollmesh.app.backup.restore import restore_backup
 from rollmesh.app.config import TrainConfig
 from rollmesh.app.folder_audit import audit_folder
@@ -23,6 +24,7 @@ from rollmesh.app.mesh_client import find_mesh
 from rollmesh.app.open_run import open_resumed
 from rollmesh.app.run_folder import RESTORING, new_folder, open_folder, origin_now
 from rollmesh.mesh import Mesh
+from rollmesh.mesh.run_layout import PAYLOADS
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamSpec
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
@@ -30,6 +32,8 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss, NotReady
+from rollmesh.shared.store.payload_files import OFFSET_BITS, PayloadFiles, record_header
+from rollmesh.testing.memory_bus import MemoryBus
 
 from ..chaos.world import as_train_config, mesh_config, save_model_folder
 from .test_mesh import Operator, policy
@@ -269,3 +273,15 @@ async def test_an_interrupted_restore_is_not_a_run_and_is_continued(
         samples = await (await bus.open(run_streams(summary.run).samples.name)).info()
         assert samples.first_seq >= 1
         await bus.close()
+
+
+def test_payloads_that_are_kept_for_an_export_are_not_in_a_backup(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path / PAYLOADS / "r")
+    (files.folder / "kept").mkdir(parents=True)
+    number, descriptor = files.create()
+    os.write(descriptor, record_header(number << OFFSET_BITS, b"x") + b"x")
+    os.close(descriptor)
+    files.keep(number, lambda _: True)
+    about = BackupAbout(format=1, run="r", created_unix_s=0.0, config_yaml="", origin_json="", base_dir="")
+    found = copied_files(BackupSource(bus=MemoryBus(), about=about, root=tmp_path))
+    assert [name for _, name in found] == [f"{PAYLOADS}/r/{number:08d}.payloads"]

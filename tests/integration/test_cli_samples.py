@@ -125,7 +125,9 @@ def test_export_and_query_have_every_sample_of_the_run(mine: Path, lines: list[d
     assert sorted(written, key=str) == sorted(right, key=str)
 
 
-def test_scores_of_exported_samples_are_added_beside_them(mine: Path, lines: list[dict[str, object]]) -> None:
+def test_scores_of_exported_samples_are_added_beside_them(
+    mine: Path, lines: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("export", mine / "run").exit_code == 0
     added = ("score", mine / "run", "--config", mine / "mine.yaml", "--name", "again", "--json")
     scored = run(*added)
@@ -137,6 +139,12 @@ def test_scores_of_exported_samples_are_added_beside_them(mine: Path, lines: lis
     sql = "SELECT count(*) AS num FROM samples JOIN scores USING (run, sample_id) WHERE reward.correct = value AND scores = 'again'"
     assert json.loads(run("query", mine / "run", sql, "--json").stdout) == {"num": NUM}
     assert json.loads(run(*added).stdout)["num_files"] == 0
+    with monkeypatch.context() as failing:
+        failing.setattr("rollmesh.app.lake.rescore.has_failed", lambda _: True)
+        failed = (*added[:4], "--name", "failed", "--json")
+        assert json.loads(run(*failed).stdout)["num_failed"] == NUM
+    assert [json.loads(run(*failed).stdout)["num_files"] for _ in range(2)] == [1, 0]
+    shutil.rmtree(mine / "run/samples/scores=failed")
     assert "--name must have 1 to 64 letters" in run("score", mine / "run", "--config", mine / "mine.yaml").output
     stored = mine / "run/samples/scores=again/run=cli-rollout/update=none/part-0.parquet"
     with owned(stored.parents[2]):
@@ -145,7 +153,9 @@ def test_scores_of_exported_samples_are_added_beside_them(mine: Path, lines: lis
     gone.parent.mkdir()
     gone.write_bytes(stored.read_bytes())
     (mine / "other.yaml").write_text((mine / "mine.yaml").read_text().replace("reward: correct", "reward: other"))
-    assert "choose another --name" in run(*added[:3], mine / "other.yaml", *added[4:]).output
+    changed = ("--config", mine / "mine.yaml", "reward.scorers.0.timeout_s=7", *added[4:])
+    for other in (("--config", mine / "other.yaml", *added[4:]), changed):
+        assert "choose another --name" in run(*added[:2], *other).output
     assert not gone.exists(), "the rewards of samples that are no longer there are removed"
     stored.write_bytes(b"PAR1")
     assert "part-0.parquet: not a file that rollmesh wrote" in run(*added).output
@@ -160,6 +170,12 @@ def test_wrong_input_of_export_and_query_is_answered_with_what_is_right(
         ("export", mine / "run", "--run-name", "other"): "--run-name takes one of: cli-rollout",
         ("export", mine / "run", "--where", "true"): "--where and --out need --format sft or atif",
         ("query", mine, "SELECT 1"): "has no exported samples; run `rollmesh export",
+        (
+            "query",
+            mine / "run",
+            "SELECT 1 AS a, 2 AS a",
+            "--json",
+        ): "--json needs columns with different names, got a, a",
         ("query", mine, "SELECT 1", "--csv", "--json"): "--json and --csv exclude each other",
         ("score", mine / "samples.jsonl", "--name", "x"): "--name and --processes need a folder with exported samples",
     }.items():

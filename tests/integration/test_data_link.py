@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.data_link import DataLink
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import InfraFailure, MeshError, NoNode, NotReady, Overloaded, UnknownTask
+from rollmesh.shared.errors import InfraFailure, MeshError, NoNode, NotReady, Overloaded, Unimplemented, UnknownTask
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
@@ -40,14 +40,18 @@ def data(*failures: MeshError, **extras: str) -> Data:
 
 
 @asynccontextmanager
-async def linked(service: Data, *, ready_after: int = 0, give_up_s: float = 120.0) -> AsyncIterator[DataLink]:
-    """A link to a data node that joins after `ready_after` looks at the fleet."""
+async def linked(
+    *services: data_pb2_grpc.DataServiceServicer, ready_after: int = 0, give_up_s: float = 120.0
+) -> AsyncIterator[DataLink]:
+    """A link to data nodes that join after `ready_after` looks at the fleet."""
     looks = itertools.count()
-    async with RpcServer(access=Access(token="t")) as server:
-        server.add(data_pb2_grpc.add_DataServiceServicer_to_server, service)
-        await server.start()
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(RpcServer(access=Access(token="t"))) for _ in services]
+        for server, service in zip(servers, services, strict=True):
+            server.add(data_pb2_grpc.add_DataServiceServicer_to_server, service)
+            await server.start()
         link = DataLink(
-            lambda: [server.address] if next(looks) >= ready_after else [],
+            lambda: [server.address for server in servers] if next(looks) >= ready_after else [],
             lambda address: open_channel(address, access=Access(token="t")),
             SystemClock(),
             WorkerConfig(backoff_s=0.001, backoff_s_max=0.002, give_up_s=give_up_s),
@@ -85,4 +89,15 @@ async def test_the_link_does_not_repeat_an_unknown_task_and_stops_at_its_limit()
         assert link.waiting_for == ""
     async with linked(data(solution="{")) as link:
         with pytest.raises(InfraFailure, match="the extra 'solution' is not JSON"):
+            await ask(link)
+
+
+async def test_a_node_of_an_older_protocol_is_skipped_and_named_if_there_is_no_other() -> None:
+    old = data_pb2_grpc.DataServiceServicer()  # type: ignore[abstract]
+    async with linked(old, data(solution="1")) as link:
+        assert [await ask(link) for _ in range(3)] == [{"solution": 1}] * 3
+    async with linked(old) as link:
+        with pytest.raises(
+            Unimplemented, match=r"127.0.0.1:\d+ has protocol 1.0, .*; upgrade it, or remove rollout.priv"
+        ):
             await ask(link)

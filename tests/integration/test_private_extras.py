@@ -17,6 +17,7 @@ AGENT = """
 from pathlib import Path
 
 from rollmesh.services.rollout.agent import Agent
+from rollmesh.shared.domain.trajectory import Purpose
 
 
 class Reader(Agent):
@@ -26,8 +27,9 @@ class Reader(Agent):
         self.file = Path(base_dir, "read.txt")
 
     async def run(self, task, env):
-        with self.file.open("a") as file:
-            print(env.private_text("solution"), task.extras["fact"], file=file)
+        if env.purpose is not Purpose.EVAL:
+            with self.file.open("a") as file:
+                print(env.private_text("solution"), task.extras["fact"], file=file)
         await env.generate(max_tokens=4)
 """
 SETTINGS = (
@@ -69,7 +71,7 @@ def test_no_file_or_output_of_a_run_has_a_private_extra(mine: Path) -> None:
     assert json.loads(done.stdout)["updates"] == 2
     read = (mine / "read.txt").read_text().splitlines()
     assert len(read) >= 16
-    assert set(read) == {f"{SECRET} {PUBLIC}"}, "every episode had both extras"
+    assert set(read) == {f"{SECRET} {PUBLIC}"}, "every episode of training had both extras"
     assert files_with(out, PUBLIC), "the ledger has public extras, so that this search finds what is stored"
     assert files_with(out, SECRET) == []
     shown = run("show", out, "--json", "--limit", 1000)

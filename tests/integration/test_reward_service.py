@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.store.jsonl import read_jsonl
+from rollmesh.shared.store.records import FileRecord
+from rollmesh.shared.store.row_files import RowFiles, open_rows
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
 OK = types_pb2.REWARD_OUTCOME_OK
@@ -165,11 +168,22 @@ async def test_a_scorer_reads_which_scorers_the_task_names(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("source", ["jsonl", "files"])
-async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path, source: str) -> None:
+async def test_the_answer_key_of_a_file_is_used_and_never_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps({"question": "?", "answer": "#### Zanzibar"}) + "\n")
     (tmp_path / "own.py").write_text(BROKEN)
-    ref = f"{source}:mine@{read_jsonl(path, num_lines_max=9).digest[:16]}#1"
+    digest = open_rows([str(path)]).digest if source == "files" else read_jsonl(path, num_lines_max=9).digest
+    ref = f"{source}:mine@{digest[:16]}#1"
+    threads: list[threading.Thread] = []
+    read = RowFiles.rows
+
+    def recorded(files: RowFiles, rows: Sequence[int]) -> list[FileRecord]:
+        threads.append(threading.current_thread())
+        return read(files, rows)
+
+    monkeypatch.setattr(RowFiles, "rows", recorded)
     settings = {
         "scorers": [{"name": "exact", "reward": "correct"}, {"name": "own.py:Broken"}],
         "answer_files": {"mine": {"path": "mine.jsonl", "source": source, "answer_pattern": r"#### (\S+)"}},
@@ -180,6 +194,8 @@ async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path, s
         wrong_file = f"{source}:mine@{'0' * 16}#1"
         with pytest.raises(UnknownOracle) as caught, typed_errors():
             await stub.Score(request(episode("x", oracle_ref=wrong_file)))
+    assert len(threads) == (source == "files")  # the key is read once, and not by the event loop
+    assert threading.main_thread() not in threads
     assert right.samples[0].rewards[0].value == 1.0
     assert response.samples[0].rewards[0].value == 0.0
     assert response.samples[0].rewards[1].outcome == INFRA

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from rollmesh.services.reward.item import judged_path
@@ -477,11 +478,16 @@ class LocalMesh:
         self.server = OpenAiServer(self.config, self.tokenizer, self.clock)
 
     def runner(self, agent: Agent | None = None, agents: Mapping[str, Agent] | None = None) -> EpisodeRunner:
-        """Return a runner of single episodes. `agent` is the default agent, and `agents` are those that tasks name."""
+        """Return a runner of single episodes. `agent` is the default agent, and `agents` are those that tasks name. A
+        configuration without permissions permits the private extras that they declare."""
+        config, made = self.config, {"": agent or ToolCallingAgent(), **(agents or {})}
+        if not config.private_extras:
+            declared = {name or config.agent.name: tuple(one.private_extras) for name, one in made.items()}
+            config = replace(config, private_extras=declared)
         return EpisodeRunner(
             EpisodeParts(
-                config=self.config,
-                agents={"": agent or ToolCallingAgent(), **(agents or {})},
+                config=config,
+                agents=made,
                 tokenizer=self.tokenizer,
                 generator=self.generator,
                 sandbox=self.sandbox,

@@ -226,7 +226,7 @@ class GetPrivateExtrasRequest(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
-    """Name of the run. MUST be set."""
+    """Name of the run that reads the task. MUST be set. All runs of a data node have one source today, so it selects nothing yet."""
     task_id: _builtins.str
     """Id of the task. MUST be set."""
     split: _builtins.str

@@ -199,6 +199,21 @@ def test_an_agent_that_reads_a_private_extra_needs_the_permission_and_the_field(
     )
 
 
+@pytest.mark.parametrize("source", ["jsonl", "files"])
+def test_each_source_of_a_mixture_needs_the_private_extras_of_its_agent(tmp_path: Path, source: str) -> None:
+    permitted = {"prefix": ["solution"]}
+    settings = with_solutions(tmp_path, {}, source, agent="prefix", private_extras=permitted)
+    options = {"path": "tasks.jsonl", "split": "split"}
+    parts = {
+        name: {"source": {"name": source, "options": {**options, "private_extras": private}}}
+        for name, private in (("a", {"solution": "worked"}), ("b", {}))
+    }
+    mixed = replace(settings, data=replace(settings.data, source=Extension("mixture", {"sources": parts})))
+    ((key, message),) = mistakes(tmp_path, mixed)
+    assert key == "data.source.options.private_extras"
+    assert message.startswith("`data.source`: the task b/tasks-1 has no private extra `solution`; name its field")
+
+
 @pytest.mark.parametrize(
     "agent",
     [

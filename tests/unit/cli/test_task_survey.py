@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from rollmesh.app.checks.config_checks import find_mistakes, notes
 from rollmesh.app.checks.task_survey import PROMPTS_CHECKED, survey_tasks
 from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools
-from rollmesh.services.data.task import Split
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.domain.trajectory import Message
+from rollmesh.shared.store.records import FileRecord
+from rollmesh.shared.store.row_files import RowFiles
 
 CONFIG: dict[str, Any] = {
     "data": {"source": {"name": "jsonl", "options": {"path": "tasks.jsonl", "tools": ["calculator"]}}},
@@ -58,6 +64,16 @@ def test_rewards_that_no_record_can_hold_are_a_mistake_of_the_group_size(folder:
     assert "16384 episodes with 33 rewards each have at least" in message
 
 
+def test_a_survey_has_a_task_of_each_set_of_private_extras_of_an_agent() -> None:
+    task = PoolTask(task_id="t", messages=(Message(role="user", content="1+1"),))
+    tasks = [
+        replace(task, task_id=str(number), agent=agent, private_extras=dict.fromkeys(names, 1))
+        for number, (agent, names) in enumerate([("", "a"), ("", "ab"), ("", "a"), ("x", "a"), ("", "")])
+    ]
+    survey = survey_tasks({Split.TRAIN: MemoryPool(tasks)})
+    assert [one.task_id for one in survey.with_private_extras] == ["0", "1", "3", "4"]
+
+
 FILES: dict[str, Any] = {**CONFIG, "data": {"source": {"name": "files", "options": {"path": "tasks.jsonl"}}}}
 
 
@@ -82,10 +98,20 @@ def test_source_and_oracle_of_files_agree(folder: Path) -> None:
     assert "the file `tasks` differs from the one the task came from" in message
 
 
-def test_prompts_of_files_with_several_answers_are_noted(folder: Path) -> None:
+def test_prompts_of_files_with_several_answers_are_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_survey, "REPEATED_MAX", 4)
+    reads: list[Sequence[int]] = []
+    rows = RowFiles.rows
     with (folder / "tasks.jsonl").open("a") as file:
-        file.write('{"question": "x", "answer": "other"}\n')
+        file.write('{"question": "x", "answer": "other"}\n' + '{"question": "y", "answer": "1"}\n' * 9)
+
+    def recorded(files: RowFiles, wanted: Sequence[int], **settings: Any) -> list[FileRecord]:
+        reads.append(wanted)
+        return rows(files, wanted, **settings)
+
+    monkeypatch.setattr(RowFiles, "rows", recorded)
     config = config_from_dict(TrainConfig, FILES)
     found = notes(config, folder, survey_tasks(build_pools(config.data, folder)))
     (note,) = [note for note in found if "several answers" in note]
+    assert reads[-1] == [0, 100, 101]  # one read, and no other repeated prompt within the limit
     assert note.startswith("note: 1 prompts have several answers in data.source, such as that of the tasks tasks-1,")

@@ -98,10 +98,11 @@ def test_columns_prove_that_extras_are_texts_of_a_possible_size(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
-def test_extras_that_are_too_large_are_named_by_row_and_field(tmp_path: Path, name: str) -> None:
-    rows = [{"question": "q", "answer": "1", "kit": "x"}, {"question": "q", "answer": "1", "kit": "x" * 66_000}]
+@pytest.mark.parametrize(("kit", "size"), [("x" * 66_000, 66_002), ("\x01" * 12_000, 72_002)])
+def test_extras_that_are_too_large_are_named_by_row_and_field(tmp_path: Path, name: str, kit: str, size: int) -> None:
+    rows = [{"question": "q", "answer": "1", "kit": "x"}, {"question": "q", "answer": "1", "kit": kit}]
     WRITERS[name](tmp_path / name, rows)
-    with pytest.raises(RecordError, match=rf'{name}:2: field "kit": has 66002 bytes of JSON .* more than 65536'):
+    with pytest.raises(RecordError, match=rf'{name}:2: field "kit": has {size} bytes of JSON .* more than 65536'):
         train(tmp_path, source(name, extras={"files": "kit"}))
     assert len(train(tmp_path, source(name, private_extras={"files": "kit"}))) == 2
 
@@ -123,7 +124,12 @@ def test_values_that_are_not_json_are_named_without_their_text(tmp_path: Path) -
     ("options", "message"),
     [
         ({"labels": {"s": "worked"}}, "`labels.s` must not have the private field 'worked', because every process of"),
-        ({"labels": {"s": "worked.text"}}, "the run can read labels, got 'worked.text'"),
+        ({"labels": {"s": "worked.text"}}, "the run can read it, got 'worked.text'"),
+        *(
+            ({setting: "worked"}, f"`{setting}` must not have the private field 'worked', because every process of")
+            for setting in ("prompt", "split", "agent", "scorers", "tools_field")
+        ),
+        ({"prompt": "worked.question"}, "the run can read it, got 'worked.question'"),
         ({"extras": {"p": "worked"}}, "`extras.p` must not have the private field 'worked'"),
         ({"extras": {"p": "meta"}, "private_extras": {"t": "meta.worked"}}, "got 'meta'"),
         ({"extras": {"p": "answer"}}, "`extras.p` must not have the private field 'answer', because every process"),

@@ -97,7 +97,7 @@ def test_folders_are_splits_unless_a_field_is(tmp_path: Path) -> None:
     assert len(pools(tmp_path, "saved", split="part")[Split.TRAIN]) == 20
 
 
-GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level": "x"}
+GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level": "x", "hidden": "calc/sum"}
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "stream.arrow", "rows.jsonl", "rows.csv"])
@@ -107,9 +107,11 @@ GOOD = {"question": "q", "answer": "1", "part": "train", "who": "solver", "level
         ({"question": None}, r'field "question": must be a string or a number, got null'),
         ({"question": " \u2003\t"}, r'field "question": is empty'),
         ({"answer": None}, r'field "answer": must be a string or a number, got null'),
-        ({"part": "dev"}, r"""field "part": must be one of train, validation, test, got 'dev\'"""),
+        ({"part": "dev"}, r"""field "part": must be one of train, validation, test, got "dev\""""),
         ({"who": " "}, r'field "who": must be the name of an agent'),
         ({"level": " "}, r'field "level": is empty'),
+        ({"hidden": None}, r'field "hidden": must be a manifest of hidden tests, or its reference'),
+        ({"hidden": "{"}, r'field "hidden": begins with { but is not JSON'),
     ],
 )
 def test_a_malformed_row_is_named_by_file_row_and_field(
@@ -118,13 +120,29 @@ def test_a_malformed_row_is_named_by_file_row_and_field(
     WRITERS[name](tmp_path / name, [GOOD] * 10 + [GOOD | change])
     row = 12 if name == "rows.csv" else 11  # the header is row 1
     with pytest.raises(RecordError, match=f"{name}:{row}: {message}"):
-        pools(tmp_path, name, split="part", agent="who", labels={"level": "level"})
+        pools(tmp_path, name, split="part", agent="who", labels={"level": "level"}, tests="hidden")
+
+
+@pytest.mark.parametrize("field", ["agent", "scorers", "tools_field"])
+@pytest.mark.parametrize("value", [3, True])
+def test_a_number_is_not_a_name(tmp_path: Path, field: str, value: object) -> None:
+    write_parquet(tmp_path / "a.parquet", [GOOD, GOOD | {"question": "r"}])
+    write_parquet(tmp_path / "b.parquet", [GOOD | {"who": value}] * 2)
+    with pytest.raises(RecordError, match=r'b.parquet:1: field "who": must be the name of'):
+        pools(tmp_path, ("a.parquet", "b.parquet"), **{field: "who"})
 
 
 def test_a_field_that_no_column_has_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [{"q": "1", "answer": "2"}])
     with pytest.raises(RecordError, match='a.parquet:1: field "question": is missing; the line has answer'):
         pools(tmp_path, "a.parquet")
+
+
+def test_a_csv_file_without_a_header_does_not_show_its_values(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("6*7?,42\n1+1?,2\n")
+    with pytest.raises(RecordError, match='a.csv:2: field "answer": is missing; the line has 2 others') as caught:
+        pools(tmp_path, "a.csv")
+    assert "42" not in str(caught.value)
 
 
 def test_malformed_rows_can_be_skipped_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,14 +213,27 @@ def test_a_run_resumes_with_the_same_pool_and_not_with_another(tmp_path: Path) -
     assert len(digests) == 6
 
 
-def test_a_label_of_too_many_values_is_read_from_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_a_pool_stays_the_same_in_later_releases(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}\n')
+    found = {
+        pools(tmp_path, "a.jsonl", labels={"x": "question", "a": "answer"}, test_share=0.0, **settings)[
+            Split.TRAIN
+        ].digest
+        for settings in ({}, {"on_bad_row": "skip"}, {"validation_share": 0.05})
+    }
+    assert found == {"6a6b021be40e6b7689dc9935e7385c89ec51d8366f69b788b6d3e95b5ba09068"}
+
+
+def test_a_label_of_too_many_values_is_no_category(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task_scan, "LABEL_VALUES_MAX", 4)
     for name in ("rows.parquet", "rows.jsonl"):
         WRITERS[name](tmp_path / name, LINES)
         labels = {"level": "level", "question": "question"}
         pool = pools(tmp_path, name, labels=labels, test_share=0.0, validation_share=0.0)[Split.TRAIN]
         assert pool.label(59, "level") == "2"
-        assert pool.label(59, "question") == "What is 59 + 59? ü"
+        assert pool.task(59).labels["question"] == "What is 59 + 59? ü"
+        with pytest.raises(ConfigError, match="the label `question` of the source `tasks` has more than"):
+            SecSelector(pool=pool, seed=1, options=SecOptions(label="question"))
         assert pool.label(59, "other") == ""
 
 
@@ -229,7 +260,7 @@ def test_the_answer_is_nowhere_in_a_task(tmp_path: Path) -> None:
     assert "Zanzibar" not in repr(train(tmp_path, "a.parquet"))
 
 
-async def test_the_data_service_draws_from_files(tmp_path: Path) -> None:
+async def test_the_data_service_draws_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet", LINES)
     source = {"name": "files", "options": {"path": ["a.parquet"], "split": "part"}}
     config = config_from_dict(DataConfig, {"source": source})
@@ -237,6 +268,10 @@ async def test_the_data_service_draws_from_files(tmp_path: Path) -> None:
     engine = build_engine(config, bus=MemoryBus(), clock=ManualClock(), base_dir=tmp_path)
     drawn = await engine.tasks_in_order(split="test", first_draw=18, num=9)
     assert [(draw, task.task_id) for draw, task in drawn] == [(18, "tasks-56"), (19, "tasks-59")]
+    monkeypatch.setattr("rollmesh.services.data.engine.READ_FIRST", 2)
+    monkeypatch.setattr("rollmesh.services.data.engine.READ_CHARS_MAX", 150)
+    drawn = await engine.tasks_in_order(split="test", first_draw=0, num=20)
+    assert [draw for draw, _ in drawn] == list(range(10))  # of 15 to 17 characters
     await engine.close()
 
 

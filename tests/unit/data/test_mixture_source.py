@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from rollmesh.app.checks import task_survey
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.mesh_services import reward_config
 from rollmesh.services.data.config import DataConfig, build_pools
+from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.mixture_pool import MixturePart, MixturePool
-from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.services.data.mixture_source import single_sources
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
 from rollmesh.shared.errors import ConfigError
 
 from ..shared.chat_server import chat_server
-from .builders import pool
+from .builders import factory, pool
 
 KEY = "data.source.options.sources"
 
@@ -52,6 +62,45 @@ def test_sources_take_turns_and_a_task_is_found_by_its_id() -> None:
     for position in (-1, 6):
         with pytest.raises(IndexError, match=rf"position must be in \[0, 6\), got {position}"):
             mixed.task(position)
+
+
+class Listed(MemoryPool, StoredPool):
+    """Counts calls of `read`, which leaves out private extras."""
+
+    def __init__(self, num_tasks: int) -> None:
+        tasks = map(pool(num_tasks).task, range(num_tasks))
+        super().__init__(replace(task, private_extras={"solution": task.task_id}) for task in tasks)
+        self.calls: list[list[int]] = []
+
+    def read(self, positions: Sequence[int]) -> list[PoolTask]:
+        self.calls.append(list(positions))
+        return [replace(self.task(position), private_extras={}) for position in positions]
+
+
+async def test_stored_tasks_are_read_by_one_call_per_source_without_private_extras() -> None:
+    stored, others = Listed(3), Listed(2)
+    parts = [("a", stored), ("b", pool(3)), ("c", others)]
+    mixed = MixturePool([MixturePart(source=name, pool=one, agent="x") for name, one in parts])
+    engine = DataEngine(pools={Split.TEST: mixed}, new_selector=factory(), bus=Mock(spec=Bus), clock=ManualClock())
+    drawn = await engine.tasks_in_order(split="test", first_draw=0, num=8)
+    assert [task.task_id for _, task in drawn] == ids(mixed)
+    assert (stored.calls, others.calls) == ([[0, 1, 2]], [[0, 1]])
+    assert {(task.agent, task.labels["source"], str(task.private_extras)) for _, task in drawn} == {
+        ("x", name, "{}") for name in "abc"
+    }
+    found = await engine.private_extras(split="test", task_id="c/t1", names=["solution"])
+    assert found == {"solution": "t1"}
+
+
+def test_a_sample_of_the_tasks_has_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second position of two sources that take turns is of one of them."""
+    monkeypatch.setattr(task_survey, "STORED_TASKS_MAX", 100)
+    stored = Listed(100)
+    parts = [("a", stored), ("b", pool(100))]
+    mixed = MixturePool([MixturePart(source=name, pool=one, agent=name) for name, one in parts])
+    survey = task_survey.survey_tasks({Split.TRAIN: mixed})
+    assert set(survey.by_agent) == {"a", "b"}
+    assert sum(map(len, stored.calls)) < 100
 
 
 def test_the_digest_changes_with_names_agents_scorers_order_and_tasks() -> None:
@@ -113,6 +162,11 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
         ),
         ({"source": "own.py:Broken"}, f"{KEY}.x.source", "source `own.py:Broken` failed: KeyError: 'mine'"),
         (
+            {"source": {"name": "jsonl", "options": {"path": "a.jsonl", "labels": {"source": "from"}}}},
+            f"{KEY}.x.source",
+            "its tasks must not have the label `source`",
+        ),
+        (
             {"source": calc(0, 1), "splits": ["train"]},
             f"{KEY}.x",
             "the source has no task in the splits train; change `splits`",
@@ -121,6 +175,7 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
 )
 def test_an_error_names_its_entry(tmp_path: Path, entry: dict[str, Any], key: str, message: str) -> None:
     (tmp_path / "own.py").write_text(BROKEN)
+    (tmp_path / "a.jsonl").write_text('{"question": "1+1", "answer": "2", "from": "book"}\n')
     for name in ("train", "dev"):
         (tmp_path / "folder" / name).mkdir(parents=True)
         (tmp_path / "folder" / name / "a.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
@@ -179,6 +234,12 @@ def test_answers_of_every_file_are_read_and_two_files_need_two_names(tmp_path: P
     assert keys(a=entry("a.jsonl", "a"), b=rows) == {"a": "a.jsonl", "b": ("b.parquet", "c.csv")}
     with pytest.raises(ConfigError, match=rf"`{KEY}.b.source.options.name` must be another name, .* earlier file, a"):
         keys(a=entry("a.jsonl", "a"), b=entry("b.jsonl", "a"))
+
+
+def test_a_mixture_by_its_class_has_its_entries() -> None:
+    options = {"sources": {"a": {"source": "calc"}}}
+    chosen = Extension("rollmesh.services.data.mixture_source:MixtureSource", options)
+    assert [(key, one.name) for key, one in single_sources(chosen)] == [(f"{KEY}.a.source", "calc")]
 
 
 ASKING = """

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.mesh_services import reward_config
+from rollmesh.services.data.checkable import is_checkable
 from rollmesh.services.data.config import DataConfig, build_pools, build_selector
 from rollmesh.services.data.metrics import DROPPED
 from rollmesh.services.data.task import PoolTask, Split
@@ -25,7 +26,6 @@ from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.domain.option_order import option_named
 from rollmesh.shared.domain.trajectory import GroupContext, Reward
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.records import RecordError
 from rollmesh.shared.telemetry.metrics import Metric, use
 from rollmesh.trainer.metrics import source_metrics
 
@@ -42,6 +42,8 @@ LINES: list[dict[str, Any]] = [
     {"question": "What do plants need?", "answer": "A, B", "options": ["light", "water"]},
     {"question": "What is 6 * 7?", "answer": 42},
     {"question": "The capital again?", "answer": "paris"},
+    {"question": "What is a half?", "answer": "1/2"},
+    {"question": "Which country has 50 states?", "answer": "U.S."},
 ]
 WHOLE = {"path": "q.jsonl", "options": "options", "validation_share": 0.0, "test_share": 0.0}
 """Options of the file, all of whose tasks are for training."""
@@ -73,11 +75,13 @@ def shown(task: PoolTask) -> dict[str, str]:
     return {line[0]: line[3:] for line in lines}
 
 
-async def right_and_wrong(scorer: Any, folder: Path, task: PoolTask, wrong: str) -> tuple[float, float]:
-    """Return the rewards of the answer of the key, and of another one."""
+async def right_and_wrong(
+    scorer: Any, folder: Path, task: PoolTask, wrong: str, right: str = ""
+) -> tuple[float, float]:
+    """Return the rewards of a right answer, by default that of the key, and of a wrong one."""
     key = key_of(folder, task)
     found = []
-    for said in (key.answers[0], wrong):
+    for said in (right or key.answers[0], wrong):
         given = replace(
             builders.item(f"I think <answer>{said}</answer>"), answer_key=key, task=TaskView(task_id=task.task_id)
         )
@@ -98,9 +102,19 @@ async def test_templates_convert_both_ways_and_drop_with_a_reason(
     choice = list(source(tmp_path, template="choice", num_options=3).tasks())
     by_line = {int(task.task_id.rpartition("-")[2]): task for task in choice}
     assert {line: shown(task)[answer(tmp_path, task)] for line, task in by_line.items()} == {
-        1: "Paris", 2: "carbon dioxide", 3: "Mars", 4: "7", 5: LONG, 8: "42", 9: "paris",
+        1: "Paris", 2: "carbon dioxide", 3: "Mars", 4: "7", 5: LONG, 8: "42", 9: "paris", 10: "1/2", 11: "U.S.",
     }  # fmt: skip
-    assert {line: len(shown(task)) for line, task in by_line.items()} == {1: 3, 2: 3, 3: 2, 4: 3, 5: 3, 8: 3, 9: 3}
+    assert {line: len(shown(task)) for line, task in by_line.items()} == {
+        1: 3,
+        2: 3,
+        3: 2,
+        4: 3,
+        5: 3,
+        8: 3,
+        9: 3,
+        10: 3,
+        11: 3,
+    }
     assert "records dropped: source=questions not_an_option=2" in caplog.text
 
     opened = list(source(tmp_path, template="open").tasks())
@@ -110,8 +124,12 @@ async def test_templates_convert_both_ways_and_drop_with_a_reason(
         ("Which planet is red?", "Mars"),
         ("What is 6 * 7?", "42"),
         ("The capital again?", "paris"),
+        ("What is a half?", "1/2"),
     ]
-    assert "records dropped: source=questions answer_too_long=1 needs_options=1 not_an_option=2" in caplog.text
+    assert (
+        "records dropped: source=questions answer_too_long=1 needs_options=1 not_an_option=2 not_checkable=1"
+        in caplog.text
+    )
 
     recipe = config_from_dict(MeshConfig, {"recipe": "crossthink"})
     scorer: Any = build_scorer(recipe.reward.scorers[0], None).scorer
@@ -120,8 +138,9 @@ async def test_templates_convert_both_ways_and_drop_with_a_reason(
         others = {line: next(letter for letter in "AB" if letter != key) for line, key in letters.items()}
         for line in (1, 2):
             assert await right_and_wrong(scorer, tmp_path, by_line[line], others[line]) == (1.0, 0.0)
-        for task, wrong in zip(opened, ("Rome", "oxygen", "Venus", "41", "Rome"), strict=True):
-            assert await right_and_wrong(scorer, tmp_path, task, wrong) == (1.0, 0.0)
+        said = [("paris", "Rome"), ("Carbon  dioxide", "oxygen"), ("mars", "Venus"), ("42.0", "41"), ("Paris", "Rome")]
+        for task, (right, wrong) in zip(opened, [*said, ("0.5", "2")], strict=True):
+            assert await right_and_wrong(scorer, tmp_path, task, wrong, right) == (1.0, 0.0)
     finally:
         await scorer.close()
 
@@ -194,7 +213,35 @@ def test_dropped_lines_are_counted_by_reason(tmp_path: Path) -> None:
         list(source(tmp_path, template="open").tasks())
     finally:
         use(None)
-    assert counted == {"answer_too_long": 1, "needs_options": 1, "not_an_option": 2}
+    assert counted == {"answer_too_long": 1, "needs_options": 1, "not_an_option": 2, "not_checkable": 1}
+
+
+DROPPED_ANSWERS = (
+    "Rock & roll", "U.S.", "i.e.", "Na+", "St. John's", '"Hamlet"', "C#", "{", "$", "?", "-", "#1", "1 & 2", "p -> q",
+    "a/", "Tom", "cat", "DNA", "H2O", "Fe^{3+}", "A) Paris", "[1, 2", r"\frac{1}", "a_{i}_{j}", "sin x +", "3 and",
+    "Yes, because it is even", "Dr. Who?",
+)  # fmt: skip
+KEPT_ANSWERS = (
+    "Paris.", "carbon dioxide", "World War II", "Boeing 747", "self-esteem", "yes", "no", "A", "12:30 p.m.", "1914-1918",
+    "1,000", "3 apples", "$5", "100%", "50 km/h", "1.5", "-3", "1/2", r"\frac{1}{2}", r"3\sqrt{2}", "x^2+1", "2xy",
+    "(1, 2]", r"[0, \infty)", r"\text{Friday}", r"5\text{ cm}", "8, 7", "10^{-5}",
+)  # fmt: skip
+
+
+async def test_an_open_answer_is_kept_if_the_scorer_can_compare_it() -> None:
+    assert [text for text in DROPPED_ANSWERS if is_checkable(text)] == []
+    assert [text for text in KEPT_ANSWERS if not is_checkable(text)] == []
+    recipe = config_from_dict(MeshConfig, {"recipe": "crossthink"})
+    scorer: Any = build_scorer(recipe.reward.scorers[0], None).scorer
+    try:
+        for text in KEPT_ANSWERS:
+            found = [
+                (await scorer.score(builders.item(f"<answer>{said}</answer>", answer=text))).value
+                for said in (f"**{text}**", "zebra")
+            ]
+            assert found == [1.0, 0.0], text
+    finally:
+        await scorer.close()
 
 
 def test_texts_with_braces_stay_as_they_are(tmp_path: Path) -> None:
@@ -241,7 +288,25 @@ def test_a_wrong_option_is_named(tmp_path: Path, options: dict[str, Any], messag
         source(tmp_path, **options)
 
 
-def test_options_that_are_not_texts_are_an_error_of_the_line(tmp_path: Path) -> None:
-    lines = [{"question": "a?", "answer": "x", "options": {"A": "x"}}]
-    with pytest.raises(RecordError, match=r'q.jsonl:1: field "options": must be a list of texts, or null'):
-        list(source(tmp_path, lines=lines).tasks())
+def test_lines_that_cannot_be_used_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lines: list[dict[str, Any]] = [
+        {"question": "a?", "answer": "x", "options": {"A": "x"}},
+        {"question": "c?", "answer": "C", "options": ["oak", "elm", "all of the above"]},
+        {"question": "d?", "answer": "Both A and B", "options": ["oak", "elm", "Both A and B"]},
+        {"question": "What is the sum of these numbers?", "answer": "30", "options": []},
+        {"question": "e?", "answer": 2, "options": [1, 2.5, 2]},
+    ]
+    opened = list(source(tmp_path, lines=lines, template="open").tasks())
+    assert [answer(tmp_path, task) for task in opened] == ["30", "2"]
+    counts = "malformed_options=1 refers_to_options=2"
+    assert f"records dropped: source=questions {counts}" in caplog.text
+
+
+@pytest.mark.parametrize("named", ["B", "B) Rome", "Rome"])
+def test_letters_of_the_file_are_removed_from_options(tmp_path: Path, named: str) -> None:
+    lines = [{"question": "Capital of Italy?", "answer": named, "options": ["A) Paris", "B) Rome"]}]
+    (choice,) = source(tmp_path, lines=lines, template="choice").tasks()
+    assert shown(choice)[answer(tmp_path, choice)] == "Rome"
+    (opened,) = source(tmp_path, lines=lines, template="open").tasks()
+    assert answer(tmp_path, opened) == "Rome"

@@ -14,8 +14,9 @@ from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_en
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
-from rollmesh.services.reward.scorer import BatchScorer, Scorer, ScorerResult, not_applicable
+from rollmesh.services.reward.scorer import SCORERS, BatchScorer, Scorer, ScorerResult, not_applicable
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
+from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Outcome, Reward
 from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.trainer.estimators import make_estimator
@@ -150,6 +151,31 @@ async def test_the_scorers_of_a_task_run_unless_others_are_asked_for() -> None:
     mine = structs.replace(item("x"), task=TaskView(task_id="t", scorers=("a",)))
     asked, unasked = await made.score([structs.replace(mine, scorers=("b",)), mine])
     assert (values(asked), values(unasked)) == ({"b": 2.0}, {"a": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("of_task", "asked", "first", "runs"),
+    [
+        (("maths", "correct"), (), 1.0, ("maths",)),
+        (("maths", "correct"), ("correct",), 1.0, ("maths",)),
+        (("maths", "correct"), ("text", "correct"), 1.0, ("text", "maths")),
+        (("correct",), (), 0.0, ("text", "maths")),
+        ((), (), 0.0, ("text", "maths")),
+    ],
+)
+async def test_the_first_reward_is_one_that_the_task_names(
+    of_task: tuple[str, ...], asked: tuple[str, ...], first: float, runs: tuple[str, ...]
+) -> None:
+    """The key is 1/2: a scorer of texts, which another source names, must not judge 0.5."""
+    givers = {"text": Gives(0.0), "maths": Gives(1.0)}
+    made = engine(
+        *(scorer(name, giver) for name, giver in givers.items()),
+        scorer("correct", SCORERS.make(Extension("first", {"rewards": ["text", "maths"]}))),
+    )
+    task = TaskView(task_id="t", scorers=of_task)
+    (rewards,) = await made.score([structs.replace(item("0.5"), task=task, scorers=asked)])
+    assert values(rewards)["correct"] == first
+    assert tuple(name for name, giver in givers.items() if giver.seen) == runs
 
 
 class Ranks(BatchScorer):

@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollmesh.services.reward.oracles import AnswerFileConfig, JsonlOracle, Oracles, file_oracles
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError, UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import RecordError
-from rollmesh.shared.store.row_files import open_rows
+from rollmesh.shared.store.row_files import RowFiles, open_rows
 
 
 def answers(tmp_path: Path, *lines: object, **settings: str) -> tuple[Oracles, str]:
@@ -113,6 +114,37 @@ def test_a_malformed_answer_of_files_is_named_when_it_is_read(tmp_path: Path) ->
     oracles, head = stored_answers(tmp_path, {"answer": "1"}, {"answer": "1"}, {"answer": None})
     with pytest.raises(RecordError, match=r'key-0.parquet:2: field "answer": must be a string or a number, got null'):
         oracles.resolve(f"{head}#2")
+
+
+def test_a_key_that_many_episodes_need_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of_both: list[dict[str, object]] = [{"answer": str(n)} for n in range(6)]
+    oracles, head = stored_answers(tmp_path, *rows_of_both)
+    read: list[int] = []
+    rows = RowFiles.rows
+    monkeypatch.setattr(RowFiles, "rows", lambda files, wanted: [*rows(files, wanted), *map(read.append, wanted)][:1])
+    for number in (1, 2, 1, 1):
+        key = oracles.resolve(f"{head}#{number}")
+        assert key is not None
+        assert key.answers == (str([0, 2][number - 1]),)
+    assert read == [0, 1]
+
+
+def test_a_manifest_in_a_table_is_json_text(tmp_path: Path) -> None:
+    manifest: dict[str, object] = {"kind": "function", "tests": [{"arguments": {"x": None}, "expected": None}]}
+    oracles, head = stored_answers(tmp_path, {"tests": json.dumps(manifest)}, answer="", tests="tests")
+    key = oracles.resolve(f"{head}#1")
+    assert key is not None
+    assert key.tests == manifest
+    for wrong, message in ((manifest, "must be JSON text, because a struct"), ("{oops", "begins with { but is not")):
+        oracles, head = stored_answers(tmp_path, {"tests": wrong}, answer="", tests="tests")
+        with pytest.raises(RecordError, match=rf'key-0.parquet:1: field "tests": {message}'):
+            oracles.resolve(f"{head}#1")
+
+
+@pytest.mark.parametrize("path", ["", [], [""]])
+def test_answer_files_need_a_path(path: object) -> None:
+    with pytest.raises(ConfigError, match="path"):
+        config_from_dict(AnswerFileConfig, {"path": path, "source": "files"})
 
 
 def test_several_files_are_a_source_of_files_only() -> None:

@@ -135,8 +135,6 @@ async def test_a_task_without_the_solution_fails_the_attempt_and_names_the_setti
         report.failure.message
     )
     assert "remove the label `solution`, which every process of the run can read" in report.failure.message
-    with pytest.raises(ConfigError, match="`label` must be removed, got 'solution': a solution is not a label"):
-        agent("prefix", label="solution")
     with pytest.raises(ConfigError, match="`share_min` must be <= share_max = 0.2, got 0.5"):
         agent("prefix", share_min=0.5, share_max=0.2)
 

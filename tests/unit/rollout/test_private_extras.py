@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from rollmesh.services.rollout.agent import Agent, Environment, Task, load_agents
-from rollmesh.services.rollout.config import RolloutConfig, StagesConfig
+from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
+from rollmesh.services.rollout.config import RolloutConfig, StagesConfig, WorkerConfig
+from rollmesh.services.rollout.data_link import DataLink
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.rollout import LocalMesh, lease
-from rollmesh.v1 import coordinator_pb2
+from rollmesh.v1 import coordinator_pb2, types_pb2
 
 SECRET = "the-walrus-is-in-the-garden"
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
@@ -87,20 +89,35 @@ async def test_wrong_reads_fail_the_attempt_and_say_what_to_do() -> None:
     assert SECRET not in str(other)
 
 
-async def test_a_data_service_that_is_away_is_an_infra_failure_and_holds_no_session() -> None:
+async def test_an_unavailable_data_service_is_an_infra_failure_and_holds_no_session_or_slot() -> None:
     clock = ManualClock()
-    mesh = mesh_with(clock=clock, config=RolloutConfig(stages=StagesConfig(init_s_max=5.0)))
-    mesh.data.gate.held = True
-    running = asyncio.ensure_future(mesh.runner(Reader()).run(lease(tools=["calculator"])))
-    for _ in range(25):  # the episode reaches the gate
+    mesh = mesh_with(clock=clock, config=RolloutConfig(stages=StagesConfig(init_max=1, init_s_max=5.0)))
+    link = DataLink(list, lambda address: pytest.fail(address), clock, WorkerConfig(backoff_s_max=60.0, give_up_s=120))
+    mesh.data = link  # type: ignore[assignment]
+    runner = mesh.runner(Reader(), {"plain": SingleTurnAgent()})
+    running = [asyncio.ensure_future(runner.run(lease(tools=["calculator"], lease_id=str(n)))) for n in range(2)]
+    for _ in range(25):  # the episodes request their extras
         await asyncio.sleep(0)
-    assert mesh.data.gate.num_inside == 1
+    assert "2 requests for private extras are retried: no data node has joined" in link.waiting_for
+    other = await runner.run(lease(lease_id="other", agent="plain"))
+    assert other.outcome == COMPLETED, "agents without private extras still run"
     assert mesh.sandbox.num_opened == 0
-    clock.advance(5.1)
-    report = await running
-    assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
-    assert "init: stage exceeded 5.0 s" in report.failure.message
-    assert mesh.num_open == 0
+    while not all(one.done() for one in running):
+        clock.advance(60.0)
+        await asyncio.sleep(0)
+    for one in running:
+        assert one.result().outcome == coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
+        assert "data: no data node has joined; start one, or wait until it joins" in one.result().failure.message
+
+
+async def test_an_evaluation_requests_no_private_extras_and_a_read_says_why() -> None:
+    mesh = mesh_with()
+    report = await mesh.runner(Reader()).run(lease(purpose=types_pb2.PURPOSE_EVAL))
+    assert report.failure.reason == "PERMISSION_DENIED"
+    assert "an evaluation has no private extras, because its result must not depend on" in report.failure.message
+    assert mesh.data.asked == []
+    exported = await mesh.runner(Reader()).run(lease(purpose=types_pb2.PURPOSE_EXPORT, tools=["calculator"]))
+    assert exported.outcome == COMPLETED, exported.failure
 
 
 # Permissions ----------------------------------------------------------------------------------------------------------
@@ -119,6 +136,24 @@ class Started(ProgramAgent):
 
 class Wrong(Hints):
     private_extras = "solution"
+
+class Late(Agent):
+    private_extras = ()
+
+    async def run(self, task, env):
+        self.private_extras = ("solution",)
+        await env.generate()
+
+class Changing(Agent):
+    num_read = 0
+
+    @property
+    def private_extras(self):
+        self.num_read += 1
+        return () if self.num_read == 1 else ("solution",)
+
+    async def run(self, task, env):
+        await env.generate()
 """
 PROGRAM = {"name": "program", "options": {"command": ["true"]}}
 URL = {"name": "url", "options": {"url": "http://localhost:1/run"}}
@@ -157,8 +192,24 @@ def test_agents_that_run_elsewhere_get_no_private_extras(tmp_path: Path, agent: 
         load(tmp_path, agents={"p": agent}, private_extras={"p": ["solution"]})
 
 
+@pytest.mark.parametrize("name", ["Late", "Changing"])
+async def test_an_agent_that_declares_an_extra_after_it_was_loaded_needs_the_permission(
+    tmp_path: Path, name: str
+) -> None:
+    settings = {"agent": f"hints.py:{name}", "private_extras": {"other": ["solution"]}}
+    agent = load(tmp_path, **settings)[""]
+    mesh = mesh_with(config=config_from_dict(RolloutConfig, settings))
+    reports = [await mesh.runner(agent).run(lease(lease_id=str(n))) for n in range(2)]
+    message = f"agent: agent `hints.py:{name}` reads the private extra `solution` of its tasks, which the configuration"
+    assert message in reports[1].failure.message
+    assert mesh.data.asked == []
+
+
 def test_malformed_names_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`private_extras` must be a tuple of at most 64 names, got 'solution'"):
         load(tmp_path, agent="hints.py:Wrong", private_extras={"hints.py:Wrong": ["solution"]})
-    with pytest.raises(ConfigError, match="private_extras"):
-        load(tmp_path, private_extras={"prefix": ["not a name"]})
+    for name in ("not a name", "solution\n"):
+        with pytest.raises(ConfigError, match="private_extras"):
+            load(tmp_path, private_extras={"prefix": [name]})
+    with pytest.raises(ConfigError, match="solution"):
+        load(tmp_path, agent={"name": "refined_search", "options": {"solution": "\n"}})

@@ -66,8 +66,12 @@ def test_reward_means_leave_out_infrastructure_failures() -> None:
 
 
 def test_the_share_of_each_source_of_a_mixture_is_of_the_groups() -> None:
-    labels = ("sums", "sums", "queries", "", "https://a/b")
-    groups = [replace(group("g", member("a", {"r": 1.0})), labels={"source": one} if one else {}) for one in labels]
+    """A label `source` of tasks that are of no mixture is not one: it may have a value for each document."""
+    tasks = {"sums/1": "sums", "sums/2": "sums", "queries/1": "queries", "t1": "", "t2": "doc7"}
+    groups = [
+        replace(group("g", member("a", {"r": 1.0})), task=task, labels={"source": name} if name else {})
+        for task, name in tasks.items()
+    ]
     assert source_metrics(groups) == {"source/queries/groups_share": 0.2, "source/sums/groups_share": 0.4}
     assert source_metrics([]) == {}
 

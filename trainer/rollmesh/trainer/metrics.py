@@ -13,7 +13,6 @@ optimizer steps per update, later ones include the effect of earlier steps.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -25,9 +24,6 @@ from rollmesh.trainer.effective_size import effective_sample_size
 from rollmesh.trainer.estimators.base import usable_rewards
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 from rollmesh.trainer.samples import NO_LAG, num_trained
-
-_SOURCE = re.compile("[A-Za-z0-9_-]{1,64}")
-"""Name of a source of a mixture. A label with another value, such as an address, is not one."""
 
 
 def kl_k3(policy: FloatArray, behavior: FloatArray) -> float:
@@ -69,8 +65,10 @@ def reward_metrics(groups: Sequence[GroupContext]) -> dict[str, float]:
 
 def source_metrics(groups: Sequence[GroupContext]) -> dict[str, float]:
     """Return the share of the groups that each source of a mixture has in the batch, as `source/<name>/groups_share`. A
-    source without a group in the batch has none."""
-    sources = Counter(found for group in groups if _SOURCE.fullmatch(found := group.labels.get("source", "")))
+    source without a group in the batch has none. The id of a task of a mixture begins with its label `source`; other
+    tasks may have any such label, with any number of values."""
+    labels = [(group.task, group.labels.get("source", "")) for group in groups]
+    sources = Counter(name for task, name in labels if name and task.startswith(f"{name}/"))
     return {f"source/{name}/groups_share": num / len(groups) for name, num in sorted(sources.items())}
 
 

@@ -48,14 +48,15 @@ _SKIPPED = ("ended.json",)
 _FILES = (
     "model/**/*",
     "coordinator/runs/{run}/**/*",
-    f"{PAYLOADS}/{{run}}/**/*",
+    f"{PAYLOADS}/{{run}}/*",
     "publishing/*.json",
     "publishing/*.manifest",
     RECORDED,
 )
 """Files of the run folder that are copied: a model that was made for the run, snapshots of the coordinator, payload
-files, the probes and the manifest of the newest version, and the settings that the ledger has recorded. Without the
-manifest a learner cannot publish that version again, because its digest differs."""
+files without those that `retain_share` kept (an archive has no holes), the probes and the manifest of the newest
+version, and the settings that the ledger has recorded. Without the manifest a learner cannot publish that version
+again, because its digest differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +173,7 @@ async def _check_complete(bus: Bus, run: str, last: int) -> None:
 def _copy_files(source: BackupSource, out: BackupWriter, known: dict[str, int]) -> dict[str, int]:
     """Copy the files whose size is not the known one. Return all sizes."""
     sizes = dict(known)
-    for path, name in _files(source):
+    for path, name in copied_files(source):
         try:
             if known.get(name) != path.stat().st_size:
                 with path.open("rb") as file:
@@ -182,7 +183,8 @@ def _copy_files(source: BackupSource, out: BackupWriter, known: dict[str, int]) 
     return sizes
 
 
-def _files(source: BackupSource) -> Iterator[tuple[Path, str]]:
+def copied_files(source: BackupSource) -> Iterator[tuple[Path, str]]:
+    """Yield the files of the run folder that a backup has, and their names in it."""
     if source.root is None:
         return
     for pattern in _FILES:

@@ -39,9 +39,9 @@ from rollmesh.services.reward.oracles import ORACLES, Oracles, file_oracles, nam
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
-from rollmesh.services.rollout.agent import check_private_extras, known_agents, load_agent
+from rollmesh.services.rollout.agent import known_agents, load_agent, permitted_extras
 from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
-from rollmesh.services.rollout.private_extras import lacks
+from rollmesh.services.rollout.private_extras import missing_extra_error
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
@@ -195,12 +195,8 @@ def _contradictions(config: TrainConfig, base_dir: Path, tasks: TaskSurvey) -> I
     if not tasks.repeated:
         return
     oracles = Oracles(file_oracles(reward_config(config).answer_files, base_dir))
-    keys = [[oracles.resolve(task.oracle_ref) for task in same] for same in tasks.repeated]
-    wrong = [
-        same
-        for same, found in zip(tasks.repeated, keys, strict=True)
-        if len({repr(key.answers) for key in found if key is not None}) > 1
-    ]
+    keys = oracles.resolve_records([task.oracle_ref for same in tasks.repeated for task in same])
+    wrong = [same for same in tasks.repeated if len({keys[task.oracle_ref].answers for task in same}) > 1]
     if wrong:
         names = ", ".join(task.task_id for task in wrong[0][:_TASKS_NAMED])
         yield (
@@ -356,15 +352,15 @@ class _Check:
         for key, (name, extension) in chosen.items():
             with self._collected(key):
                 agent = load_agent(extension, self._base_dir)
-                check_private_extras(name, agent, rollout)
-                of_default = name == rollout.agent.name
-                for task in [tasks.by_agent.get(name), tasks.by_agent.get("") if of_default else None]:
-                    if task is not None:
-                        self._private_extras(task, agent.private_extras)
+                names = permitted_extras(name, agent, rollout)
+                named = {name, ""} if name == rollout.agent.name else {name}
+                for task in tasks.with_private_extras:
+                    if task.agent in named:
+                        self._private_extras(task, names)
 
     def _private_extras(self, task: PoolTask, names: Sequence[str]) -> None:
         if missing := [name for name in names if name not in task.private_extras]:
-            what = f"`data.source`: {lacks(task.task_id, task.labels, missing[0])}"
+            what = f"`data.source`: {missing_extra_error(task.task_id, task.labels, missing[0])}"
             raise ConfigError(what, key="data.source.options.private_extras")
 
     def _learning(self, tasks: TaskSurvey) -> None:

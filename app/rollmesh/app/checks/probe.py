@@ -126,7 +126,8 @@ class _Probing:
         if best_right <= 0:
             if any(value is not None for value in sums[: len(right)]):
                 self._key_unpaid.append(task.task_id)
-            scorers = [self._engine.scorers[number] for number in self._engine.graph.chosen(task.scorers)]
+            chosen = self._engine.graph.chosen(task.scorers, task.scorers)
+            scorers = [self._engine.scorers[number] for number in chosen]
             names = [name for scorer in scorers for name in scorer.reward_names]
             best_right = sum(max(0.0, weight_of(name, self._weights)) for name in names)
         best: dict[str, PaidAnswer] = {}

@@ -9,57 +9,57 @@ log-probs of the agent's steps, and results of tools as the observation of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import version
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollmesh.app.lake.query import SampleTables
+from rollmesh.app.lake.files import whole_file
+from rollmesh.app.lake.query import SampleTables, quoted
 from rollmesh.app.lake.rows import sample_line
 from rollmesh.app.samples.samples import SampleLine
 from rollmesh.app.samples.transcript import TranscriptTurn, generated_messages, turns_of
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.store.disk import disk_full_errors
-from rollmesh.shared.store.private_files import private_opener
+from rollmesh.shared.process.process_info import installed_version
 
 ATIF = "ATIF-v1.7"
 _SFT = "messages, sample_id, task_id, split, labels, reward, run, update"
 _LINEAGE = ("run", "update", "group_id", "task_id", "split", "ended_as", "reason", "staleness", "reward")
 """Columns in `extra` of a trajectory."""
+_CHOSEN = "chosen"
+"""View of the samples to write."""
 _SOURCES = {"system": "system", "assistant": "agent"}
 """Source of a step by the role of its message; `user` for all other roles."""
 Row = dict[str, Any]
 
 
-def write_sft(tables: SampleTables, path: Path, where: str = "") -> int:
-    """Write one conversation per line, or as Parquet if `path` ends in .parquet. Return their number. Raises
-    InvalidInput for a wrong condition, ConfigError, DiskFull."""
+def write_sft(tables: SampleTables, path: Path, where: str = "", run: str = "") -> int:
+    """Write one conversation per line, or as Parquet if `path` ends in .parquet. Return their number. Samples of
+    evaluations are omitted unless the condition names `purpose`. Raises InvalidInput for a wrong condition,
+    ConfigError, DiskFull."""
+    trained = "true" if re.search(r"\bpurpose\b", where, re.IGNORECASE) else "purpose <> 'eval'"
+    _choose(tables, _SFT, trained, where, run)
+    kind = "PARQUET" if path.suffix == ".parquet" else "JSON"
+    with _file(path) as partial:
+        copy = f"COPY (FROM {_CHOSEN}) TO {quoted(str(partial))} (FORMAT {kind}, USE_TMP_FILE false)"
+        return int(next(tables.query(copy).rows)[0])
 
-    def write(partial: Path) -> int:
-        kind = "PARQUET" if path.suffix == ".parquet" else "JSON"
-        target = str(partial).replace("'", "''")
-        return int(next(tables.query(f"COPY ({_query(_SFT, where)}) TO '{target}' (FORMAT {kind})").rows)[0])
 
-    return _complete(path, write)
-
-
-def write_atif(tables: SampleTables, path: Path, where: str = "") -> int:
+def write_atif(tables: SampleTables, path: Path, where: str = "", run: str = "") -> int:
     """Write one trajectory per line. Return their number. Raises as `write_sft`."""
     if path.suffix == ".parquet":
         raise ConfigError(f"--out {path}: a trajectory of ATIF is a JSON document; name a file that ends in .jsonl")
-
-    def write(partial: Path) -> int:
-        result, num = tables.query(_query("*", where)), 0
-        with partial.open("wb") as file:
-            for values in result.rows:
-                file.write(msgspec.json.encode(trajectory(dict(zip(result.columns, values, strict=True)))) + b"\n")
-                num += 1
+    _choose(tables, "*", "true", where, run)
+    with _file(path) as partial, partial.open("wb") as file:
+        result, num = tables.query(f"FROM {_CHOSEN}"), 0
+        for values in result.rows:
+            file.write(msgspec.json.encode(trajectory(dict(zip(result.columns, values, strict=True)))) + b"\n")
+            num += 1
         return num
-
-    return _complete(path, write)
 
 
 def trajectory(row: Row) -> Row:
@@ -85,7 +85,7 @@ def trajectory(row: Row) -> Row:
         "schema_version": ATIF,
         "session_id": line.episode,
         "trajectory_id": line.sample_id,
-        "agent": {"name": line.agent or "rollmesh", "version": version("rollmesh"), "model_name": line.policy},
+        "agent": {"name": line.agent or "rollmesh", "version": installed_version(), "model_name": line.policy},
         "steps": steps,
         "final_metrics": {
             "total_prompt_tokens": sum(starts[turn.segments[0].index] for turn in turns),
@@ -114,21 +114,19 @@ def _generation(turn: TranscriptTurn, num_before: int) -> Row:
     return {"model_name": ", ".join(turn.versions), "metrics": metrics}
 
 
-def _query(columns: str, where: str) -> str:
-    return f"SELECT {columns} FROM samples WHERE stored{f' AND ({where})' if where else ''}"
+def _choose(tables: SampleTables, columns: str, kind: str, where: str, run: str) -> None:
+    """Create the view of the samples to write. The condition of the user is inside a statement without effects, and may
+    end with a comment."""
+    conditions = ["stored", kind, *([f"run = {quoted(run)}"] if run else []), *([f"(\n{where}\n)"] if where else [])]
+    tables.query(
+        f"CREATE OR REPLACE TEMP VIEW {_CHOSEN} AS SELECT {columns} FROM samples WHERE {' AND '.join(conditions)}"
+    )
 
 
-def _complete(path: Path, write: Callable[[Path], int]) -> int:
-    """Write a file under a temporary name, and rename it when it is complete."""
-    partial = path.with_name(path.name + ".partial")
+@contextmanager
+def _file(path: Path) -> Iterator[Path]:
     try:
-        open(partial, "wb", opener=private_opener).close()
+        with whole_file(path) as partial:
+            yield partial
     except OSError as err:
         raise ConfigError(f"--out {path}: cannot be written: {err.strerror}; name another file", path=path) from err
-    try:
-        with disk_full_errors(path.parent):
-            num = write(partial)
-            partial.replace(path)
-            return num
-    finally:
-        partial.unlink(missing_ok=True)

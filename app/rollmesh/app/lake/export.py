@@ -1,16 +1,18 @@
 """Export every ended sample of a run, with its lineage, to Parquet files.
 
 The ledger is read twice (`lineage`), and payloads update by update, so memory does not grow with the run. A second call
-adds what has ended since. The files of an update that a roll-back undid later are replaced.
+adds what has ended since. Files that the ledger no longer confirms, such as those of an update that a roll-back undid
+later, are replaced.
 
-Collaborators: `lineage` (which samples ended how), `rows` (columns), `files` (partitions), `stored_samples` (payloads).
+Collaborators: `lineage` (which samples ended how), `rows` (columns), `files` (partitions), `stored_samples` (payloads),
+`replaced` (payloads of replaced files).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,12 +21,13 @@ from google.protobuf.message import DecodeError
 from rollmesh.app.config import load_train_config
 from rollmesh.app.lake.files import FOLDER, UNTRAINED, Partitions, PartNote, PartWriter, owned
 from rollmesh.app.lake.lineage import EndedTogether, Lineage, SampleLineage, UpdateFates
+from rollmesh.app.lake.replaced import ReplacedFiles
 from rollmesh.app.lake.rows import row
 from rollmesh.app.run_bus import run_bus
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.samples.samples import SampleLine
 from rollmesh.app.samples.stored_samples import stored_lines
-from rollmesh.services.coordinator.ledger import read_ledger
+from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
 from rollmesh.shared.errors import ConfigError, DataLoss, InvalidInput, UnknownRun
@@ -68,42 +71,46 @@ class LakeExport(msgspec.Struct, frozen=True, kw_only=True):
 class _RunExport:
     """One export of one run."""
 
-    def __init__(self, partitions: Partitions, ledger: str, samples: StreamLog | None) -> None:
+    def __init__(self, partitions: Partitions, ledger: str, samples: StreamLog | None, replaced: ReplacedFiles) -> None:
         self._partitions = partitions
         self._ledger = ledger
         self._samples = samples
+        self._replaced = replaced
         self.num_new = 0
         self.num_damaged = 0
 
     async def write_update(self, ended: EndedTogether, digest: str) -> None:
         assert ended.update is not None
         with self._partitions.part(ended.update.update, self._note(digest=digest)) as part:
-            for chunk in chunks(ended.samples):
-                await self._write(part, chunk)
-            part.reaches(ended.position)
+            await self._write_chunks(part, ended.samples)
+            part.reaches(ended)
 
-    async def write_others(self, ends: AsyncIterator[EndedTogether]) -> None:
+    async def write_others(self, ends: AsyncIterator[EndedTogether], after: int) -> None:
         """Write the samples that no update trained. A file ends between two records of the ledger."""
         first = await anext(ends, None)
         while first is not None:
-            with self._partitions.part(UNTRAINED, self._note()) as part:
+            with self._partitions.part(UNTRAINED, self._note(after=after)) as part:
                 waiting = list(first.samples)
-                part.reaches(first.position)
+                part.reaches(first)
                 first = None
                 async for ended in ends:
                     if part.note.num_rows >= PART_ROWS:
                         first = ended
                         break
                     waiting += ended.samples
-                    part.reaches(ended.position)
+                    part.reaches(ended)
                     if _is_full(waiting):
-                        await self._write(part, waiting)
+                        await self._write_chunks(part, waiting)
                         waiting = []
-                for chunk in chunks(waiting):
-                    await self._write(part, chunk)
+                await self._write_chunks(part, waiting)
+                after = part.note.through
 
-    def _note(self, digest: str = "") -> PartNote:
-        return PartNote(run=self._partitions.run, ledger=self._ledger, digest=digest)
+    def _note(self, *, digest: str = "", after: int = 0) -> PartNote:
+        return PartNote(run=self._partitions.run, ledger=self._ledger, digest=digest, after=after)
+
+    async def _write_chunks(self, part: PartWriter, samples: Iterable[SampleLineage]) -> None:
+        for chunk in chunks(samples):
+            await self._write(part, chunk)
 
     async def _write(self, part: PartWriter, samples: Sequence[SampleLineage]) -> None:
         lines: dict[str, SampleLine] = {}
@@ -111,6 +118,8 @@ class _RunExport:
         for at in range(0, len(payloads), READS_MAX):
             for found in await asyncio.gather(*map(self._lines, payloads[at : at + READS_MAX])):
                 lines |= {line.sample_id: line for line in found}
+        missing = [sample.meta.sample_id for sample in samples if sample.meta and sample.meta.sample_id not in lines]
+        lines |= self._replaced.lines(missing)
         part.write([row(sample, lines.get(sample.meta.sample_id) if sample.meta else None) for sample in samples])
         self.num_new += len(samples)
 
@@ -151,22 +160,23 @@ async def export_samples(
     """
     streams, partitions = run_streams(run), Partitions(folder, run)
     log = await bus.open(streams.ledger.name)
-    fates, first, end = UpdateFates(), "", 0
-    async for record in read_ledger(log):
-        fates.enter(record)
-        first, end = first or record.hash, record.position
     try:
         samples = await bus.open(streams.samples.name)
     except UnknownStream:
         samples = None
-    with owned(partitions.folder):
-        digests = {commit.digest for commit in fates.settled.values()}
-        known, through = _known(partitions, first, digests)
-        work, lineage = _RunExport(partitions, first, samples), Lineage(fates.settled)
+    with owned(partitions.folder):  # also while the ledger is read: no other call may write what it lacks
+        notes = partitions.notes()
+        fates, ledger = UpdateFates(), _LedgerHashes({note.through for note in notes.values()})
+        async for record in read_ledger(log):
+            fates.enter(record)
+            ledger.enter(record)
+        known, through, undone = _known(run, notes, ledger, {commit.digest for commit in fates.settled.values()})
+        replaced = ReplacedFiles(run, undone)
+        work, lineage = _RunExport(partitions, ledger.first, samples, replaced), Lineage(fates.settled)
 
         async def others() -> AsyncIterator[EndedTogether]:
             """Write the files of updates on the way."""
-            async for ended in _ends(log, lineage, end):
+            async for ended in _ends(log, lineage, ledger.end):
                 if ended.update is None:
                     if ended.position > through:
                         yield ended
@@ -174,7 +184,8 @@ async def export_samples(
                     await work.write_update(ended, ended.update.digest)
                     on_update(ended.update.update)
 
-        await work.write_others(others())
+        await work.write_others(others(), through)
+        replaced.remove()
         notes = partitions.notes()
         return LakeExport(
             run=run,
@@ -205,22 +216,44 @@ async def _ends(log: StreamLog, lineage: Lineage, end: int) -> AsyncIterator[End
             yield one
 
 
-def _known(partitions: Partitions, ledger: str, digests: set[str]) -> tuple[set[str], int]:
-    """Return the digests of the updates that have a file, and the position up to which all other ends have one. Files
-    of updates that were undone since are removed. Raises ConfigError for the files of another run."""
-    known, through = set[str](), 0
-    for path, note in partitions.notes().items():
-        if note.ledger != ledger:
-            raise ConfigError(
-                f"{path}: has samples of an earlier run of the name {partitions.run!r}; export to another folder"
-            )
-        if not note.digest:
-            through = max(through, note.through)
-        elif note.digest in digests:
+class _LedgerHashes:
+    """Hashes of the first record of a ledger and of those at some positions."""
+
+    def __init__(self, positions: Container[int]) -> None:
+        self._positions = positions
+        self._hashes: dict[int, str] = {}
+        self.first = ""
+        self.end = 0
+        """Position of the last record."""
+
+    def enter(self, record: StoredRecord) -> None:
+        self.first, self.end = self.first or record.hash, record.position
+        if record.position in self._positions:
+            self._hashes[record.position] = record.hash
+
+    def has(self, note: PartNote) -> bool:
+        """Return whether the records up to `through` of a file are in this ledger."""
+        return self._hashes.get(note.through) == note.hash
+
+
+def _known(
+    run: str, notes: Mapping[Path, PartNote], ledger: _LedgerHashes, digests: Container[str]
+) -> tuple[set[str], int, list[Path]]:
+    """Return the digests of the updates that have a file, the position up to which all other ends have one, and the
+    files to replace: those of updates that were undone since, those of records that the ledger lost, and those after a
+    file that was removed. Raises ConfigError for the files of another run."""
+    known, through, replaced = set[str](), 0, list[Path]()
+    for path, note in sorted(notes.items(), key=lambda item: item[1].after):
+        if note.ledger != ledger.first:
+            raise ConfigError(f"{path}: has samples of an earlier run of the name {run!r}; export to another folder")
+        confirmed = ledger.has(note)
+        if confirmed and not note.digest and note.after == through:
+            through = note.through
+        elif confirmed and note.digest in digests:
             known.add(note.digest)
         else:
-            partitions.remove(path)
-    return known, through
+            replaced.append(path)
+    return known, through, replaced
 
 
 def export_folder(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollmesh.app.lake.lineage import EndedTogether
 from rollmesh.app.lake.rows import FORMAT, SCHEMA
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.domain.formats import check_format
@@ -57,8 +58,12 @@ class PartNote(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the first record of the ledger, which identifies the run."""
     digest: str = ""
     """Digest of the commit of the update; empty for samples that no update trained."""
+    after: int = 0
+    """Position `through` of the file before it in its folder; 0 for the first one."""
     through: int = 0
-    """Position of the last record of the ledger whose ends are in this file or an earlier one of its folder."""
+    """Position of the last record of the ledger whose ends are in this file."""
+    hash: str = ""
+    """Hash of that record, which identifies the ledger up to it."""
     num_rows: int = 0
     num_stored: int = 0
     """Number of rows with tokens and messages."""
@@ -79,17 +84,12 @@ class Partitions:
     def part(self, update: int | str, note: PartNote) -> Iterator[PartWriter]:
         """Write the next file of an update. It is complete when the context is left without an error."""
         folder = private_folder(self.folder / f"update={update}")
-        number = sum(1 for _ in folder.glob("part-*.parquet")) if update == UNTRAINED else 0
-        with whole_file(folder / f"part-{number}.parquet", SCHEMA) as writer:
+        numbers = [int(path.stem.removeprefix("part-")) for path in folder.glob("part-*.parquet")]
+        path = folder / f"part-{max(numbers, default=-1) + 1}.parquet"
+        with parquet_file(path, SCHEMA) as writer:
             part = PartWriter(writer, note)
             yield part
             writer.add_key_value_metadata({KEY: msgspec.json.encode(part.note)})
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, and its folder if that is then empty."""
-        path.unlink()
-        with suppress(OSError):
-            path.parent.rmdir()
 
 
 class PartWriter:
@@ -108,15 +108,16 @@ class PartWriter:
             num_stored=self.note.num_stored + sum(row["stored"] for row in rows),
         )
 
-    def reaches(self, position: int) -> None:
+    def reaches(self, ended: EndedTogether) -> None:
         """Note that the ends up to this record of the ledger are in the file."""
-        self.note = msgspec.structs.replace(self.note, through=position)
+        self.note = msgspec.structs.replace(self.note, through=ended.position, hash=ended.hash)
 
 
 @contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Create and own a folder, and remove what an interrupted call left there. Raises FolderBusy, ConfigError."""
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         private_folder(folder)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as err:
@@ -134,17 +135,28 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Write a file under a temporary name, and rename it if the context is left without an error. Raises DiskFull."""
+def parquet_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """Write a Parquet file as `whole_file` does."""
+    with (
+        whole_file(path) as partial,
+        open(partial, "wb") as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        yield writer
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield an empty private file with a temporary name. If the context is left without an error, store it on the disk
+    and rename it to `path`. Raises DiskFull."""
     partial = path.with_name(path.name + _PARTIAL)
     try:
-        with (
-            disk_full_errors(path.parent),
-            open(partial, "wb", opener=private_opener) as file,
-            pq.ParquetWriter(file, schema, compression="zstd") as writer,
-        ):
-            yield writer
-        partial.replace(path)
+        with disk_full_errors(path.parent):
+            open(partial, "wb", opener=private_opener).close()
+            yield partial
+            with open(partial, "rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -58,6 +58,8 @@ class EndedTogether:
     """Samples that one ledger record ended."""
 
     position: int
+    hash: str
+    """Position and hash of the record."""
     update: f.UpdateCommitted | None
     """The settled update that trained them; None for all other ends."""
     samples: tuple[SampleLineage, ...]
@@ -138,14 +140,14 @@ class Lineage:
                 others += self._dropped(fact)
                 if self._num_commits in self._settled:
                     trained = tuple(self._finish(name, SampleEnd.TRAINED, update=fact) for name in fact.used)
-                    yield EndedTogether(position=record.position, update=fact, samples=trained)
+                    yield EndedTogether(position=record.position, hash=record.hash, update=fact, samples=trained)
                 else:
                     self._commits.append(_OpenCommit(fact))
                 self._num_commits += 1
             else:
                 others += self._ends(fact)
         if others:
-            yield EndedTogether(position=record.position, update=None, samples=tuple(others))
+            yield EndedTogether(position=record.position, hash=record.hash, update=None, samples=tuple(others))
 
     def _ends(self, fact: f.Fact) -> Iterator[SampleLineage]:
         """Fold a fact that is not a commit, and yield what it ends."""

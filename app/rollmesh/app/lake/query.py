@@ -60,6 +60,8 @@ class SampleTables:
 
     connection: duckdb.DuckDBPyConnection
     folder: Path
+    link: Path
+    """Temporary link to the folder. DuckDB takes a column from each NAME=VALUE in a path, also above the folder."""
 
     def query(self, sql: str) -> QueryResult:
         """Run one statement. Raises InvalidInput with the columns that exist if it is wrong."""
@@ -80,7 +82,11 @@ class SampleTables:
         ).fetchall():
             tables.setdefault(table, []).append(column)
         columns = "\n".join(f"  {name}: {', '.join(names)}" for name, names in tables.items())
-        return InvalidInput(f"SQL: {err}\nThe views and their columns (docs/samples.md):\n{columns}")
+        return InvalidInput(f"SQL: {self.text(err)}\nThe views and their columns (docs/samples.md):\n{columns}")
+
+    def text(self, err: duckdb.Error) -> str:
+        """Return the message of an error with the paths of the user."""
+        return str(err).replace(str(self.link), str(self.folder))
 
     def _rows(self, result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
         try:
@@ -96,7 +102,9 @@ def samples_folder(folder: Path) -> Path:
     for path in (folder / FOLDER, folder):
         if any(path.glob(FILES)):
             return path
-    raise ConfigError(f"{folder}: has no exported samples; run `rollmesh export {folder}` first", path=folder)
+    raise ConfigError(
+        f"{folder}: has no exported samples; run `rollmesh export {folder}` when samples have ended", path=folder
+    )
 
 
 @contextmanager
@@ -105,22 +113,28 @@ def opened(folder: Path) -> Iterator[SampleTables]:
     damaged."""
     samples = samples_folder(folder)
     with tempfile.TemporaryDirectory() as spill, duckdb.connect() as connection:
-        connection.execute(f"SET temp_directory = {_quoted(spill)}")
+        connection.execute(f"SET temp_directory = {quoted(spill)}")
         connection.execute("SET parquet_metadata_cache = true")  # a statement binds the view again
+        connection.execute("SET autoinstall_known_extensions = false")
+        tables = SampleTables(connection, samples, Path(spill, FOLDER))
+        tables.link.symlink_to(samples.resolve())
         try:
-            _create_views(connection, samples)
+            _create_views(connection, tables.link)
         except duckdb.Error as err:
-            raise ConfigError(f"{samples}: cannot be read: {err}; remove the file, then export again") from err
-        yield SampleTables(connection, samples)
+            remedy = "" if isinstance(err, duckdb.BinderException) else "; remove the file, then export again"
+            raise ConfigError(f"{samples}: cannot be read: {tables.text(err)}{remedy}") from err
+        yield tables
 
 
 def _create_views(connection: duckdb.DuckDBPyConnection, samples: Path) -> None:
+    """Create the views. Names of rewards that differ only in case are one field, as they are for DuckDB."""
     source = _source(samples, FILES)
     names = connection.execute(
-        f"SELECT DISTINCT reward.name FROM (SELECT unnest(rewards) AS reward FROM {source}) ORDER BY ALL"
+        "SELECT min(reward.name) AS name FROM (SELECT unnest(rewards) AS reward "
+        f"FROM {source}) GROUP BY lower(reward.name) ORDER BY name"
     ).fetchall()
     values = ", ".join(
-        f"{_quoted(name)}: [r.value for r in rewards if r.name = {_quoted(name)} AND r.segment < 0 AND "
+        f"{quoted(name)}: [r.value for r in rewards if lower(r.name) = lower({quoted(name)}) AND r.segment < 0 AND "
         "r.outcome = 'ok'][1]"
         for (name,) in names
     )
@@ -136,12 +150,13 @@ def _create_views(connection: duckdb.DuckDBPyConnection, samples: Path) -> None:
 
 
 def _source(samples: Path, files: str) -> str:
-    pattern = _quoted(f"{glob.escape(str(samples))}/{files}")
+    pattern = quoted(f"{glob.escape(str(samples))}/{files}")
     return (
         f"read_parquet({pattern}, union_by_name = true, hive_partitioning = true, "
         "hive_types = {'run': VARCHAR, 'update': VARCHAR})"
     )
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as an SQL literal."""
     return "'" + text.replace("'", "''") + "'"

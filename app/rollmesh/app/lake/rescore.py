@@ -3,7 +3,7 @@
     FOLDER/scores=NAME/run=RUN/update=K/part-0.parquet     sample_id, rewards, evidence of FOLDER/run=RUN/update=K/...
 
 A file has the rewards of one file of samples, and is complete when it has its name. A second call scores what was
-exported since. Processes share the files among them.
+exported since, and files in which a scorer failed. Processes share the files among them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import multiprocessing
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollmesh.app.lake.files import FILES, KEY, PartNote, owned, part_note, read_note, whole_file
+from rollmesh.app.lake.files import FILES, KEY, PartNote, owned, parquet_file, part_note, read_note
 from rollmesh.app.lake.query import samples_folder
 from rollmesh.app.lake.rows import SCHEMA, sample_line
 from rollmesh.app.samples.samples import mean_rewards
@@ -38,8 +38,10 @@ class ScoresNote(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: PartNote
     """Note of the file of samples."""
-    scorers: dict[str, str]
-    """Labels of the scorers by the name of their reward."""
+    scorers: str
+    """Digest of the scorers with their options."""
+    num_failed: int = 0
+    """Samples for which a scorer failed. A later call scores the file again."""
 
 
 class LakeScores(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,13 +99,13 @@ def score_exported(
     )
 
 
-async def _scorers(config: Path | None, overrides: Sequence[str]) -> dict[str, str]:
+async def _scorers(config: Path | None, overrides: Sequence[str]) -> str:
     scorer = LineScorer(config, overrides)
     await scorer.close()
-    return scorer.rewards
+    return scorer.digest
 
 
-def _todo(samples: Path, target: Path, scorers: Mapping[str, str]) -> list[tuple[Path, Path]]:
+def _todo(samples: Path, target: Path, scorers: str) -> list[tuple[Path, Path]]:
     """Return (file of samples, file of rewards to write), and remove the rewards of files that an export removed.
     Raises ConfigError if the scores of this name are those of other scorers."""
     for path in target.glob(FILES):
@@ -116,10 +118,10 @@ def _todo(samples: Path, target: Path, scorers: Mapping[str, str]) -> list[tuple
             known = read_note(path, ScoresNote)
             if known.scorers != scorers:
                 raise ConfigError(
-                    f"{path}: has rewards of {known.scorers}, the configuration has {dict(scorers)}; choose another "
+                    f"{path}: has rewards of other scorers or options than those of the configuration; choose another "
                     "--name"
                 )
-            if known.samples == part_note(source):
+            if known.samples == part_note(source) and not known.num_failed:
                 continue
         todo.append((source, path))
     return todo
@@ -142,10 +144,10 @@ def _score_files(
 
 async def _score_file(scorer: LineScorer, source: Path, path: Path) -> _FileScores:
     private_folder(path.parent)
-    note = ScoresNote(samples=part_note(source), scorers=scorer.rewards)
+    samples = part_note(source)
     num_samples = num_failed = 0
     sums, counts = dict[str, float](), Counter[str]()
-    with whole_file(path, _SCHEMA) as writer:
+    with parquet_file(path, _SCHEMA) as writer:
         for records in _records(source):
             lines = await scorer.score(records)
             writer.write_batch(pa.RecordBatch.from_pylist([_row(line) for line in lines], schema=_SCHEMA))
@@ -155,6 +157,7 @@ async def _score_file(scorer: LineScorer, source: Path, path: Path) -> _FileScor
                 for reward, value in mean_rewards([line.rewards]).items():
                     sums[reward] = sums.get(reward, 0.0) + value
                     counts[reward] += 1
+        note = ScoresNote(samples=samples, scorers=scorer.digest, num_failed=num_failed)
         writer.add_key_value_metadata({KEY: msgspec.json.encode(note)})
     return _FileScores(num_samples=num_samples, num_failed=num_failed, sums=sums, counts=dict(counts))
 

@@ -8,6 +8,7 @@ oracle reference.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,8 @@ class LineScorer:
         self._endpoints = Endpoints(settings.endpoints, base_dir=base_dir)
         self._engine = build_engine(reward_config(settings), base_dir, endpoints=self._endpoints)
         check_scorers(self._engine)
-
-    @property
-    def rewards(self) -> dict[str, str]:
-        """The labels of the scorers by the name of their reward."""
-        return {scorer.name: scorer.label for scorer in self._engine.scorers}
+        self.digest = hashlib.sha256(msgspec.json.encode(settings.reward.scorers, order="sorted")).hexdigest()
+        """Digest of the scorers with their options."""
 
     async def score(self, records: Sequence[FileRecord]) -> list[ScoredLine]:
         """Check all lines, then score them. Raises RecordError."""

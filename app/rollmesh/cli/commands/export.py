@@ -88,9 +88,8 @@ def _write_conversations(kind: ExportFormat, result: LakeExport, where: str, out
     from rollmesh.app.lake.query import opened
 
     path = out or Path(result.folder) / f"{result.run}.{kind}.jsonl"
-    mine = f"run = '{result.run}'" + (f" AND ({where})" if where else "")
     with opened(Path(result.folder)) as tables:
-        num = (write_sft if kind is ExportFormat.SFT else write_atif)(tables, path, mine)
+        num = (write_sft if kind is ExportFormat.SFT else write_atif)(tables, path, where, result.run)
     return msgspec.structs.replace(result, out=str(path), num_written=num)
 
 

@@ -43,6 +43,10 @@ def query(
 def _print_json(result: QueryResult) -> None:
     import msgspec
 
+    from rollmesh.shared.errors import ConfigError
+
+    if len(set(result.columns)) < len(result.columns):
+        raise ConfigError(f"--json needs columns with different names, got {', '.join(result.columns)}; rename with AS")
     for row in result.rows:
         typer.echo(msgspec.json.encode(dict(zip(result.columns, row, strict=True))).decode())
 

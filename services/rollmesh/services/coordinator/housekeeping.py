@@ -124,7 +124,7 @@ class Housekeeper:
             n: known[n] if n in known and known[n][0] == size else (size, now_s) for n, size in sizes.items()
         }
         for number in await self._driver.read(self._unneeded):
-            if self._limits.retain_share:
+            if self._limits.retain_share and sizes[number]:
                 await asyncio.to_thread(self._keep, files, number)
             await asyncio.to_thread(files.remove, number)
 

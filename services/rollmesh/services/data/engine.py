@@ -13,13 +13,17 @@ from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.selector import Selector, SourceShare
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool, read_tasks
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit, UnknownTask
 from rollmesh.shared.shared_tasks import SharedTasks
 
+READ_FIRST = 64
+"""Tasks that are read from files before their size is known."""
+READ_CHARS_MAX = 4 * 1024 * 1024
+"""Characters of prompts after which no more tasks are read from files, because a response has no room for more."""
 DrawnTasks = list[tuple[int, PoolTask]]
 """Draw index and task, in the order of draws."""
 
@@ -60,7 +64,8 @@ class DataEngine:
     async def next_tasks(
         self, *, run: str, policy: str, first_draw: int, num: int, ledger_position: int = 0
     ) -> DrawnTasks:
-        """Return training tasks of draws [first_draw, first_draw + num). Raise UnknownRun, CatchingUp, OutOfRange."""
+        """Return training tasks of draws [first_draw, first_draw + num), fewer if their prompts exceed
+        `READ_CHARS_MAX`. Raise UnknownRun, CatchingUp, OutOfRange."""
         pool = self._pools[Split.TRAIN]
         if not len(pool):
             raise OutOfRange(
@@ -74,8 +79,8 @@ class DataEngine:
         return list(enumerate(await _read(pool, positions), start=first_draw))
 
     async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
-        """Return tasks [first_draw, first_draw + num) of a split, fewer at its end. Raise UnknownSplit, OutOfRange
-        beyond the end."""
+        """Return tasks [first_draw, first_draw + num) of a split, fewer at its end, or if their prompts exceed
+        `READ_CHARS_MAX`. Raise UnknownSplit, OutOfRange beyond the end."""
         pool = self._pool(split)
         if first_draw >= len(pool):
             raise OutOfRange(
@@ -83,7 +88,7 @@ class DataEngine:
                 draw=first_draw,
             )
         draws = range(first_draw, min(first_draw + num, len(pool)))
-        return list(zip(draws, await _read(pool, draws), strict=True))
+        return list(zip(draws, await _read(pool, draws), strict=False))
 
     async def private_extras(self, *, split: str, task_id: str, names: Collection[str]) -> dict[str, object]:
         """Return the private extras of a task that are among `names`. Raise UnknownSplit, UnknownTask."""
@@ -179,6 +184,13 @@ class DataEngine:
 
 
 async def _read(pool: TaskPool, positions: Sequence[int]) -> list[PoolTask]:
-    if isinstance(pool, StoredPool):
-        return await asyncio.to_thread(pool.read, positions)
-    return [pool.task(position) for position in positions]
+    """Return the tasks at positions. Of a stored pool, omit those for which a response has no room."""
+    if not isinstance(pool, StoredPool):
+        return read_tasks(pool, positions)
+    tasks: list[PoolTask] = []
+    size, num = 0, READ_FIRST
+    while len(tasks) < len(positions) and size < READ_CHARS_MAX:
+        tasks += await asyncio.to_thread(pool.read, positions[len(tasks) : len(tasks) + num])
+        size = sum(len(message.content) for task in tasks for message in task.messages)
+        num = 1 + (READ_CHARS_MAX - size) * len(tasks) // max(1, size)
+    return tasks

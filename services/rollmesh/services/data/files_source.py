@@ -11,32 +11,31 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, StoredPool
 from rollmesh.services.data.task_fields import TaskFields, TaskMapping
-from rollmesh.services.data.task_scan import BadRow, SplitRows, scan_tasks
-from rollmesh.shared.config.settings import NonEmptyStr
+from rollmesh.services.data.task_scan import LABEL_VALUES_MAX, BadRow, SplitRows, scan_tasks
+from rollmesh.shared.config.settings import OneOrMoreStr
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.row_files import RowFiles, open_rows
 
+_NOT_MAPPING = ("path", "on_bad_row")
 _ROW = re.compile("[1-9][0-9]{0,9}")
 
 
 class FilesOptions(TaskFields):
     """Settings of a source of files. A field name with dots means a field of a nested object."""
 
-    path: NonEmptyStr | Annotated[tuple[NonEmptyStr, ...], Meta(min_length=1)]
+    path: OneOrMoreStr
     """A file, a folder or a glob, or a list of them, relative to the folder of the configuration. The endings of files
-    say their formats: `.parquet`, `.arrow`, `.jsonl` or `.csv`. Folders in a folder are the splits train, validation
-    and test, unless `split` names a field."""
+    say their formats: `.parquet`, `.arrow`, `.jsonl` or `.csv`. Folders in a folder, or files in a folder whose names
+    begin with different splits, are the splits train, validation and test, unless `split` names a field."""
     on_bad_row: BadRow = "fail"
-    """What a row that cannot be a task does: `fail` ends the start with an error, `skip` leaves out the row."""
+    """What a row that cannot be a task does: `fail` ends the start with an error, `skip` skips the row."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -123,15 +122,30 @@ class FilePool(StoredPool):
     def label(self, position: int, name: str) -> str:
         if name in self._labels:
             return self._labels[name].value(position)
-        return self.read([position])[0].labels[name] if name in self._mapping.fields.labels else ""
+        if name in self._mapping.fields.labels:
+            raise ConfigError(
+                f"the label `{name}` of the source `{self._name}` has more than {LABEL_VALUES_MAX} values, so a "
+                "selector cannot use it as a category; use another label"
+            )
+        return ""
 
 
 def _digest(files: RowFiles, fields: TaskFields, split: Split, members: SplitRows) -> str:
     """Return the SHA-256 of the digest of the files, the mapping, the split and its rows. Paths are not in it."""
-    settings = {name: value for name, value in msgspec.structs.asdict(fields).items() if name != "path"}
-    digest = hashlib.sha256(msgspec.json.encode([files.digest, settings, split], order="sorted"))
+    digest = hashlib.sha256(msgspec.json.encode([files.digest, _changed(fields), split], order="sorted"))
     if isinstance(members.rows, range):
         digest.update(f"{members.rows.start}-{members.rows.stop}".encode())
     else:
         digest.update(members.rows.astype("<u4", copy=False).tobytes())
     return digest.hexdigest()
+
+
+def _changed(fields: TaskFields) -> dict[str, object]:
+    """Return the settings of the mapping that differ from their defaults. A later release may add settings, and
+    resumes the runs that do not use them."""
+    changed: dict[str, object] = {}
+    for setting in msgspec.structs.fields(fields):
+        value, factory = getattr(fields, setting.name), setting.default_factory
+        if setting.name not in _NOT_MAPPING and value != (factory() if callable(factory) else setting.default):
+            changed[setting.name] = value
+    return changed

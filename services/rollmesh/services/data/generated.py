@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from rollmesh.services.data.proportion import in_proportion
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
 from rollmesh.shared.config.settings import NonNegativeFloat, PositiveInt, Settings
@@ -143,7 +145,8 @@ class GeneratedSource(TaskSource, ABC):
         """Yield (level, key) of each task of one split, in order. Raise ConfigError as `tasks`."""
         options = self.options
         rng = random.Random(f"{self.name}/{options.seed}/{split}")
-        levels = _level_sequence(options.level_weights or (1.0,) * (options.level_max - options.level_min + 1))
+        weights = options.level_weights or (1.0,) * (options.level_max - options.level_min + 1)
+        levels = in_proportion(repeat(weights))
         num_tasks = {
             Split.TRAIN: options.num_train,
             Split.VALIDATION: options.num_validation,
@@ -169,15 +172,3 @@ class GeneratedSource(TaskSource, ABC):
             f"level {level} has no further task in the {split} range after {len(seen)} tasks: "
             f"lower num_{split} or drop the level"
         )
-
-
-def _level_sequence(weights: Sequence[float]) -> Iterator[int]:
-    """Yield indices of `weights` in exact proportion at every prefix (smooth weighted round robin; equal weights: 0, 1,
-    2, ...)."""
-    total = sum(weights)
-    credit = [0.0] * len(weights)
-    while True:
-        credit = [c + w for c, w in zip(credit, weights, strict=True)]
-        chosen = max(range(len(credit)), key=lambda i: (credit[i], -i))
-        credit[chosen] -= total
-        yield chosen

@@ -16,10 +16,10 @@ DROPPED = counter(
 SOURCE_SHARE = gauge(
     "rollmesh_data_source_share_ratio",
     "Share of each source of a mixture (selector `mixture`): requested for the next draw, and so far of the groups "
-    "with a result (decided) and of those that an update measured (trained).",
+    "with a success reward (decided).",
     "run",
     "source",
     "state",
-    state=("requested", "decided", "trained"),
+    state=("requested", "decided"),
 )
 METRICS = (TASKS, POSITION, DROPPED, SOURCE_SHARE)

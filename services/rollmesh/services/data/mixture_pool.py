@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import msgpack
 
-from rollmesh.services.data.task import PoolTask, TaskPool
+from rollmesh.services.data.task import PoolTask, StoredPool, TaskPool, read_tasks
 
 SOURCE_LABEL = "source"
 SOURCES_MAX = 64
@@ -35,9 +35,8 @@ class MixturePart:
     scorers: tuple[str, ...] = ()
     """Scorers of the tasks that name none."""
 
-    def task(self, position: int) -> PoolTask:
-        """Return a task as the mixture has it."""
-        task = self.pool.task(position)
+    def mixed(self, task: PoolTask) -> PoolTask:
+        """Return a task of the pool as the mixture has it."""
         return replace(
             task,
             task_id=f"{self.source}/{task.task_id}",
@@ -47,7 +46,7 @@ class MixturePart:
         )
 
 
-class MixturePool:
+class MixturePool(StoredPool):
     """The tasks of all parts, see the module."""
 
     def __init__(self, parts: Sequence[MixturePart]) -> None:
@@ -73,7 +72,18 @@ class MixturePool:
 
     def task(self, position: int) -> PoolTask:
         part, own = self._locate(position)
-        return part.task(own)
+        return part.mixed(part.pool.task(own))
+
+    def read(self, positions: Sequence[int]) -> list[PoolTask]:
+        places: dict[str, list[tuple[int, int]]] = {}
+        for place, (part, own) in enumerate(map(self._locate, positions)):
+            places.setdefault(part.source, []).append((place, own))
+        found: dict[int, PoolTask] = {}
+        for source, of_part in places.items():
+            part = self._parts[source]
+            tasks = read_tasks(part.pool, [own for _, own in of_part])
+            found |= {place: part.mixed(task) for (place, _), task in zip(of_part, tasks, strict=True)}
+        return [found[place] for place in range(len(positions))]
 
     def position(self, task_id: str) -> int | None:
         source, _, own_id = task_id.partition("/")

@@ -22,7 +22,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rollmesh.services.data.mixture_pool import SOURCES_MAX, MixturePart, MixturePool
+from rollmesh.services.data.mixture_pool import SOURCE_LABEL, SOURCES_MAX, MixturePart, MixturePool
 from rollmesh.services.data.source import SOURCES, TaskSource, open_pools
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.config.registry import Extension
@@ -94,6 +94,12 @@ class MixtureSource(TaskSource):
                     "change `splits`, or remove the entry",
                     key=key,
                 )
+            if any(len(pools[split]) and pools[split].label(0, SOURCE_LABEL) for split in entry.splits):
+                raise ConfigError(
+                    f"`{key}.source`: its tasks must not have the label `{SOURCE_LABEL}`, which is the name of the "
+                    "entry; give that label another name",
+                    key=f"{key}.source",
+                )
             for split in entry.splits:
                 part = MixturePart(source=name, pool=pools[split], agent=entry.agent, scorers=entry.scorers)
                 parts[split].append(part)
@@ -108,7 +114,7 @@ class MixtureSource(TaskSource):
 def single_sources(chosen: Extension, key: str = "data.source") -> Iterator[tuple[str, Extension]]:
     """Yield key and choice of each source that is not a mixture: `chosen` itself, or the entries of a mixture. Raise
     ConfigError for wrong options of a mixture."""
-    if chosen.name != MIXTURE:
+    if chosen.name not in (MIXTURE, f"{MixtureSource.__module__}:{MixtureSource.__name__}"):
         yield key, chosen
         return
     options = SOURCES.options(chosen)

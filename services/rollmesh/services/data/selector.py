@@ -44,9 +44,7 @@ class SourceShare(NamedTuple):
     requested: float
     """Share of the next draws."""
     decided: float
-    """Share of the groups with a result so far; 0 before the first."""
-    trained: float
-    """Share of the groups that an update measured so far; 0 before the first."""
+    """Share of the groups with a success reward so far; 0 before the first."""
 
 
 class Selector(Plugin):

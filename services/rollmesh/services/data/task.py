@@ -2,7 +2,7 @@
 
 A task has a public part, which the agent may see, an `oracle_ref`, and private extras. The answer key is never in a
 message of this service, because only the reward service resolves references. Private extras are in no task message; a
-rollout worker asks for them by name. Pools are finite, immutable and addressed by position, so
+rollout worker requests them by name. Pools are finite, immutable and addressed by position, so
 "task n" is the same in every process with the same configuration.
 """
 
@@ -85,17 +85,23 @@ class TaskPool(Protocol):
         """Return the position of a task, or None if the pool does not contain it."""
 
     def label(self, position: int, name: str) -> str:
-        """Return a label of the task at `position`. Empty if the task does not have it."""
+        """Return a label of the task at `position`, without a read of files. Empty if the task does not have it. Raise
+        ConfigError if the label has too many values."""
 
 
 class StoredPool(TaskPool, ABC):
-    """A pool that reads its tasks from files when they are drawn."""
+    """A pool that reads its tasks from files when they are drawn, or may contain such a pool."""
 
     @abstractmethod
     def read(self, positions: Sequence[int]) -> list[PoolTask]:
         """Return the tasks at `positions`, in their order, as they are drawn: without private extras, which `task` also
         reads. Raise IndexError beyond the pool, and FileChanged if a file has changed since it was opened. Both block,
         so an event loop calls them in a thread."""
+
+
+def read_tasks(pool: TaskPool, positions: Sequence[int]) -> list[PoolTask]:
+    """Return the tasks at `positions`, as they are drawn. It blocks if the pool is stored."""
+    return pool.read(positions) if isinstance(pool, StoredPool) else [pool.task(position) for position in positions]
 
 
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:

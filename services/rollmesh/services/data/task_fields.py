@@ -35,8 +35,9 @@ class TaskFields(Settings):
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. Empty means no answers."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
-    means no tests. Only the reward service reads the value."""
+    """Field with the manifest of hidden tests, an object or its JSON text (in Parquet and Arrow files, JSON text), or
+    with its reference in the oracle store of the sandbox nodes. Empty means no tests. Only the reward service keeps the
+    value."""
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one.
     For GSM8K: `#### (\\S+)`."""
@@ -78,17 +79,11 @@ class TaskFields(Settings):
         check_shares(self.validation_share, self.test_share)
         if both := self.extras.keys() & self.private_extras.keys():
             raise ValueError(f"`private_extras` must not have names of `extras`, got {min(both)!r} in both")
-        self._check_public("labels", self.labels, (*self.private_extras.values(),))
-        self._check_public("extras", self.extras, (*self.private_extras.values(), self.answer, self.tests))
-
-    def _check_public(self, setting: str, public: Mapping[str, str], private: Sequence[str]) -> None:
-        for name, field in public.items():
-            for hidden in private:
-                if f"{field}.".startswith(f"{hidden}.") or f"{hidden}.".startswith(f"{field}."):
-                    raise ValueError(
-                        f"`{setting}.{name}` must not have the private field {hidden!r}, because every process of the "
-                        f"run can read {setting}, got {field!r}"
-                    )
+        public = {setting: getattr(self, setting) for setting in ("prompt", "split", "agent", "scorers", "tools_field")}
+        public |= {f"labels.{name}": field for name, field in self.labels.items()}
+        extras = {f"extras.{name}": field for name, field in self.extras.items()}
+        _check_public(public | extras, tuple(self.private_extras.values()))
+        _check_public(extras, (self.answer, self.tests))
 
     @property
     def has_key(self) -> bool:
@@ -105,6 +100,17 @@ class TaskFields(Settings):
         """The fields of a task without private extras."""
         named = (self.prompt, self.answer, self.tests, self.split, self.agent, self.scorers, self.tools_field)
         return tuple(field for field in (*named, *self.labels.values(), *self.extras.values()) if field)
+
+
+def _check_public(public: Mapping[str, str], private: Sequence[str]) -> None:
+    """Raise ValueError if a setting of `public` has a private field, a part of one, or an object with one."""
+    for setting, field in public.items():
+        for hidden in private:
+            if f"{field}.".startswith(f"{hidden}.") or f"{hidden}.".startswith(f"{field}."):
+                raise ValueError(
+                    f"`{setting}` must not have the private field {hidden!r}, because every process of the run can "
+                    f"read it, got {field!r}"
+                )
 
 
 class TaskMapping:
@@ -125,7 +131,7 @@ class TaskMapping:
         if fields.answer:
             record.extract_all(fields.answer, self._pattern)
         if fields.tests:
-            record.value(fields.tests)
+            record.tests(fields.tests)
         prompt = _prompt(record, fields.prompt)
         try:
             return PoolTask(
@@ -168,7 +174,7 @@ def _split(record: FileRecord, fields: TaskFields, prompt: tuple[Message, ...]) 
         return split_of(text, validation_share=fields.validation_share, test_share=fields.test_share)
     named = record.text(fields.split)
     if named not in set(Split):
-        raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", fields.split)
+        raise record.error(f"must be one of {', '.join(Split)}, got {_shown(named)}", fields.split)
     return Split(named)
 
 

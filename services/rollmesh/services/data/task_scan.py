@@ -30,7 +30,7 @@ from rollmesh.shared.telemetry.metrics import count
 _log = logging.getLogger(__name__)
 
 LABEL_VALUES_MAX = 65_536
-"""Different values of a label of which each task has a code. The values of a label with more are read from its row."""
+"""Different values of a label of which each task has a code. A selector cannot use a label with more."""
 BAD_ROWS_NAMED = 5
 _SPLITS = tuple(Split)
 _UNKNOWN = -1
@@ -68,7 +68,7 @@ class SplitRows:
 def scan_tasks(files: RowFiles, mapping: TaskMapping, on_bad_row: BadRow) -> dict[Split, SplitRows]:
     """Return the rows of each split. Folders decide the split if they name it and no field does.
 
-    With `fail`, raise RecordError for the first malformed row. With `skip`, log how many rows are left out and why the
+    With `fail`, raise RecordError for the first malformed row. With `skip`, log how many rows are skipped and why the
     first ones are.
     """
     scan = _TaskScan(mapping, on_bad_row)
@@ -132,10 +132,10 @@ class _TaskScan:
         for name in (fields.prompt, fields.answer, fields.split, *fields.labels.values()):
             good &= _usable(batch, name)
         for name in (fields.agent, fields.scorers, fields.tools_field):
-            good &= _usable(batch, name, or_null=True)
+            good &= _usable(batch, name, names=True)
         good &= _fits(batch, fields.extras.values(), PUBLIC_BYTES_MAX)
         good &= _fits(batch, fields.private_extras.values(), PRIVATE_BYTES_MAX)
-        if fields.answer_pattern or (fields.tests and not batch.has(fields.tests)):
+        if fields.answer_pattern or fields.tests:
             good[:] = False
         labels = {name: np.zeros(num, dtype=np.uint16) for name in fields.labels}
         splits = np.full(num, _UNKNOWN, dtype=np.int8)
@@ -196,15 +196,15 @@ class _LabelScan:
         return LabelCodes(np.concatenate([np.empty(0, np.uint16), *self._codes.pop(split)]), tuple(self._known))
 
 
-def _usable(batch: RowBatch, name: str, *, or_null: bool = False) -> Bools | bool:
-    """Return which rows have a text, or null if `or_null`, in a field. True if the name of the field is empty, and
-    False if only records show it."""
+def _usable(batch: RowBatch, name: str, *, names: bool = False) -> Bools | bool:
+    """Return which rows have a text in a field, or a string or null if `names`. True if the name of the field is empty,
+    and False if only records show it."""
     if not name:
         return True
     texts = batch.texts(name)
-    if texts is None:
+    if texts is None or (names and not texts.strings):
         return False
-    return texts.usable | ~texts.present if or_null else texts.usable
+    return texts.usable | ~texts.present if names else texts.usable
 
 
 def _fits(batch: RowBatch, names: Iterable[str], bytes_max: int) -> Bools | bool:

@@ -10,9 +10,12 @@ So the template, not the file, determines the size of the answer space. `as_give
 else `open`. Options are in a random order. A line that cannot become a task whose answer a rule can check is dropped.
 The number of dropped lines by reason is logged and counted:
 
+    malformed_options   the options are not a list of texts and numbers
+    refers_to_options   an option means others, as in "none of the above" or "A and B"
     not_an_option       the line has options, and the answer does not name exactly one of them
     too_few_options     `choice`: fewer than 2 different options, or fewer other answers than `num_options` needs
     answer_too_long     `open`: more than `answer_words_max` words, which a rule rarely recognizes in other words
+    not_checkable       `open`: the answer is neither words, nor a number or an expression that `math` can parse
     needs_options       `open`: the question refers to options, as in "which of the following"
 
 The key of a `choice` is a letter that the reference determines (`masked:`, see `option_order`); the key of an `open`
@@ -37,20 +40,28 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from rollmesh.services.data.checkable import is_checkable
 from rollmesh.services.data.drops import Dropped, report_drops
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
-from rollmesh.shared.domain.option_order import LETTERS, NUM_OPTIONS_MAX, option_named, option_order
+from rollmesh.shared.domain.option_order import LETTERS, NUM_OPTIONS_MAX, option_named, option_order, plain_options
 from rollmesh.shared.domain.trajectory import Message
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import FileRecord
 
 NUM_LINES_MAX = 2_000_000
 _REFERS = re.compile(
-    r"\b(?:of the following|of these|(?:options?|choices?|statements?) (?:below|above))\b", re.IGNORECASE
+    r"\b(?:(?:which|who|whom|what)(?: \w+)? of (?:the following|these)"
+    r"|(?:options?|choices?|statements?) (?:below|above))\b",
+    re.IGNORECASE,
 )
 """A question that cannot be asked without its options."""
+
+_OF_OPTIONS = re.compile(
+    r"(?:all|none|both|neither)(?: of .*)?|(?:both )?[A-J](?:, [A-J])*,? (?:and|or) [A-J]", re.IGNORECASE
+)
+"""An option that means other options, whose order changes."""
 
 
 class TemplatedOptions(Settings):
@@ -141,7 +152,7 @@ class TemplatedSource(TaskSource):
         report_drops(self._options.name, dropped)
 
     def _question(self, record: FileRecord) -> _Question:
-        """Raise RecordError, or Dropped."""
+        """Raise RecordError for a line without a question or an answer, or Dropped."""
         options = self._options
         text, answer = record.text(options.question).strip(), _in_a_line(record.text(options.answer))
         given = _given(record, options.options)
@@ -170,6 +181,8 @@ class TemplatedSource(TaskSource):
                 raise Dropped("needs_options")
             if len(question.answer.split()) > options.answer_words_max:
                 raise Dropped("answer_too_long")
+            if not is_checkable(question.answer):
+                raise Dropped("not_checkable")
             reference = f"jsonl:{options.name}@{file_digest[:16]}#{question.line}"
             prompt = _filled(options.open, prompt=question.text)
         return PoolTask(
@@ -200,13 +213,17 @@ def _filled(template: str, **texts: str) -> str:
 
 
 def _given(record: FileRecord, field: str) -> tuple[str, ...]:
-    """Return the options of a line. Raise RecordError unless they are texts."""
+    """Return the options of a line. Raise Dropped unless they are texts or numbers, none about others."""
     value = record.value(field, None)
-    if value is None:
+    if value is None or value == []:
         return ()
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
-        raise record.error("must be a list of texts, or null", field)
-    return tuple(_in_a_line(text) for text in value)
+    kinds = (str, int, float)
+    if not isinstance(value, list) or not all(isinstance(one, kinds) and str(one).strip() for one in value):
+        raise Dropped("malformed_options")
+    texts = tuple(_in_a_line(text) for text in plain_options(value))
+    if any(_OF_OPTIONS.fullmatch(text) for text in texts):
+        raise Dropped("refers_to_options")
+    return texts
 
 
 def _in_a_line(text: str) -> str:

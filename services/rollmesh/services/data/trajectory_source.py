@@ -221,7 +221,7 @@ def _trajectory(record: FileRecord, share: str) -> Trajectory:
     except msgspec.ValidationError as error:
         raise record.error(f"not a sample of `rollmesh rollout --out`: {error}") from None
     if stored.split and stored.split not in set(Split):
-        raise record.error(f"must be one of {', '.join(Split)}, got {stored.split!r}", "split")
+        raise record.error(f"must be one of {', '.join(Split)}, got {stored.split[:100]!r}", "split")
     ends, lengths, num_tokens, begun = [], [], 0, False
     for place, segment in enumerate(stored.segments):
         if segment.role == "action":

@@ -68,7 +68,8 @@ class RewardEngine:
         samples than `queue_samples_max` wait, or InvalidInput for an unknown name of a reward in an item or its task.
         """
         episodes = [list(found) for _, found in groupby(items, key=lambda item: (item.key, item.request, item.scorers))]
-        orders = [self.graph.chosen(episode[0].scorers or episode[0].task.scorers) for episode in episodes]
+        named = [(episode[0].scorers, episode[0].task.scorers) for episode in episodes]
+        orders = [self.graph.chosen(asked or of_task, of_task) for asked, of_task in named]
         if self._num_queued + len(items) > self._queue_samples_max:
             raise Overloaded(
                 f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add "
@@ -110,7 +111,8 @@ class RewardEngine:
         running: dict[int, asyncio.Task[list[Scored]]] = {}
 
         async def run(number: int) -> list[Scored]:
-            return await self._score_by(number, items, {read: await running[read] for read in self.graph.reads[number]})
+            reads = self.graph.read_for(number, items[0].task.scorers)
+            return await self._score_by(number, items, {read: await running[read] for read in reads})
 
         async with asyncio.TaskGroup() as group:
             for number in order:
@@ -126,7 +128,7 @@ class RewardEngine:
         scorer = self.graph.scorers[number]
         ready: dict[int, ScoreItem] = {}
         for place, item in enumerate(items):
-            given = [found[giver][place].rewards for giver in self.graph.reads[number]]
+            given = [scored[place].rewards for scored in found.values()]
             read = [reward for rewards in given for reward in rewards]
             if all(given) and not any(reward.outcome is Outcome.INFRA_FAILURE for reward in read):
                 named = {name: tuple(reward for reward in read if reward.name == name) for name in scorer.reads}

@@ -43,9 +43,10 @@ class ScorerGraph:
         """The names of all rewards, in the order of the configuration."""
         return tuple(self._giver)
 
-    def chosen(self, names: Collection[str]) -> tuple[int, ...]:
-        """Return the numbers of the scorers that give the rewards `names`, and of those that they read, in the order in
-        which they run. No names mean all scorers. Raise InvalidInput for an unknown name."""
+    def chosen(self, names: Collection[str], of_task: Collection[str]) -> tuple[int, ...]:
+        """Return the numbers of the scorers that give the rewards `names`, and of those that they read for a task that
+        names `of_task`, in the order in which they run. No names mean all scorers. Raise InvalidInput for an unknown
+        name."""
         if not names:
             return self.order
         wanted: set[int] = set()
@@ -54,8 +55,15 @@ class ScorerGraph:
             number = waiting.pop()
             if number not in wanted:
                 wanted.add(number)
-                waiting += self.reads[number]
+                waiting += self.read_for(number, of_task)
         return tuple(number for number in self.order if number in wanted)
+
+    def read_for(self, number: int, of_task: Collection[str]) -> tuple[int, ...]:
+        """Return the numbers of the scorers whose rewards a scorer reads, for a task that names `of_task`."""
+        if not self.scorers[number].scorer.reads_of_task:
+            return self.reads[number]
+        named = {self._giver.get(name) for name in of_task}
+        return tuple(read for read in self.reads[number] if read in named) or self.reads[number]
 
     def longest_s(self, seconds: Sequence[float]) -> float:
         """Return the longest time of a sample, if each scorer takes `seconds` [number of scorers]."""

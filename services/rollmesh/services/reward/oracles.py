@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
@@ -25,14 +26,17 @@ from msgspec import Meta
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
-from rollmesh.shared.config.settings import Settings
-from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named
+from rollmesh.shared.config.settings import OneOrMoreStr, Settings
+from rollmesh.shared.domain.option_order import NUM_OPTIONS_MAX, letter_of_answer, option_named, plain_options
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import FileRecord
 from rollmesh.shared.store.row_files import open_rows
+from rollmesh.shared.store.sized_cache import SizedCache
 
 NUM_LINES_MAX = 2_000_000
+KEYS_BYTES_MAX = 16 * 1024 * 1024
+"""Answer keys of files that are kept, in characters of their text form."""
 _NUMBER = re.compile("[0-9]{1,10}")
 
 
@@ -71,15 +75,15 @@ ORACLES = Registry(
 class AnswerFileConfig(Settings):
     """Files with answers: the files and fields of the task source of that name."""
 
-    path: str | tuple[str, ...]
+    path: OneOrMoreStr
     """The `path` of the source, relative to the folder of the configuration."""
     source: Literal["jsonl", "files"] = "jsonl"
     """Source of the tasks, which is the scheme of their references."""
     answer: str = "answer"
     """Field with the reference answer or a list of accepted answers. It may be empty if `tests` is set."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty
-    means no tests."""
+    """Field with the manifest of hidden tests, an object or its JSON text (in Parquet and Arrow files, JSON text), or
+    with its reference in the oracle store of the sandbox nodes. Empty means no tests."""
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has
     one."""
@@ -119,6 +123,19 @@ class Oracles:
             return None
         scheme, _, rest = oracle_ref.partition(":")
         return self._find(scheme, oracle_ref).resolve(rest)
+
+    def resolve_records(self, oracle_refs: Sequence[str]) -> dict[str, AnswerKey]:
+        """Return the keys of references that name records. Each row group of a file is decoded once. Raise
+        UnknownOracle."""
+        by_scheme: dict[str, list[str]] = {}
+        for oracle_ref in dict.fromkeys(oracle_refs):
+            by_scheme.setdefault(oracle_ref.partition(":")[0], []).append(oracle_ref)
+        found: dict[str, AnswerKey] = {}
+        for scheme, refs in by_scheme.items():
+            oracle = self._find(scheme, refs[0])
+            assert isinstance(oracle, RecordOracle), "the references name records"
+            found |= zip(refs, oracle.resolve_all([ref.partition(":")[2] for ref in refs]), strict=True)
+        return found
 
     def blocks(self, oracle_ref: str) -> bool:
         """Return whether `resolve` reads files for this reference."""
@@ -183,11 +200,31 @@ class RecordOracle(Oracle):
         raise NotImplementedError
 
     @required
-    def key(self, name: str, number: int) -> AnswerKey | None:
-        """Return the key of a record, from 1. None if the record does not exist."""
+    def keys(self, name: str, numbers: Sequence[int]) -> list[AnswerKey | None]:
+        """Return the keys of records, from 1. None if a record does not exist."""
         raise NotImplementedError
 
     def resolve(self, rest: str) -> AnswerKey:
+        return self.resolve_all([rest])[0]
+
+    def resolve_all(self, rests: Sequence[str]) -> list[AnswerKey]:
+        """Return the keys of references, in their order. Raise as `resolve`."""
+        places = [self._place(rest) for rest in rests]
+        found: dict[tuple[str, int], AnswerKey | None] = {}
+        for wanted in {name for name, _ in places}:
+            numbers = list(dict.fromkeys(number for name, number in places if name == wanted))
+            found |= zip([(wanted, number) for number in numbers], self.keys(wanted, numbers), strict=True)
+        keys: list[AnswerKey] = []
+        for rest, place in zip(rests, places, strict=True):
+            if (key := found[place]) is None:
+                raise self._unknown(
+                    rest, f"the file `{place[0]}` has no task on {self.record} {rest.partition('#')[2]!r}"
+                )
+            keys.append(key)
+        return keys
+
+    def _place(self, rest: str) -> tuple[str, int]:
+        """Return the name of the files and the number of the record, 0 if it is not a number."""
         name, _, place = rest.partition("@")
         digest, _, number = place.partition("#")
         found = self.digest(name)
@@ -197,10 +234,7 @@ class RecordOracle(Oracle):
             raise self._unknown(
                 rest, f"the file `{name}` differs from the one the task came from; give both services the same"
             )
-        key = self.key(name, int(number)) if _NUMBER.fullmatch(number) else None
-        if key is None:
-            raise self._unknown(rest, f"the file `{name}` has no task on {self.record} {number!r}")
-        return key
+        return name, int(number) if _NUMBER.fullmatch(number) else 0
 
     def _unknown(self, rest: str, cause: str) -> UnknownOracle:
         reference = f"{self.scheme}:{rest}"
@@ -222,12 +256,13 @@ class JsonlOracle(RecordOracle):
     def digest(self, name: str) -> str | None:
         return self._files[name][1] if name in self._files else None
 
-    def key(self, name: str, number: int) -> AnswerKey | None:
-        return self._files[name][0].get(number)
+    def keys(self, name: str, numbers: Sequence[int]) -> list[AnswerKey | None]:
+        return [self._files[name][0].get(number) for number in numbers]
 
 
 class FilesOracle(RecordOracle):
-    """Answers from files by name. A row is read when its reference is resolved, with all of its columns."""
+    """Answers from files by name. A row is read when its reference is resolved, with all of its columns. Keys that were
+    used last are kept, because each episode of a group needs the same one."""
 
     scheme, record = "files", "row"
     blocks = True
@@ -236,15 +271,22 @@ class FilesOracle(RecordOracle):
         """Relative paths are relative to `base_dir`, by default the current folder. Raise ConfigError if a file cannot
         be read."""
         self._files = {name: (config, open_rows(config.paths, base_dir=base_dir)) for name, config in files.items()}
+        self._keys = SizedCache[tuple[str, int], AnswerKey](KEYS_BYTES_MAX)
+        self._lock = Lock()
 
     def digest(self, name: str) -> str | None:
         return self._files[name][1].digest if name in self._files else None
 
-    def key(self, name: str, number: int) -> AnswerKey | None:
+    def keys(self, name: str, numbers: Sequence[int]) -> list[AnswerKey | None]:
         config, rows = self._files[name]
-        if not 1 <= number <= len(rows):
-            return None
-        return _key(rows.rows([number - 1])[0], config, _compiled(config))
+        with self._lock:
+            found = {number: self._keys.get((name, number)) for number in numbers}
+            wanted = [number for number, key in found.items() if key is None and 1 <= number <= len(rows)]
+            records = rows.rows([number - 1 for number in wanted]) if wanted else []
+            for number, record in zip(wanted, records, strict=True):
+                found[number] = key = _key(record, config, _compiled(config))
+                self._keys.put((name, number), key, len(repr(key)))
+        return [found[number] for number in numbers]
 
 
 _FILE_ORACLES = (JsonlOracle, FilesOracle)
@@ -277,18 +319,9 @@ def _key(record: FileRecord, config: AnswerFileConfig, pattern: re.Pattern[str] 
     answers = record.extract_all(config.answer, pattern) if config.answer else ()
     options = record.value(config.options, None)
     if isinstance(options, list):
-        texts = [str(option) for option in options]
+        texts = plain_options(options)
         places = [option_named(answer, texts) for answer in answers]
         answers = tuple(
             answer if place is None else texts[place] for answer, place in zip(answers, places, strict=True)
         )
-    return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
-
-
-def _tests(record: FileRecord, field: str) -> str | Mapping[str, object]:
-    if not field:
-        return ""
-    value = record.value(field)
-    if not isinstance(value, (str, dict)) or not value:
-        raise record.error("must be a manifest of hidden tests, or its reference", field)
-    return value
+    return AnswerKey(answers=answers, record=record.fields, tests=record.tests(config.tests) if config.tests else "")

@@ -92,6 +92,8 @@ class Scorer(Plugin):
     because without weights every reward has weight 1."""
     reads: tuple[str, ...] = ()
     """Names of rewards of other scorers, which run before it. They are in `item.rewards`; see `item.reward`."""
+    reads_of_task: bool = False
+    """Whether it reads only those of `reads` that the task names, if it names any. The others are not applicable."""
     columns: tuple[str, ...] = ()
     """Names of the per-token arrays of `JudgedSegment.arrays` that it reads: "logprobs", or arrays of
     `rollout.outputs`."""

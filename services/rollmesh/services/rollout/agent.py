@@ -47,9 +47,9 @@ __all__ = [
     "ToolResult",
     "Turn",
     "agent_of",
-    "check_private_extras",
     "load_agent",
     "load_agents",
+    "permitted_extras",
 ]
 
 
@@ -121,13 +121,14 @@ def load_agents(config: RolloutConfig, base_dir: str | Path | None = None) -> di
             made[name] = load_agent(chosen, base_dir)
     default = made.get(config.agent.name) or load_agent(config.agent, base_dir)
     for name, agent in {config.agent.name: default, **made}.items():
-        check_private_extras(name, agent, config)
+        permitted_extras(name, agent, config)
     return {"": default, **made}
 
 
-def check_private_extras(name: str, agent: Agent, config: RolloutConfig) -> None:
-    """Raise ConfigError unless `rollout.private_extras` permits an agent what it declares, and permits nothing to an
-    agent that runs elsewhere. `name` is its entry of `rollout.agents`, or that of the default agent."""
+def permitted_extras(name: str, agent: Agent, config: RolloutConfig) -> tuple[str, ...]:
+    """Return the private extras that an agent declares. Raise ConfigError unless `rollout.private_extras` permits them
+    all, and permits nothing to an agent that runs elsewhere. `name` is its entry of `rollout.agents`, or that of the
+    default agent. An agent may declare others later, so each episode checks them."""
     declared, permitted = agent.private_extras, config.private_extras.get(name, ())
     key = f"rollout.private_extras.{name}"
     if not _are_names(declared):
@@ -146,6 +147,7 @@ def check_private_extras(name: str, agent: Agent, config: RolloutConfig) -> None
             f"permit; if it may, add `rollout: {{private_extras: {{{name}: [{', '.join(declared)}]}}}}`",
             key=key,
         )
+    return tuple(declared)
 
 
 def _are_names(names: object) -> bool:

@@ -239,8 +239,8 @@ class WorkerConfig(Settings):
     backoff_s_max: PositiveFloat = 2.0
     """Maximum back-off between retries, seconds."""
     give_up_s: PositiveFloat = 120.0
-    """Retry limit of an append or a report, seconds. Then the coordinator's lease expires. It should exceed the restart
-    time of the bus and the coordinator."""
+    """Retry limit of an append, a report or a request for private extras, seconds. Then the coordinator's lease
+    expires. It should exceed the restart time of the bus and the coordinator."""
     finish_s_max: PositiveFloat = 120.0
     """Maximum time for held episodes to finish after a drain command, seconds. The remaining ones are released and
     restart on other workers. It should suffice for most episodes, because the work of a released episode is lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import grpc
 
@@ -12,7 +13,7 @@ from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.failures import retry_call
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.extras import ExtraError, decode_extras
-from rollmesh.shared.errors import InfraFailure, MeshError, NoNode
+from rollmesh.shared.errors import InfraFailure, MeshError, NoNode, Unimplemented
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import data_pb2, data_pb2_grpc
 
@@ -68,8 +69,13 @@ class DataLink:
         addresses = sorted(self._addresses())
         if not addresses:
             raise NoNode("no data node has joined; start one, or wait until it joins")
-        address = addresses[next(self._turns) % len(addresses)]
-        channel = self._channels.get(address) or self._channels.setdefault(address, self._connect(address))
-        stub: data_pb2_grpc.DataServiceAsyncStub = data_pb2_grpc.DataServiceStub(channel)
-        with typed_errors():
-            return await stub.GetPrivateExtras(request, timeout=self._config.rpc_s_max)
+        first = next(self._turns) % len(addresses)
+        for address in addresses[first:] + addresses[:first]:
+            channel = self._channels.get(address) or self._channels.setdefault(address, self._connect(address))
+            stub: data_pb2_grpc.DataServiceAsyncStub = data_pb2_grpc.DataServiceStub(channel)
+            with suppress(Unimplemented), typed_errors():
+                return await stub.GetPrivateExtras(request, timeout=self._config.rpc_s_max)
+        raise Unimplemented(
+            f"the data node {', '.join(addresses)} has protocol 1.0, which has no private extras; upgrade it, or "
+            "remove rollout.private_extras"
+        )

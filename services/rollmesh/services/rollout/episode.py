@@ -1,4 +1,4 @@
-"""Run one episode from its lease to its report: INIT, RUN, SCORE, report.
+"""Run one episode from its lease to its report: private extras, INIT, RUN, SCORE, report.
 
 The payload is appended to the sample stream before the report names it, so every reported sample has a payload. A
 payload whose report never arrives is an orphan that no trainer uses.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
-from rollmesh.services.rollout.agent import Agent, LimitReached, agent_of
+from rollmesh.services.rollout.agent import Agent, LimitReached, agent_of, permitted_extras
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EnvironmentState, ModelServer
 from rollmesh.services.rollout.episode_trace import SERVICE
@@ -97,6 +97,7 @@ class EpisodeRunner:
             agent = agent_of(lease.task, self._parts.agents)
         with boundary("sandbox"):
             state = self._state(lease)
+        state.private = await self._private_extras(lease, agent)  # before INIT: a wait for it must not hold a slot
         async with state.tools:
             async with stages.enter(Stage.INIT, state.stage_s), self._infra_limit("init", limits.init_s_max):
                 env = await self._init(lease, agent, state)
@@ -154,18 +155,22 @@ class EpisodeRunner:
                     f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
                     "raise rollout.limits.context_tokens_max or drop the task"
                 )
-        if names := tuple(agent.private_extras):
-            with boundary("data"):
-                state.private = PrivateExtras(lease.task, names, await self._private_extras(lease, names))
         with boundary("sandbox"):
             await state.tools.open()
         return env
 
-    async def _private_extras(self, lease: Lease, names: Sequence[str]) -> Mapping[str, object]:
-        task = lease.task_message
-        return await self._parts.data.private_extras(
-            run=lease.key.run, split=task.split, task_id=task.task_id, names=names
-        )
+    async def _private_extras(self, lease: Lease, agent: Agent) -> PrivateExtras:
+        """Request what the agent declares. The data link limits its retries, so that its error names the cause."""
+        config, task = self._parts.config, lease.task_message
+        with boundary("agent"):
+            names = permitted_extras(lease.task.agent or config.agent.name, agent, config)
+        if not names or lease.purpose is Purpose.EVAL:
+            return PrivateExtras(lease.task, names, None)
+        with boundary("data"):
+            values = await self._parts.data.private_extras(
+                run=lease.key.run, split=task.split, task_id=task.task_id, names=names
+            )
+        return PrivateExtras(lease.task, names, values)
 
     @asynccontextmanager
     async def _infra_limit(self, stage: str, limit_s: float) -> AsyncIterator[None]:

@@ -1,8 +1,9 @@
 """Private extras of a task at a worker: the values of one episode, and the error of a task that lacks one.
 
-An agent declares the names that it reads, and `rollout.private_extras` permits them (`agent.check_private_extras`). The
-worker requests the values from the data service in INIT, before a session is open. They are only in the memory of the
-episode: no segment, tool call, report or log line has them unless the agent writes them there.
+An agent declares the names that it reads, and `rollout.private_extras` permits them (`agent.permitted_extras`). The
+worker requests the values from the data service before INIT, except in an evaluation, which must not depend on a
+solution. They are only in the memory of the episode: no segment, tool call, report or log line has them unless the
+agent writes them there.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ class PrivateExtras:
 
     __slots__ = ("_names", "_task", "_values")
 
-    def __init__(self, task: Task, names: tuple[str, ...], values: Mapping[str, object]) -> None:
-        """`names` are those that the agent declares, and `values` those of them that the task has."""
+    def __init__(self, task: Task, names: tuple[str, ...], values: Mapping[str, object] | None) -> None:
+        """`names` are those that the agent declares, and `values` those of them that the task has; None in an
+        evaluation."""
         self._task, self._names, self._values = task, names, values
 
     def read(self, name: str) -> object:
-        """Return a value. Raise PermissionDenied for a name that the agent does not declare, and InvalidInput if the
-        task does not have it."""
+        """Return a value. Raise PermissionDenied for a name that the agent does not declare, and in an evaluation, and
+        InvalidInput if the task does not have it."""
         if name not in self._names:
             raise PermissionDenied(
                 f"the agent does not declare the private extra `{name}`; add it to `private_extras` of its class and "
                 "to rollout.private_extras"
             )
+        if self._values is None:
+            raise PermissionDenied(
+                f"an evaluation has no private extras, because its result must not depend on a solution; read `{name}` "
+                "only if `env.purpose` is not EVAL, or make it a public extra"
+            )
         if name not in self._values:
-            raise InvalidInput(lacks(self._task.task_id, self._task.labels, name))
+            raise InvalidInput(missing_extra_error(self._task.task_id, self._task.labels, name))
         return self._values[name]
 
     def text(self, name: str) -> str:
@@ -45,7 +52,7 @@ class PrivateExtras:
         return value or ""
 
 
-def lacks(task_id: str, labels: Mapping[str, str], name: str) -> str:
+def missing_extra_error(task_id: str, labels: Mapping[str, str], name: str) -> str:
     """Return the error of a task that has no private extra `name`, with the remedy."""
     remedy = "name its field in data.source.options.private_extras"
     if name in labels:

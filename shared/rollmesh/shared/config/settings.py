@@ -23,6 +23,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 NonEmptyStr = Annotated[str, Meta(min_length=1)]
+OneOrMoreStr = NonEmptyStr | Annotated[tuple[NonEmptyStr, ...], Meta(min_length=1)]
 
 LIVE = Meta(extra={"live": True})
 """The setting, and everything below it, may change when a run is resumed."""

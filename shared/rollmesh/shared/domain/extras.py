@@ -14,7 +14,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-EXTRA_NAME = "^[A-Za-z0-9_.-]{1,64}$"
+EXTRA_NAME = r"^[A-Za-z0-9_.-]{1,64}\Z"
 ExtraName = Annotated[str, Meta(pattern=EXTRA_NAME)]
 _NAME = re.compile(EXTRA_NAME)
 NAMES_MAX = 64

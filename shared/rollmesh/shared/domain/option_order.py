@@ -16,6 +16,17 @@ NUM_OPTIONS_MAX = 10
 LETTERS = "ABCDEFGHIJ"
 _LETTER = re.compile(r"\(?([A-Ja-j])[).:]?")
 
+_OWN_LETTER = re.compile(r"^\s*\(?[A-J][).:]\s+(?=\S)")
+
+
+def plain_options(options: Sequence[object]) -> tuple[str, ...]:
+    """Return the options of a task file as texts, without letters of the file, if all of them begin with one."""
+    texts = tuple(map(str, options))
+    found = [_OWN_LETTER.match(text) for text in texts]
+    return tuple(
+        text[match.end() :] if match and all(found) else text for text, match in zip(texts, found, strict=True)
+    )
+
 
 def option_order(reference: str, num_options: int) -> tuple[int, ...]:
     """Return a random permutation of 0..n-1 that depends on nothing but the arguments. Position 0 of the options before
@@ -35,6 +46,8 @@ def option_named(answer: str, options: Sequence[str]) -> int | None:
     its letter. None if it names no single option."""
     plain = [" ".join(option.split()).casefold() for option in options]
     text = " ".join(answer.split()).casefold()
+    if text not in plain:
+        text = " ".join(_OWN_LETTER.sub("", answer).split()).casefold()
     if text in plain:
         return plain.index(text) if plain.count(text) == 1 else None
     letter = _LETTER.fullmatch(text)

@@ -60,13 +60,19 @@ def _lines(path: Path, num_lines_max: int) -> Iterator[tuple[int, bytes]]:
 def parse_line(path: Path, line: int, raw: bytes) -> dict[str, object]:
     """Return the object in a line. Raise RecordError if it is not a JSON object in UTF-8."""
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode("utf-8-sig"))
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise RecordError.at(path, line, f"is not UTF-8: {error.reason}") from None
+    except UnicodeEncodeError:
+        raise RecordError.at(path, line, "has half of a surrogate pair, which is not a character") from None
     except json.JSONDecodeError as error:
         raise RecordError.at(path, line, f"is not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise RecordError.at(path, line, "is nested too deeply") from None
+    except ValueError:
+        raise RecordError.at(path, line, "has a number with too many digits") from None
     if not isinstance(value, dict):
         raise RecordError.at(path, line, f"must be a JSON object, got {kind_of(value)}")
     return value

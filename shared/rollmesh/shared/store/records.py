@@ -40,16 +40,23 @@ class FileRecord:
     path: Path
     line: int
     fields: Mapping[str, object]
+    has_names: bool = True
+    """Whether an error may have the names of all fields. A CSV file without a header has values, such as answers, as
+    names."""
+    of_table: bool = False
+    """Whether nested objects have null for absent fields, as those of a Parquet or Arrow file."""
 
     def value(self, field: str, default: object = _REQUIRED) -> object:
-        """Return the value at `field`, in which dots separate names of nested objects. If it is absent, return the
-        `default`, or raise RecordError without one."""
+        """Return the value at `field`, in which dots separate names of nested objects unless the record has that name.
+        If it is absent, return the `default`, or raise RecordError without one."""
+        if field in self.fields:
+            return self.fields[field]
         node: object = self.fields
         for name in field.split("."):
             if not isinstance(node, dict) or name not in node:
                 if default is not _REQUIRED:
                     return default
-                raise self.error(f"is missing; the line has {', '.join(self.fields) or 'no fields'}", field)
+                raise self.error(f"is missing; the line has {self._names or 'no fields'}", field)
             node = node[name]
         return node
 
@@ -85,6 +92,25 @@ class FileRecord:
             raise self.error("must be a list of non-empty strings", field)
         return tuple(entry.strip() for entry in value)
 
+    def tests(self, field: str) -> str | dict[str, object]:
+        """Return the manifest of hidden tests at `field`, an object or its JSON text, or the reference of one. Raise
+        RecordError for other values."""
+        value = self.value(field)
+        if isinstance(value, str) and value.lstrip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise self.error("begins with { but is not JSON", field) from None
+        elif isinstance(value, dict) and self.of_table:
+            raise self.error("must be JSON text, because a struct of a table has null for each absent field", field)
+        if not isinstance(value, (str, dict)) or not value:
+            raise self.error("must be a manifest of hidden tests, or its reference", field)
+        return value
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self.fields) if self.has_names else f"{len(self.fields)} others; is line 1 the header?"
+
     def error(self, cause: str, field: str = "") -> RecordError:
         return RecordError.at(self.path, self.line, cause, field=field)
 
@@ -100,5 +126,12 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 def kind_of(value: object) -> str:
     """Return the JSON type of a value with its article. Tables also have values of other types, such as dates."""
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bytes: "bytes",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return kinds.get(type(value), "a number" if isinstance(value, (int, float)) else f"a {type(value).__name__}")

@@ -21,16 +21,22 @@ from rollmesh.shared.store.records import FileRecord
 Bools = NDArray[np.bool_]
 Columns = frozenset[str] | None
 """Names of the columns of a table that are read. None means all."""
+Stamp = tuple[int, int, int]
+"""Size, time of modification (ns) and inode of a file."""
 
 
 class FileChanged(FailedPrecondition):
-    """A file is not the one that was opened: its size or its time of modification differs."""
+    """A file is not the one that was opened: its size, its time of modification or its inode differs."""
 
     reason = "FILE_CHANGED"
 
 
 class Texts(Protocol):
     """A column of texts, numbers or booleans of one batch, each in the form of `FileRecord.text`."""
+
+    @property
+    def strings(self) -> bool:
+        """Whether the file has strings, not numbers or booleans."""
 
     @property
     def present(self) -> Bools:
@@ -61,10 +67,6 @@ class RowBatch(ABC):
     def record(self, index: int) -> FileRecord:
         """Return the record of row `index` of the batch. Raise RecordError if it is malformed."""
 
-    def has(self, field: str) -> bool:
-        """Return whether every record has `field`. False also means that only the records show it."""
-        return False
-
     def texts(self, field: str) -> Texts | None:
         """Return the values of `field`. None if only the records show whether they are texts."""
         return None
@@ -74,12 +76,13 @@ class RowFile(ABC):
     """One file. It MUST NOT change while it is open."""
 
     remark = ""
-    """Why a single row is slow to read, with the remedy. Empty if it is not."""
+    """Why a single row is slow to read, with the remedy. Empty if it is not. A scan may set it."""
 
     def __init__(self, path: Path) -> None:
         """Raise ConfigError if the file does not exist."""
         self.path = path
-        self._stamp = _stamp(path)
+        self.stamp = _stamp(path)
+        """The stamp when it was opened."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -98,18 +101,18 @@ class RowFile(ABC):
         try:
             found = _stamp(self.path)
         except ConfigError as error:
-            raise FileChanged(f"{self.path} cannot be read any more: {error.message}", path=self.path) from error
-        if found != self._stamp:
+            raise FileChanged(f"{self.path} can no longer be read: {error.message}", path=self.path) from error
+        if found != self.stamp:
             raise FileChanged(
-                f"{self.path} has changed since it was opened; the tasks of a run must stay the same: restore the "
-                "file, or start a new run",
+                f"{self.path} has changed since it was opened, and the tasks of a run must stay the same; restore the "
+                "file and restart the service, or start a new run",
                 path=self.path,
             )
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> Stamp:
     try:
         found = path.stat()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file", path=path) from error
-    return found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -2,7 +2,7 @@
 
 `open_rows` finds the files and opens them. Their rows are numbered from 0 over all files, in the order of the given
 paths, of the files in a folder or of the matches of a glob. Nothing but an index is held in memory. The digest is the
-SHA-256 of the bytes of all files in this order, so it does not depend on their names.
+SHA-256 over the ending and the SHA-256 of each file in this order, so it depends on no other part of their names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import glob
 import hashlib
 import json
 import logging
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -21,7 +24,7 @@ import numpy as np
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.store.records import FileRecord
-from rollmesh.shared.store.row_file import Columns, RowBatch, RowFile
+from rollmesh.shared.store.row_file import Columns, RowBatch, RowFile, Stamp
 from rollmesh.shared.store.text_rows import CsvRows, JsonlRows
 
 _log = logging.getLogger(__name__)
@@ -29,12 +32,12 @@ _log = logging.getLogger(__name__)
 ENDINGS = (".parquet", ".arrow", ".jsonl", ".csv")
 FILES_MAX = 10_000
 ROWS_MAX = 2**32 - 1
-_CHUNK_BYTES = 1024 * 1024
+_SPLIT_NAME = re.compile("(train|validation|test)(?![A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file of rows, and the name of the folder with its split, empty if folders do not name splits."""
+    """A file of rows, and the name of its split, empty if neither folders nor the names of files say it."""
 
     path: Path
     split: str
@@ -56,7 +59,7 @@ class RowFiles:
     def __init__(self, files: Sequence[tuple[FoundFile, RowFile]], digest: str) -> None:
         self._files = tuple(files)
         self.digest = digest
-        """SHA-256 of the bytes of the files, in hex."""
+        """SHA-256 over the endings and the bytes of the files, in hex."""
         self._starts = np.cumsum([0, *(len(file) for _, file in files)], dtype=np.int64)
         self._lock = Lock()
         if len(self) > ROWS_MAX:
@@ -67,7 +70,7 @@ class RowFiles:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names of the folders with splits, in order. Empty if folders do not name splits."""
+        """Names of the splits, in order. Empty if neither folders nor the names of files say it."""
         return tuple(dict.fromkeys(found.split for found, _ in self._files if found.split))
 
     def rows(self, rows: Sequence[int], *, fields: Sequence[str] | None = None) -> list[FileRecord]:
@@ -90,11 +93,22 @@ class RowFiles:
 
     def scan(self) -> Iterator[Scanned]:
         """Yield all rows in order. Raise FileChanged if a file has changed since it was opened."""
+        known = self._slow()
         for (found, file), start in zip(self._files, self._starts.tolist(), strict=False):
             for batch in file.scan():
                 yield Scanned(start, found.split, batch)
                 start += len(batch)
             file.check_unchanged()
+        if len(self._slow()) > len(known):
+            self.warn()
+
+    def warn(self) -> None:
+        """Log how many files are slow to read."""
+        if slow := self._slow():
+            _log.warning("rows are slow to read: files=%d first=%s: %s", len(slow), slow[0].path, slow[0].remark)
+
+    def _slow(self) -> list[RowFile]:
+        return [file for _, file in self._files if file.remark]
 
 
 def open_rows(
@@ -109,33 +123,44 @@ def open_rows(
     if len(found) > FILES_MAX:
         raise ConfigError(f"{', '.join(paths)}: {len(found)} files are more than {FILES_MAX}; use larger files")
     if len({bool(file.split) for file in found}) > 1:
-        raise ConfigError(f"{', '.join(paths)}: only some of the files are in folders of splits; name files or folders")
-    paths_found = [file.path for file in found]
-    opened = _opened(paths_found, _columns(fields))
-    files = RowFiles(list(zip(found, opened, strict=True)), _digest(paths_found))
+        raise ConfigError(
+            f"{', '.join(paths)}: only some of the files are in folders of splits, or have a name that begins with "
+            "train, validation or test; name files or folders"
+        )
+    if twice := [path for path, number in Counter(file.path.resolve() for file in found).items() if number > 1]:
+        raise ConfigError(f"{', '.join(paths)}: {twice[0]} is named twice; name each file once", path=twice[0])
+    opened = _opened([file.path for file in found], _columns(fields))
+    files = RowFiles(list(zip(found, opened, strict=True)), _digest(opened))
     for file in opened:
         file.check_unchanged()  # the digest is that of the rows
-    if slow := [file for file in opened if file.remark]:
-        _log.warning("rows are slow to read: files=%d first=%s: %s", len(slow), slow[0].path, slow[0].remark)
+    files.warn()
     return files
 
 
 def _columns(fields: Sequence[str] | None) -> Columns:
-    return None if fields is None else frozenset(field.partition(".")[0] for field in fields)
+    if fields is None:
+        return None
+    return frozenset(name for field in fields for name in (field, field.partition(".")[0]))
 
 
 def _opened(paths: Sequence[Path], columns: Columns) -> list[RowFile]:
     if any(path.suffix in (".parquet", ".arrow") for path in paths):
         with libraries_needed("a Parquet or Arrow file"):
-            from rollmesh.shared.store.arrow_rows import ArrowRows, GroupCache, ParquetRows
+            from rollmesh.shared.store.arrow_rows import (
+                CACHE_BYTES_MAX,
+                ArrowRows,
+                GroupCache,
+                ParquetRows,
+                allocated_bytes,
+            )
 
-        cache = GroupCache()
+        cache, allocated = GroupCache(CACHE_BYTES_MAX), allocated_bytes()
     files: list[RowFile] = []
     for path in paths:
         if path.suffix == ".parquet":
             files.append(ParquetRows(path, columns, cache))
         elif path.suffix == ".arrow":
-            files.append(ArrowRows(path, columns))
+            files.append(ArrowRows(path, columns, allocated))
         else:
             files.append(JsonlRows(path) if path.suffix == ".jsonl" else CsvRows(path))
     return files
@@ -154,17 +179,27 @@ def _find(base_dir: Path, given: str) -> list[FoundFile]:
 
 
 def _in_folder(folder: Path) -> list[FoundFile]:
-    """Return the files of a folder, or else those of its folders, each of which is a split."""
-    if files := _files_of(folder):
-        return [FoundFile(file, "") for file in files]
-    listed = folder / "dataset_dict.json"
-    names = (
-        _listed(listed, "splits") if listed.exists() else sorted(one.name for one in folder.iterdir() if one.is_dir())
-    )
-    found = [FoundFile(file, name) for name in names for file in _files_of(folder / name)]
-    if not found:
+    """Return the files of a folder, whose names say the split if several splits are among them, or else those of its
+    folders, each of which is a split."""
+    files, listed = _files_of(folder), folder / "dataset_dict.json"
+    if listed.exists():
+        names = _listed(listed, "splits")
+    elif (folder / "state.json").exists():
+        names = []
+    else:
+        names = sorted(one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    below = [FoundFile(file, name) for name in names for file in _files_of(folder / name)]
+    if not files and not below:
         raise ConfigError(f"{folder} has no file that ends with {', '.join(ENDINGS)}", path=folder)
-    return found
+    if files and below:
+        raise ConfigError(
+            f"{folder} has files, such as {files[0].name}, and folders with files, such as {below[0].split}; move the "
+            "files into folders of splits, or name files or folders",
+            path=folder,
+        )
+    splits = {file: found[1] if (found := _SPLIT_NAME.match(file.name)) else "" for file in files}
+    several = len(set(splits.values())) > 1
+    return below or [FoundFile(file, split if several else "") for file, split in splits.items()]
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -172,7 +207,9 @@ def _files_of(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.exists():
         return [_known(folder / name).path for name in _listed(state, "_data_files")]
-    return sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(file for file in folder.iterdir() if file.suffix in ENDINGS and not file.name.startswith("."))
 
 
 def _listed(file: Path, key: str) -> list[str]:
@@ -194,13 +231,19 @@ def _known(path: Path) -> FoundFile:
     return FoundFile(path, "")
 
 
-def _digest(paths: Sequence[Path]) -> str:
+def _digest(files: Sequence[RowFile]) -> str:
     digest = hashlib.sha256()
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    digest.update(chunk)
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file", path=path) from error
+    for file in files:
+        digest.update(file.path.suffix.encode() + b"\0" + _file_digest(file.path.resolve(), file.stamp))
     return digest.hexdigest()
+
+
+@lru_cache(FILES_MAX)
+def _file_digest(path: Path, stamp: Stamp) -> bytes:
+    """Return the SHA-256 of a file. A process reads an unchanged file once, because several parts of it open the same
+    files."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a file", path=path) from error

@@ -1,7 +1,8 @@
 """Rows of JSONL and CSV files by position, with an index of the byte offsets of their records.
 
 A record of a JSONL file is a line. A record of a CSV file (RFC 4180) ends with a line break that has an even number of
-quotes before it; the first record has the names of the fields, and an empty field is null. Blank lines are skipped.
+quotes before it; the first record has the names of the fields, and an empty field is null. A quote or a carriage return
+outside quotes would make the module `csv` find other records, so such a record is malformed. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class TextRows(RowFile):
     def record(self, row: int, raw: bytes) -> FileRecord:
         """Return the record of a row from its bytes. Raise RecordError."""
         line = self._index.line(row)
-        return FileRecord(path=self.path, line=line, fields=self.parse(line, raw))
+        return FileRecord(path=self.path, line=line, fields=self.parse(line, raw), has_names=not self.quotes)
 
 
 class JsonlRows(TextRows):
@@ -82,15 +83,20 @@ class CsvRows(TextRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         csv.field_size_limit(LINE_BYTES_MAX)
-        span = self._index.take_header()
-        if span is None:
+        with path.open("rb") as file:
+            header = _read(file, *(self._index.take_header() or (0, 0))).removeprefix(b"\xef\xbb\xbf")
+        if not header.strip():
             raise ConfigError(
                 f"{path} is empty; the first line of a CSV file must have the names of its fields", path=path
             )
-        with path.open("rb") as file:
-            self._names = self._values(1, _read(file, *span).removeprefix(b"\xef\xbb\xbf"))
+        self._names = self._values(1, header)
         if not all(self._names) or len(set(self._names)) != len(self._names):
-            raise RecordError.at(path, 1, f"the header must have different names of fields, got {self._names}")
+            raise RecordError.at(
+                path,
+                1,
+                f"the header must have different names of fields, got {len(set(filter(None, self._names)))} names of "
+                f"{len(self._names)} fields",
+            )
 
     def parse(self, line: int, raw: bytes) -> Mapping[str, object]:
         values = self._values(line, raw)
@@ -100,11 +106,21 @@ class CsvRows(TextRows):
 
     def _values(self, line: int, raw: bytes) -> list[str]:
         try:
-            return next(csv.reader(io.StringIO(raw.decode(), newline=""), strict=True))
+            found = list(csv.reader(io.StringIO(raw.decode(), newline=""), strict=True))
         except UnicodeDecodeError as error:
             raise RecordError.at(self.path, line, f"is not UTF-8: {error.reason}") from None
         except csv.Error as error:
             raise RecordError.at(self.path, line, f"is not a record of CSV: {error}") from None
+        first, *others = [values for values in found if values]
+        others = [values for values in others if len(values) > 1 or values[0].strip()]  # not of blank lines
+        if others:
+            raise RecordError.at(
+                self.path,
+                line,
+                f"has {1 + len(others)} records of CSV, because a quote or a carriage return is outside quotes; put "
+                "quotes around the field, and double each quote in it",
+            )
+        return first
 
 
 @dataclass(frozen=True, slots=True)

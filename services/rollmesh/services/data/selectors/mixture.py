@@ -6,7 +6,8 @@ each task of a source once per epoch of that source. Each selector sees its sour
 flight and the results of its source only.
 
 The share is of draws. A finalizer that filters groups, and a staleness bound that drops them, change the shares of the
-trained groups. The metric `rollmesh_data_source_share_ratio` shows both.
+trained groups. The metric `rollmesh_data_source_share_ratio` shows the requested and the decided shares, and
+metrics.jsonl those of each update.
 """
 
 from __future__ import annotations
@@ -76,7 +77,6 @@ class MixtureSelector(StoredSelector):
         self._pools = [SubPool(pool, np.flatnonzero(self._source == n)) for n in range(len(names))]
         self._selectors = self._new_selectors()
         self._decided: Ints = np.zeros(len(names), dtype=np.int64)
-        self._trained: Ints = np.zeros(len(names), dtype=np.int64)
 
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
         source, earlier = self._order.at(index)
@@ -91,14 +91,12 @@ class MixtureSelector(StoredSelector):
         self._selectors[source].observe(self._of_source(result))
 
     def observe_trained(self, result: GroupResult) -> None:
-        source = self._source[result.position]
-        self._trained[source] += 1
-        self._selectors[source].observe_trained(self._of_source(result))
+        self._selectors[self._source[result.position]].observe_trained(self._of_source(result))
 
     def source_shares(self, index: int) -> Iterable[SourceShare]:
         requested = self._shares.at(np.array([index]))[0]
-        decided, trained = (counts / max(1, counts.sum()) for counts in (self._decided, self._trained))
-        for name, *shares in zip(self._shares.names, requested, decided, trained, strict=True):
+        decided = self._decided / max(1, self._decided.sum())
+        for name, *shares in zip(self._shares.names, requested, decided, strict=True):
             yield SourceShare(name, *map(float, shares))
 
     def stored(self) -> dict[str, Any]:
@@ -106,19 +104,16 @@ class MixtureSelector(StoredSelector):
             "sources": list(self._shares.names),
             "selectors": [selector.snapshot() for selector in self._selectors],
             "decided": self._decided.tolist(),
-            "trained": self._trained.tolist(),
         }
 
     def load(self, fields: Mapping[str, Any]) -> None:
         if fields["sources"] != list(self._shares.names):
             raise ValueError(f"the sources must be {list(self._shares.names)}, got {fields['sources']!r}")
-        decided, trained = (
-            np.array(fields[name], dtype=np.int64).reshape(len(self._pools)) for name in ("decided", "trained")
-        )
+        decided = np.array(fields["decided"], dtype=np.int64).reshape(len(self._pools))
         selectors = self._new_selectors()
         for selector, state in zip(selectors, fields["selectors"], strict=True):
             selector.restore(state)
-        self._selectors, self._decided, self._trained = selectors, decided, trained
+        self._selectors, self._decided = selectors, decided
 
     def _of_source(self, result: GroupResult) -> GroupResult:
         pool = self._pools[self._source[result.position]]

@@ -1,7 +1,8 @@
 """Give a sample the first of several rewards that is applicable to it.
 
 For a mixture of task sources that different scorers judge: a run has one success reward, and an evaluation counts a
-sample without it as a failure.
+sample without it as a failure. If the task names scorers, and some of them are among `rewards`, the others do not run
+for it, so a scorer of another source cannot judge its answers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class FirstScorer(Scorer):
     """See the module."""
 
     Options: ClassVar[type[msgspec.Struct]] = FirstOptions
-    version = "1"
+    version = "2"
+    reads_of_task = True
 
     def __init__(self, *, options: FirstOptions) -> None:
         self.reads = options.rewards

@@ -50,16 +50,7 @@ class PrefixOptions(Settings):
     draw: Literal["group", "episode"] = "group"
     """Whether all episodes of a group have the same prefix, or each draws one."""
 
-    label: str = ""
-    """Replaced by `solution`. It must be empty."""
-
     def check_fields(self) -> None:
-        if self.label:
-            raise ValueError(
-                f"`label` must be removed, got {self.label!r}: a solution is not a label, which every process reads, "
-                "but a private extra; move its field from data.source.options.labels to private_extras, name it in "
-                "`solution`, and permit it with `rollout: {private_extras: {prefix: [solution]}}`"
-            )
         if self.share_min > self.share_max:
             raise ValueError(f"`share_min` must be <= share_max = {self.share_max:g}, got {self.share_min:g}")
 

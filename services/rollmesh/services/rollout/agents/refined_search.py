@@ -50,7 +50,7 @@ class RefinedSearchOptions(Settings):
 
     endpoint: NonEmptyStr = "refiner"
     """Name of the refiner in the table `endpoints`."""
-    solution: Annotated[str, Meta(pattern=f"{EXTRA_NAME}|^$")] = "solution"
+    solution: Annotated[str, Meta(pattern=rf"{EXTRA_NAME}|^\Z")] = "solution"
     """Private extra of the task with the right answer as the model must write it, or null for none. Name its field in
     `data.source.options.private_extras`. Empty: no answer is given."""
     weight: NonNegativeFloat = 0.25
