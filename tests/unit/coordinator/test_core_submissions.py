@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import AnswerKey, Message, Purpose, Task
-from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.core.state import State, task_bytes
 from rollmesh.services.coordinator.snapshots import encode_state
 from rollmesh.shared.errors import RunEnded, TaskConflict, TaskQuota, TasksNotAccepted
 
@@ -201,6 +201,57 @@ def test_after_finish_no_task_is_added_and_the_last_groups_fill_a_smaller_batch(
     assert submit(run, task("a"), task("b"), finish=True).num_added == 0
     report = audited(run)
     assert report.holds, report.to_text()
+
+
+def test_tasks_that_a_limit_cancels_are_open_and_drawn_when_the_run_is_reopened() -> None:
+    run = begun(tokens_max=16, max_staleness=3)
+    submit(run, *(task(f"t{number}") for number in range(6)), finish=True)
+    run.ask(i.AcquireRollouts, node_id="v", num_max=2, wait_s=1.0)
+    run.generate(4, step=0)
+    assert run.core.state.ended == "TOKENS_MAX"
+    assert drawn(run) == ["t0", "t1", "t2"]
+    assert {one.task_id for one in run.core.state.submitted_open} == {f"t{number}" for number in range(6)}
+    assert run.core.state.submitted_open_bytes == sum(map(task_bytes, run.core.state.submitted_open))
+    run.ask(m.ChangeRun, change_id="c", spec=msgspec.structs.replace(run.core.state.the_spec, tokens_max=0))
+    assert counts(run) == (6, 0, 0)
+    run.generate(12, step=0)
+    assert sorted(drawn(run)[3:]) == [f"t{number}" for number in range(6)]
+    assert counts(run) == (0, 0, 6)
+    again = Core(State())
+    again.replay(run.facts)
+    assert encode_state(again.state) == encode_state(run.core.state)
+
+
+def test_tasks_whose_samples_a_roll_back_makes_void_are_drawn_again() -> None:
+    run = begun()
+    submit(run, *(task(f"t{number}") for number in range(4)))
+    run.train(1)
+    run.publish(1)
+    run.generate(4, step=1)
+    run.attach(last_update=0, digest="")
+    run.publish(0, incarnation=1)
+    run.lease(1)
+    assert run.core.state.counters.reasons == {"stale/VOID_VERSION": 4}
+    assert {one.task_id for one in run.core.state.submitted_open} == {"t2", "t3"}
+    run.commit(1, run.lease(1).lease_id)
+    run.publish(1, incarnation=1)
+    run.generate(4, step=1, incarnation=1)
+    assert sorted(drawn(run)) == ["t0", "t1", "t2", "t2", "t3", "t3"]
+    assert audited(run).holds
+
+
+def test_a_group_that_was_used_in_part_or_failed_is_not_drawn_again() -> None:
+    run = CoreRun(submitted_tasks=True, export_groups=9)
+    run.begin()
+    submit(run, task("a"))
+    run.generate(1, step=0)
+    run.ask(m.StopRun, reason="")
+    assert counts(run) == (0, 0, 1)
+    run = begun(tries_max=1)
+    submit(run, task("a"))
+    run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)
+    run.take(run.core.handle(i.NodeDead(node_id="w"), run.now))
+    assert counts(run) == (0, 0, 1)
 
 
 def test_without_finish_too_few_groups_wait_for_further_tasks() -> None:

@@ -16,6 +16,7 @@ from rollmesh.services.coordinator.core.group_changes import (
     add_episodes,
     close_eval_episode,
     count_eval,
+    end_episode,
     end_sample,
     end_samples,
     finish,
@@ -25,6 +26,7 @@ from rollmesh.services.coordinator.core.group_changes import (
 )
 from rollmesh.services.coordinator.core.records import Bound
 from rollmesh.services.coordinator.core.state import (
+    RUN_ENDED,
     VERSIONS_KEPT_MAX,
     BatchState,
     EpisodeStatus,
@@ -47,7 +49,6 @@ REFUSED_KEPT_MAX = 100
 RELEASED_KEPT_MAX = 1024
 """Number of released leases that are kept to recognize a repeated release."""
 RELEASED = "RELEASED"
-RUN_ENDED = "RUN_ENDED"
 PROGRESS = (
     f.RunCreated,
     f.EpisodeScored,
@@ -147,9 +148,8 @@ def _(fact: f.EpisodeEnded, state: State) -> None:
     group = state.groups[fact.group]
     episode = group.episodes[fact.episode]
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} ended twice"
-    finish(state, group, episode, EpisodeStatus.ENDED)
+    end_episode(state, group, episode, fact.end, fact.reason)
     episode.cause = fact.cause
-    state.counters_of(group.purpose).end(fact.end, fact.reason)
     close_eval_episode(state, group)
     settle(state, group)
 

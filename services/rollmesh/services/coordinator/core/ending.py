@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import limits, rollouts
 from rollmesh.services.coordinator.core import messages as m
-from rollmesh.services.coordinator.core.apply import RUN_ENDED
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import Purpose
-from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
+from rollmesh.services.coordinator.core.state import RUN_ENDED, BatchState, GroupPhase
 
 FAILED = "FAILED"
 """Prefix of the reason of a run that a bug of the coordinator ended."""

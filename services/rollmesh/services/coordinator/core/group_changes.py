@@ -13,6 +13,8 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     REWARD_NAMES_MAX,
+    RUN_ENDED,
+    VOID_VERSION,
     EpisodeState,
     EpisodeStatus,
     EvalState,
@@ -20,6 +22,7 @@ from rollmesh.services.coordinator.core.state import (
     GroupState,
     SampleState,
     State,
+    task_bytes,
 )
 from rollmesh.shared.domain.text import short_labels
 
@@ -56,13 +59,24 @@ def without_evidence(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
 
 
 def settle(state: State, group: GroupState) -> None:
-    """Advance a group when its last episode has ended, and remove it when its last sample has ended."""
+    """Advance a group when its last episode has ended, and remove it when its last sample has ended. A submitted task
+    whose group was lost is drawn again."""
     if group.unfinished:
         return
     if group.phase is GroupPhase.OPEN:
         group.phase = GroupPhase.FINALIZING
     if group.num_live == 0:
         del state.groups[group.group]
+        used = any(sample.end in (SampleEnd.TRAINED, SampleEnd.EXPORTED) for sample in group.samples.values())
+        if group.lost and not used and group.purpose is not Purpose.EVAL and group.task.task_id in state.submitted:
+            state.submitted_open.insert(0, group.task)
+            state.submitted_open_bytes += task_bytes(group.task)
+
+
+def end_episode(state: State, group: GroupState, episode: EpisodeState, end: SampleEnd, reason: str) -> None:
+    finish(state, group, episode, EpisodeStatus.ENDED)
+    group.lost |= reason in (RUN_ENDED, VOID_VERSION)
+    state.counters_of(group.purpose).end(end, reason)
 
 
 def end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:
@@ -75,6 +89,7 @@ def end_sample(state: State, group: GroupState, sample: SampleState, end: Sample
     assert sample.end is SampleEnd.LIVE, f"sample {sample.sample_id} ended twice: {sample.end.name}, then {end.name}"
     sample.end = end
     sample.reason = reason
+    group.lost |= reason in (RUN_ENDED, VOID_VERSION)
     state.counters_of(group.purpose).end(end, reason)
 
 

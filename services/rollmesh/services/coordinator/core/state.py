@@ -29,6 +29,12 @@ VERSIONS_KEPT_MAX = 64
 this."""
 
 
+RUN_ENDED = "RUN_ENDED"
+"""Reason of what ends unused with its run."""
+VOID_VERSION = "VOID_VERSION"
+"""Reason of samples whose weights were rolled back."""
+
+
 class EpisodeStatus(IntEnum):
     PENDING = 1
     LEASED = 2
@@ -105,6 +111,8 @@ class GroupState(msgspec.Struct, kw_only=True):
     """The batch lease while LEASED or IN_DOUBT."""
     update: int = 0
     """The update of its samples while APPLIED."""
+    lost: bool = False
+    """Whether the end of the run or a roll-back ended one of its episodes or samples."""
 
     @property
     def unfinished(self) -> bool:
@@ -314,7 +322,7 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     submitted: dict[str, str] = {}
     """`submitted_digest` of every submitted task, by its id."""
     submitted_open: list[Task] = []
-    """Submitted tasks that wait for admission, in order of submission."""
+    """Submitted tasks that wait for admission, in order of submission. Those that are drawn again are at the front."""
     submitted_open_bytes: int = 0
     """Sum of `task_bytes` over them."""
     submitted_finished: bool = False
