@@ -319,6 +319,45 @@ def test_a_run_that_only_waits_for_tasks_is_not_stalled_and_one_with_open_tasks_
     assert run.core.is_stalled(run.now + 10.0)
 
 
+def test_a_full_batch_that_no_trainer_leases_is_a_stall() -> None:
+    run = begun(stall_s=10.0)
+    submit(run, task("a"), task("b"))
+    run.generate(4, step=0)
+    assert run.core.is_stalled(run.now + 10.0)
+
+
+def test_a_run_without_a_version_that_the_nodes_accept_does_not_wait_for_tasks() -> None:
+    run = CoreRun(submitted_tasks=True, stall_s=10.0)
+    run.attach()
+    assert run.core.is_stalled(run.now + 10.0)
+    run.publish(0)
+    assert not run.core.is_stalled(run.now + 10.0)
+    run.take(run.core.handle(i.VersionRejected(version=run.core.state.the_clock.published, cause="x"), run.now))
+    assert run.core.is_stalled(run.now + 10.0)
+
+
+def test_a_trainer_that_wants_more_groups_than_there_are_waits_for_tasks() -> None:
+    run = begun(stall_s=10.0)
+    submit(run, task("a"), task("b"))
+    run.generate(4, step=0)
+    amount = i.LeaseBatch(
+        ticket=99, policy="main", learner="main", trainer_epoch=run.epoch, update=1, amount=3, wait_s=60.0
+    )
+    run.take(run.core.handle(amount, run.now))
+    assert not run.core.is_stalled(run.now + 10.0)
+
+
+def test_the_time_of_a_stall_begins_after_the_wait_for_tasks() -> None:
+    run = begun(stall_s=10.0)
+    submit(run, task("a"))
+    run.generate(2, step=0)
+    run.now = 1000.0
+    submit(run, finish=True)
+    assert run.lease(1).lease_id
+    assert not run.core.is_stalled(run.now + 9.0)
+    assert run.core.is_stalled(run.now + 10.0)
+
+
 def audited(run: CoreRun) -> Any:
     audit = Audit()
     for record in run.records:

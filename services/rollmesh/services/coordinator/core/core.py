@@ -123,6 +123,8 @@ class Core:
             raise UnknownRun("no such run; CreateRun first")
         if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(ctx):
             raise RunEnded(f"run {ctx.spec.run} has ended: {self.state.ended}")
+        if self.state.spec is not None and stall.waits_for_tasks(ctx):
+            self.ephemeral.progressed_at = now  # a stall begins after the wait
         try:
             _HANDLERS[type(request)](ctx, request)
             self._pump(ctx)

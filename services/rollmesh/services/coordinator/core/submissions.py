@@ -61,13 +61,6 @@ def submitted_tasks(state: State) -> m.SubmittedTasks:
     )
 
 
-def is_idle(state: State) -> bool:
-    """Return whether a run only waits for further tasks: no episode is in progress, and no batch is held."""
-    if not state.the_spec.submitted_tasks or state.submitted_finished or state.submitted_open or state.replays:
-        return False
-    return all(group.phase in (GroupPhase.READY, GroupPhase.APPLIED) for group in state.groups.values())
-
-
 def why_no_task(state: State) -> str:
     """Return why no submitted task is drawn, for display."""
     if state.submitted_open:
