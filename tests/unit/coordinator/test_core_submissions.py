@@ -3,6 +3,7 @@ last."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import AnswerKey, Message, Purpose, Task
-from rollmesh.services.coordinator.core.state import State, task_bytes
+from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.snapshots import encode_state
 from rollmesh.shared.errors import RunEnded, TaskConflict, TaskQuota, TasksNotAccepted
 
@@ -103,7 +104,7 @@ def test_the_same_content_is_added_once_also_after_it_was_trained() -> None:
     assert submit(run, task("a"), task("b"), keys=keys).num_added == 0
     run.train(1)
     assert submit(run, task("b"), task("a"), task("c"), keys=keys).num_added == 1
-    assert [one.task_id for one in run.core.state.submitted_open] == ["c"]
+    assert [one.task.task_id for one in run.core.state.submitted_open] == ["c"]
     assert drawn(run) == ["a", "b"]
 
 
@@ -164,9 +165,20 @@ def test_a_quota_rejects_the_whole_call(limits: dict[str, int], named: str, agai
         assert submit(run, task("c"), limits=strict).num_added == 1
 
 
+@pytest.mark.parametrize(("limit", "again"), [("open_bytes_max", True), ("ledger_bytes_left", False)])
+def test_answer_keys_count_towards_the_sizes(limit: str, again: bool) -> None:
+    run = begun()
+    strict = dataclasses.replace(LIMITS, **{limit: 5_000})
+    submit(run, task("a"), keys={"a": "x" * 2_000}, limits=strict)
+    with pytest.raises(TaskQuota, match=f"{limit}|ledger_bytes_max") as caught:
+        submit(run, task("b"), keys={"b": "x" * 3_000}, limits=strict)
+    assert caught.value.retryable is again
+    assert submit(run, task("a"), keys={"a": "x" * 2_000}, finish=True, limits=strict).num_added == 0
+
+
 def test_the_room_of_drawn_tasks_is_free_again() -> None:
     run = begun()
-    submit(run, task("a"), task("b"))
+    submit(run, task("a"), task("b"), keys={"a": "2"})
     assert run.core.state.submitted_open_bytes > 0
     run.generate(4, step=0)
     assert run.core.state.submitted_open_bytes == 0
@@ -210,8 +222,8 @@ def test_tasks_that_a_limit_cancels_are_open_and_drawn_when_the_run_is_reopened(
     run.generate(4, step=0)
     assert run.core.state.ended == "TOKENS_MAX"
     assert drawn(run) == ["t0", "t1", "t2"]
-    assert {one.task_id for one in run.core.state.submitted_open} == {f"t{number}" for number in range(6)}
-    assert run.core.state.submitted_open_bytes == sum(map(task_bytes, run.core.state.submitted_open))
+    assert {one.task.task_id for one in run.core.state.submitted_open} == {f"t{number}" for number in range(6)}
+    assert run.core.state.submitted_open_bytes == sum(one.num_bytes for one in run.core.state.submitted_open)
     run.ask(m.ChangeRun, change_id="c", spec=msgspec.structs.replace(run.core.state.the_spec, tokens_max=0))
     assert counts(run) == (6, 0, 0)
     run.generate(12, step=0)
@@ -232,7 +244,7 @@ def test_tasks_whose_samples_a_roll_back_makes_void_are_drawn_again() -> None:
     run.publish(0, incarnation=1)
     run.lease(1)
     assert run.core.state.counters.reasons == {"stale/VOID_VERSION": 4}
-    assert {one.task_id for one in run.core.state.submitted_open} == {"t2", "t3"}
+    assert {one.task.task_id for one in run.core.state.submitted_open} == {"t2", "t3"}
     run.commit(1, run.lease(1).lease_id)
     run.publish(1, incarnation=1)
     run.generate(4, step=1, incarnation=1)

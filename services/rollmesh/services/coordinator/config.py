@@ -23,8 +23,8 @@ class SubmissionConfig(Settings):
     open_max: PositiveInt = 10_000
     """Maximum number of tasks of a run that wait for admission. More are rejected with TASK_QUOTA."""
     open_bytes_max: PositiveInt = 32 * 1024 * 1024
-    """Maximum size of these tasks without their answer keys, in bytes. The coordinator holds them in memory and in its
-    snapshots."""
+    """Maximum size of these tasks with their answer keys, in bytes. The coordinator holds the tasks in memory and in
+    its snapshots. Tasks and keys together fill at most 80% of the run's ledger (`coordinator.streams`)."""
     tasks_max: PositiveInt = 200_000
     """Maximum number of tasks that a run gets in total. The coordinator holds the id of each, about 200 bytes."""
 

@@ -21,6 +21,7 @@ from rollmesh.services.coordinator.core.group_changes import (
     end_samples,
     finish,
     open_eval,
+    open_task,
     settle,
     without_evidence,
 )
@@ -38,9 +39,9 @@ from rollmesh.services.coordinator.core.state import (
     SampleState,
     State,
     UpdateRecord,
+    key_bytes,
     names_digest,
     submitted_digest,
-    task_bytes,
 )
 
 UPDATES_KEPT_MAX = 4096
@@ -101,9 +102,10 @@ def _(fact: f.GroupReserved, state: State) -> None:
     state.groups[fact.group] = group
     if state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
         assert state.submitted_open, f"{fact.group} has a task that was not submitted"
-        task = state.submitted_open.pop(0)
-        assert task.task_id == fact.task.task_id, f"{fact.group} has {fact.task.task_id}, expected {task.task_id}"
-        state.submitted_open_bytes -= task_bytes(task)
+        first = state.submitted_open.pop(0)
+        expected = first.task.task_id
+        assert expected == fact.task.task_id, f"{fact.group} has {fact.task.task_id}, expected {expected}"
+        state.submitted_open_bytes -= first.num_bytes
     state.replays = [replay for replay in state.replays if not fact.dead_id or replay.dead_id != fact.dead_id]
     if fact.purpose is Purpose.EVAL:
         open_eval(state, fact)
@@ -368,9 +370,9 @@ def _(fact: f.TasksSubmitted, state: State) -> None:
     keys = {key.task_id: key for key in fact.answer_keys}
     for task in fact.tasks:
         assert task.task_id not in state.submitted, f"task {task.task_id} submitted twice"
-        state.submitted[task.task_id] = submitted_digest(task, keys.get(task.task_id))
-        state.submitted_open.append(task)
-        state.submitted_open_bytes += task_bytes(task)
+        key = keys.get(task.task_id)
+        state.submitted[task.task_id] = submitted_digest(task, key)
+        open_task(state, task, key_bytes(key), len(state.submitted_open))
     state.submitted_finished = state.submitted_finished or fact.finish
 
 

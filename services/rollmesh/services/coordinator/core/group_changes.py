@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, Task
 from rollmesh.services.coordinator.core.state import (
     REWARD_NAMES_MAX,
     RUN_ENDED,
@@ -20,6 +20,7 @@ from rollmesh.services.coordinator.core.state import (
     EvalState,
     GroupPhase,
     GroupState,
+    OpenTask,
     SampleState,
     State,
     task_bytes,
@@ -69,8 +70,14 @@ def settle(state: State, group: GroupState) -> None:
         del state.groups[group.group]
         used = any(sample.end in (SampleEnd.TRAINED, SampleEnd.EXPORTED) for sample in group.samples.values())
         if group.lost and not used and group.purpose is not Purpose.EVAL and group.task.task_id in state.submitted:
-            state.submitted_open.insert(0, group.task)
-            state.submitted_open_bytes += task_bytes(group.task)
+            open_task(state, group.task, 0, 0)
+
+
+def open_task(state: State, task: Task, num_key_bytes: int, place: int) -> None:
+    """Let a submitted task wait for admission at `place`."""
+    waiting = OpenTask(task=task, num_bytes=task_bytes(task) + num_key_bytes)
+    state.submitted_open.insert(place, waiting)
+    state.submitted_open_bytes += waiting.num_bytes
 
 
 def end_episode(state: State, group: GroupState, episode: EpisodeState, end: SampleEnd, reason: str) -> None:

@@ -220,6 +220,8 @@ class SubmissionLimits:
     tasks_max: int
     open_max: int
     open_bytes_max: int
+    ledger_bytes_left: int = 2**62
+    """Number of bytes of the ledger that submitted tasks may still use. The driver sets it."""
 
 
 class SubmitTasks(Request[SubmitTasksResponse], frozen=True, kw_only=True):

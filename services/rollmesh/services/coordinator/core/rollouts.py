@@ -173,7 +173,7 @@ def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:
     ctx.ephemeral.draw_at = None
     num_bytes = 0
     while ctx.state.submitted_open and _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
-        task = ctx.state.submitted_open[0]
+        task = ctx.state.submitted_open[0].task
         num_bytes += task_bytes(task)
         if num_bytes > SUBMITTED_BYTES_MAX and num_bytes > task_bytes(task):
             ctx.ephemeral.draw_at = ctx.now

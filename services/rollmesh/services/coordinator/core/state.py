@@ -285,6 +285,19 @@ def task_bytes(task: Task) -> int:
     return len(msgspec.json.encode(task))
 
 
+def key_bytes(key: AnswerKey | None) -> int:
+    """Return the size of an answer key in the ledger, bytes, rounded."""
+    return len(msgspec.json.encode(key)) if key is not None else 0
+
+
+class OpenTask(msgspec.Struct, kw_only=True, frozen=True):
+    """A submitted task that waits for admission."""
+
+    task: Task
+    num_bytes: int
+    """`task_bytes`, and the size of its answer key when it was submitted."""
+
+
 class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything durable about one run. A snapshot with a field that this version does not have is rejected."""
 
@@ -321,10 +334,10 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ended: str = ""
     submitted: dict[str, str] = {}
     """`submitted_digest` of every submitted task, by its id."""
-    submitted_open: list[Task] = []
+    submitted_open: list[OpenTask] = []
     """Submitted tasks that wait for admission, in order of submission. Those that are drawn again are at the front."""
     submitted_open_bytes: int = 0
-    """Sum of `task_bytes` over them."""
+    """Sum of their sizes."""
     submitted_finished: bool = False
     """Whether no further tasks follow."""
     seconds: float = 0.0

@@ -18,6 +18,7 @@ from rollmesh.services.coordinator.core.state import (
     SUBMITTED_SCHEME,
     GroupPhase,
     State,
+    key_bytes,
     submitted_digest,
     task_bytes,
 )
@@ -36,12 +37,12 @@ def submit(ctx: DecisionContext, request: i.SubmitTasks) -> None:
         )
     keys = {key.task_id: key for key in request.answer_keys}
     new = [task for task in request.tasks if not _is_known(state, task, keys.get(task.task_id))]
+    with_key = [keys[task.task_id] for task in new if task.task_id in keys]
     if new:
         _check_open(ctx)
-        _check_quota(state, new, request)
+        _check_quota(state, new, with_key, request)
     finish = request.finish and not state.submitted_finished and not state.ended
     if new or finish:
-        with_key = [keys[task.task_id] for task in new if task.task_id in keys]
         tasks = tuple(_with_ref(task, spec.run, request.submission) if task.task_id in keys else task for task in new)
         ctx.emit(
             f.TasksSubmitted(submission=request.submission, tasks=tasks, answer_keys=tuple(with_key), finish=finish)
@@ -96,9 +97,18 @@ def _check_open(ctx: DecisionContext) -> None:
         )
 
 
-def _check_quota(state: State, new: list[Task], request: i.SubmitTasks) -> None:
+def _check_quota(state: State, new: list[Task], keys: list[AnswerKey], request: i.SubmitTasks) -> None:
     num, num_open = len(state.submitted) + len(new), len(state.submitted_open) + len(new)
-    num_bytes = state.submitted_open_bytes + sum(map(task_bytes, new))
+    of_call = sum(map(task_bytes, new)) + sum(map(key_bytes, keys))
+    num_bytes = state.submitted_open_bytes + of_call
+    to_store = num_bytes + sum(map(task_bytes, new))  # the ledger has each task again with its group
+    if to_store > request.limits.ledger_bytes_left:
+        raise TaskQuota(
+            f"the ledger of run {state.the_spec.run} has room for {max(0, request.limits.ledger_bytes_left)} bytes of "
+            f"submitted tasks, and with this call they need {to_store}; create another run for further tasks, or raise "
+            "`coordinator.streams.ledger_bytes_max` and resume the run",
+            ledger_bytes_left=request.limits.ledger_bytes_left,
+        )
     if num > request.limits.tasks_max:
         raise TaskQuota(
             f"the run may get at most {request.limits.tasks_max} tasks (`coordinator.run.submitted.tasks_max`), and "
