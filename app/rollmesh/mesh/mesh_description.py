@@ -19,6 +19,8 @@ from rollmesh.shared.weights.model_files import ModelFiles
 
 def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
     """Return the description of the mesh at `layout`, whose streams are on `bus`."""
+    rollout = layout.config.rollout
+    private = [name for name, extras in rollout.private_extras.items() if extras]
     return MeshDescription(
         config_yaml=to_yaml(public_config(layout.config)),
         coordinator=layout.coordinators,
@@ -26,8 +28,9 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),
         model=_model_files(layout),
-        agents=tuple(layout.config.rollout.agents),
-        tools=tuple(layout.config.rollout.tools),
+        agents=tuple(rollout.agents),
+        private_agents=(*private, *([""] if rollout.agent.name in private else [])),
+        tools=tuple(rollout.tools),
         needs_submissions=layout.config.data.source.name == SUBMITTED,
         payloads="files" if layout.config.payloads_in_files else "stream",
     )

@@ -336,7 +336,9 @@ class SubmittedTasks(_message.Message):
     ANSWERED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     open: _builtins.int
-    """Tasks that wait for admission."""
+    """Tasks that wait for admission, with those that are drawn again because the end of the run or a roll-back ended their group. In a
+    run that has ended: tasks without a result; a run that is reopened (ChangeRun) draws them.
+    """
     drawn: _builtins.int
     """Tasks whose group is in progress: an episode has not ended, or the reward service has not decided on the group."""
     answered: _builtins.int

@@ -171,8 +171,9 @@ class RunServiceServicer(object):
 
     def SubmitTasks(self, request, context):
         """Adds tasks to a run with `RunSpec.submitted_tasks`. When the call returns OK, the tasks are stored in the ledger and survive a kill of
-        every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes. Idempotent by
-        `task_id`: a task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
+        every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes, and again only if
+        the end of the run or a roll-back ended the whole group without a trained or exported sample. Idempotent by `task_id`: a
+        task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
         Errors:
         NOT_FOUND UNKNOWN_RUN: CreateRun first.
         INVALID_ARGUMENT: a field out of its range, a task id that occurs twice, or a task with a scorer that the run does not have; the

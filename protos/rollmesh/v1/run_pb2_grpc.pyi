@@ -82,8 +82,9 @@ class RunServiceStub:
     """
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_run_pb2.SubmitTasksRequest, _run_pb2.SubmitTasksResponse]
     """Adds tasks to a run with `RunSpec.submitted_tasks`. When the call returns OK, the tasks are stored in the ledger and survive a kill of
-    every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes. Idempotent by
-    `task_id`: a task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
+    every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes, and again only if
+    the end of the run or a roll-back ended the whole group without a trained or exported sample. Idempotent by `task_id`: a
+    task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
     Errors:
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
       INVALID_ARGUMENT: a field out of its range, a task id that occurs twice, or a task with a scorer that the run does not have; the
@@ -282,8 +283,9 @@ class RunServiceAsyncStub(RunServiceStub):
     """
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_run_pb2.SubmitTasksRequest, _run_pb2.SubmitTasksResponse]  # type: ignore[assignment]
     """Adds tasks to a run with `RunSpec.submitted_tasks`. When the call returns OK, the tasks are stored in the ledger and survive a kill of
-    every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes. Idempotent by
-    `task_id`: a task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
+    every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes, and again only if
+    the end of the run or a roll-back ended the whole group without a trained or exported sample. Idempotent by `task_id`: a
+    task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
     Errors:
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
       INVALID_ARGUMENT: a field out of its range, a task id that occurs twice, or a task with a scorer that the run does not have; the
@@ -497,8 +499,9 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.SubmitTasksResponse, _abc.Awaitable[_run_pb2.SubmitTasksResponse]]:
         """Adds tasks to a run with `RunSpec.submitted_tasks`. When the call returns OK, the tasks are stored in the ledger and survive a kill of
-        every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes. Idempotent by
-        `task_id`: a task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
+        every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes, and again only if
+        the end of the run or a roll-back ended the whole group without a trained or exported sample. Idempotent by `task_id`: a
+        task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
         Errors:
           NOT_FOUND UNKNOWN_RUN: CreateRun first.
           INVALID_ARGUMENT: a field out of its range, a task id that occurs twice, or a task with a scorer that the run does not have; the

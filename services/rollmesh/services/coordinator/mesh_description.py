@@ -44,6 +44,8 @@ class MeshDescription:
     """Whether the data service has no training tasks, so that every run that draws some needs those of clients."""
     agents: tuple[str, ...] = ()
     """Names of the agents that a task may name."""
+    private_agents: tuple[str, ...] = ()
+    """Names of the agents that may read private extras of their tasks; the empty name is that of the default agent."""
     tools: tuple[str, ...] = ()
     """Names of the tools that a task may list."""
     payloads: str = "stream"
@@ -100,11 +102,18 @@ class MeshDescriber:
                 )
 
     def check_tasks(self, tasks: Sequence[types_pb2.Task]) -> None:
-        """Check that the mesh has the agents and tools of submitted tasks. Raises InvalidInput with the task and the
-        field. A coordinator without a configuration checks nothing."""
+        """Check that the mesh has the agents and tools of submitted tasks, and that the agents read no private extras.
+        Raises InvalidInput with the task and the field. A coordinator without a configuration checks nothing."""
         if self._given is None:
             return
         for index, task in enumerate(tasks):
+            if task.agent in self._given.private_agents:
+                raise field_error(
+                    f"{validation.task_place(index, task)}.agent",
+                    "name an agent that reads no private extras, because a submitted task has none",
+                    task.agent or "the default agent",
+                    "choose another agent, or remove its entry of rollout.private_extras",
+                )
             for field, named, known in (
                 ("agent", [task.agent] if task.agent else [], self._given.agents),
                 ("tools", task.tools, self._given.tools),

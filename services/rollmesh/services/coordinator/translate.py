@@ -96,6 +96,7 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
         lease_s=lease.lease_s,
         seed=lease.seed,
         index=lease.index,
+        submitted=lease.submitted,
     )
     message.key.run = run
     message.key.task = lease.task.task_id

@@ -55,6 +55,7 @@ class EpisodeLease:
     lease_s: float
     seed: int
     index: int
+    submitted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,7 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
         lease_s=ctx.spec.episode_lease_s,
         seed=episode_seed(ctx.spec.seed, group, episode_id),
         index=episode_index(episode_id),
+        submitted=ctx.spec.submitted_tasks and group.purpose is not Purpose.EVAL,
     )
 
 
