@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rollmesh.services.coordinator import validation
+from rollmesh.services.coordinator.mesh_description import MeshDescriber, MeshDescription
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
 from rollmesh.v1 import run_pb2, types_pb2
 
@@ -60,9 +61,44 @@ def test_a_wrong_field_is_named(tasks: tuple[types_pb2.Task, ...], keys: tuple[K
     assert "Zanzibar" not in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["record", "tests"])
+@pytest.mark.parametrize("levels", [101, 50_000])
+@pytest.mark.parametrize("nest", [("[", "]"), ('{"b": ', "}")])
+def test_a_deeply_nested_object_is_rejected(field: str, levels: int, nest: tuple[str, str]) -> None:
+    def nested(num: int) -> Key:
+        inner = nest[0] * (num - 1) + "1" + nest[1] * (num - 1)
+        return Key(task_id="a", **cast(Any, {field: f'{{"a": {inner}}}'}))
+
+    request = run_pb2.SubmitTasksRequest(run="r", tasks=[task()], answer_keys=[nested(levels)])
+    with pytest.raises(InvalidInput, match="at most 100 levels"):
+        validation.check_submission(request, task_bytes_max=1 << 20)
+    check(task(), keys=(nested(100),))
+
+
 def test_a_mesh_without_scorers_takes_no_task() -> None:
     with pytest.raises(InvalidInput, match="have a scorer"):
         check(task(), known=[])
+
+
+@pytest.mark.parametrize("agent", ["hinted", ""])
+def test_an_agent_that_reads_private_extras_gets_no_submitted_task(agent: str) -> None:
+    mesh = MeshDescriber(
+        MeshDescription(
+            config_yaml="",
+            coordinator="",
+            bus_url="",
+            policy="main",
+            base_dir="",
+            agents=("hinted", "other"),
+            private_agents=("hinted", ""),
+        ),
+        runs=cast(Any, None),
+        keeper=cast(Any, None),
+    )
+    mesh.check_tasks([task(agent="other")])
+    with pytest.raises(InvalidInput, match="rollout.private_extras") as caught:
+        mesh.check_tasks([task(agent=agent)])
+    assert [violation.field for violation in caught.value.violations] == ["tasks[0] (task a).agent"]
 
 
 def test_what_passes() -> None:

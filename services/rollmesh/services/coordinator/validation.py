@@ -56,6 +56,8 @@ VERSIONS_MAX = 64
 """Most sets of weights that an engine holds."""
 CAPACITY_MAX = 1_000_000
 SPANS_MAX = 4096
+OBJECT_DEPTH_MAX = 100
+"""Most levels of a JSON object in an answer key, which services decode recursively."""
 TOOL_CALLS_MAX = 2**31 - 1
 """Most tool calls of an episode, so that their sum over episodes fits its field."""
 TrainerMessage: TypeAlias = (
@@ -251,12 +253,24 @@ def task_place(index: int, task: types_pb2.Task) -> str:
 
 def _check_object(field: str, text: str) -> None:
     """Check a JSON object of an answer key. The error does not quote it."""
+    must = f"be a JSON object of at most {OBJECT_DEPTH_MAX} levels"
     try:
-        is_object = isinstance(msgspec.json.decode(text), dict)
-    except msgspec.DecodeError as error:
-        raise field_error(field, "be a JSON object", Phrase(f"{len(text)} characters: {error}")) from None
-    if not is_object:
-        raise field_error(field, "be a JSON object", Phrase(f"{len(text)} characters of another kind"))
+        value = msgspec.json.decode(text)
+        is_object = isinstance(value, dict)
+        levels = _num_levels(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise field_error(field, must, Phrase(f"{len(text)} characters: {error}")) from None
+    if not is_object or levels > OBJECT_DEPTH_MAX:
+        raise field_error(field, must, Phrase(f"{len(text)} characters of another kind"))
+
+
+def _num_levels(value: object) -> int:
+    """Return how deep a JSON value is nested, at most one more than the limit."""
+    layer, num = [value], 0
+    while num <= OBJECT_DEPTH_MAX and (nested := [part for part in layer if isinstance(part, (dict, list))]):
+        layer = [one for part in nested for one in (part.values() if isinstance(part, dict) else part)]
+        num += 1
+    return num
 
 
 def check_checkpoint(request: run_pb2.ReportCheckpointRequest) -> None:

@@ -5,9 +5,10 @@ An oracle resolves without waiting. So the service first fetches the keys of a r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Protocol
+
+import msgspec
 
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.services.reward.oracles import Oracle
@@ -91,5 +92,6 @@ class SubmittedOracle(Oracle):
 
 
 def _answer_key(key: types_pb2.AnswerKey) -> AnswerKey:
-    tests = json.loads(key.tests) if key.tests.lstrip().startswith("{") else key.tests
-    return AnswerKey(answers=tuple(key.answers), tests=tests, record=json.loads(key.record) if key.record else {})
+    tests = msgspec.json.decode(key.tests) if key.tests.lstrip().startswith("{") else key.tests
+    record = msgspec.json.decode(key.record) if key.record else {}
+    return AnswerKey(answers=tuple(key.answers), tests=tests, record=record)
