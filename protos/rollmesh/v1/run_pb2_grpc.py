@@ -185,7 +185,8 @@ class RunServiceServicer(object):
         OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit, and a task is new.
         RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: a task or the call has too many bytes; the message names the limit. Do not repeat it.
         RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many; the message names the limit. Retry after RetryInfo, if
-        there is one: the quota of waiting tasks is free again when groups are admitted.
+        there is one: the quota of waiting tasks is free again when groups are admitted. With the metadata `tasks_per_call`: submit at
+        most that many per call, with at most `bytes_per_call` bytes.
         UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Self
 from rollmesh.client.calls import GatewayCalls, RunCalls
 from rollmesh.client.trainer import Attachment, Trainer, disposed_samples, outcome_of
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import NotReady
+from rollmesh.shared.errors import NotReady, TaskQuota, field_error
 from rollmesh.shared.net.retry import RetryConfig
 from rollmesh.shared.rpc.access import Access, Tls
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
@@ -152,7 +153,10 @@ class Run(RunCalls):
         retries. Raises `InvalidInput` (the message names the task and the field), `TaskConflict`, `TasksNotAccepted`,
         `TaskQuota`, `PayloadTooLarge`.
         """
-        keys = {key.task_id: key for key in answer_keys}
+        given = list(answer_keys)
+        keys = {key.task_id: key for key in given}
+        if twice := [name for name, num in Counter(key.task_id for key in given).items() if num > 1]:
+            raise field_error("answer_keys.task_id", "be different in each key", twice[0])
         parts = [run_pb2.SubmitTasksRequest(run=self.name)]
         num_bytes = 0
         for task in tasks:
@@ -165,12 +169,33 @@ class Run(RunCalls):
             parts[-1].tasks.append(task)
             if key is not None:
                 parts[-1].answer_keys.append(key)
-        parts[-1].answer_keys.extend(keys.values())  # keys without a task, which the mesh rejects
+        if keys:
+            raise field_error("answer_keys.task_id", "name one of the tasks", next(iter(keys)))
         parts[-1].finish = finish
         reply = run_pb2.SubmitTasksResponse()
         for part in parts:
-            reply = await self.ask("SubmitTasks", part)
+            reply = await self._submit(part)
         return reply.submitted
+
+    async def _submit(self, part: run_pb2.SubmitTasksRequest) -> run_pb2.SubmitTasksResponse:
+        """Submit a part, by halves if the mesh has a smaller quota for a call."""
+        try:
+            reply: run_pb2.SubmitTasksResponse = await self.ask("SubmitTasks", part)
+        except TaskQuota as error:
+            if "tasks_per_call" not in error.metadata or len(part.tasks) == 1:
+                raise
+        else:
+            return reply
+        half = len(part.tasks) // 2
+        first, rest = run_pb2.SubmitTasksRequest(run=part.run), run_pb2.SubmitTasksRequest(run=part.run)
+        first.tasks.extend(part.tasks[:half])
+        rest.tasks.extend(part.tasks[half:])
+        of_first = {task.task_id for task in first.tasks}
+        for key in part.answer_keys:
+            (first if key.task_id in of_first else rest).answer_keys.append(key)
+        rest.finish = part.finish
+        await self._submit(first)
+        return await self._submit(rest)
 
     async def state(self) -> run_pb2.RunState:
         """Return the current state: sample counts, evaluations, waiting components and their reasons."""

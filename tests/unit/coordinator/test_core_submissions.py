@@ -165,6 +165,14 @@ def test_a_quota_rejects_the_whole_call(limits: dict[str, int], named: str, agai
         assert submit(run, task("c"), limits=strict).num_added == 1
 
 
+@pytest.mark.parametrize("limit", [{"open_max": 2}, {"open_bytes_max": 200}])
+def test_a_call_that_never_fits_is_not_retryable(limit: dict[str, int]) -> None:
+    run = begun()
+    with pytest.raises(TaskQuota, match="per call") as caught:
+        submit(run, task("a"), task("b"), task("c"), limits=dataclasses.replace(LIMITS, **limit))
+    assert not caught.value.retryable
+
+
 @pytest.mark.parametrize(("limit", "again"), [("open_bytes_max", True), ("ledger_bytes_left", False)])
 def test_answer_keys_count_towards_the_sizes(limit: str, again: bool) -> None:
     run = begun()

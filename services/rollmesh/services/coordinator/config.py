@@ -26,7 +26,7 @@ class SubmissionConfig(Settings):
     """Maximum size of these tasks with their answer keys, in bytes. The coordinator holds the tasks in memory and in
     its snapshots. Tasks and keys together fill at most 80% of the run's ledger (`coordinator.streams`)."""
     tasks_max: PositiveInt = 200_000
-    """Maximum number of tasks that a run gets in total. The coordinator holds the id of each, about 200 bytes."""
+    """Maximum number of tasks that a run gets in total. The coordinator holds the id of each, 150 to 400 bytes."""
 
 
 class RunLimits(Settings):

@@ -115,6 +115,15 @@ def _check_quota(state: State, new: list[Task], keys: list[AnswerKey], request: 
             f"with this call it would have {num}; create another run for further tasks, or raise the limit",
             tasks_max=request.limits.tasks_max,
         )
+    if len(new) > request.limits.open_max or of_call > request.limits.open_bytes_max:
+        raise TaskQuota(
+            f"{len(new)} tasks with {of_call} bytes can never wait for admission together, because at most "
+            f"{request.limits.open_max} with {request.limits.open_bytes_max} bytes may "
+            "(`coordinator.run.submitted.open_max`, `open_bytes_max`); submit at most that many per call, or raise the "
+            "limits",
+            tasks_per_call=request.limits.open_max,
+            bytes_per_call=request.limits.open_bytes_max,
+        )
     if num_open > request.limits.open_max or num_bytes > request.limits.open_bytes_max:
         raise TaskQuota(
             f"at most {request.limits.open_max} tasks with {request.limits.open_bytes_max} bytes may wait for "
