@@ -38,9 +38,9 @@ _REWARD_BYTES = 40
 """Size of a reward without its texts, bytes, rounded up."""
 LEASES_BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the tasks that a worker gets at once, bytes, so that its leases fit into a message."""
-SUBMITTED_BYTES_MAX = 2 * 1024 * 1024
+SUBMITTED_BYTES_MAX = 1024 * 1024
 """Maximum size of the submitted tasks that one decision draws, bytes, unless it is one larger task. A record may also
-contain the tasks of a submission, of the same size."""
+contain a request of 6 MiB, such as the reports of episodes."""
 DRAW_MAX = 64
 """Maximum number of tasks per request. The selector then gets new outcomes between draws."""
 
