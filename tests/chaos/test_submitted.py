@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from rollmesh.client import Client
+from rollmesh.services.coordinator.core import facts as f
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.net.retry import RetryConfig
 from rollmesh.v1 import run_pb2, types_pb2
@@ -106,8 +108,12 @@ async def test_a_thousand_submitted_tasks_under_kills_are_answered_once(tmp_path
         verdict = await settle(mesh, updates=state.policies[0].applied_step, limit_s=240.0)
     assert (state.ended, state.submitted.answered) == ("TASKS_EXHAUSTED", NUM_TASKS)
     samples = verdict.audit.samples
-    # A trainer that returns to a checkpoint makes the samples of later weights stale.
-    assert samples.reserved == samples.trained + samples.stale == NUM_TASKS * GROUP_SIZE, verdict.audit.reasons
+    drawn = Counter(fact.task.task_id for fact in verdict.facts if isinstance(fact, f.GroupReserved))
+    assert drawn.keys() == {f"t{number}" for number in range(NUM_TASKS)}
+    assert samples.reserved == samples.trained + samples.stale == drawn.total() * GROUP_SIZE, verdict.audit.reasons
+    # A trainer that returns to a checkpoint makes samples of later weights void, and their tasks are drawn again.
+    if not any(isinstance(fact, f.RolledBack) for fact in verdict.facts):
+        assert (set(drawn.values()), samples.stale) == ({1}, 0), verdict.audit.reasons
     assert (
         sum(code == -signal.SIGKILL for _, code in mesh.exits) == len(VICTIMS) - 1
     )  # the host of nats exits by itself
