@@ -352,7 +352,8 @@ def test_a_run_without_a_version_that_the_nodes_accept_does_not_wait_for_tasks()
     assert run.core.is_stalled(run.now + 10.0)
     run.publish(0)
     assert not run.core.is_stalled(run.now + 10.0)
-    run.take(run.core.handle(i.VersionRejected(version=run.core.state.the_clock.published, cause="x"), run.now))
+    published = run.core.state.the_clock.versions[-1]
+    run.take(run.core.handle(i.VersionRejected(version=published, cause="x"), run.now))
     assert run.core.is_stalled(run.now + 10.0)
 
 

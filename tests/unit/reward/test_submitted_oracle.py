@@ -32,11 +32,11 @@ def refs(names: str) -> list[str]:
 async def test_a_key_is_asked_for_once_and_in_parts() -> None:
     source = Source(num_max=2)
     oracles = Oracles({"submitted": SubmittedOracle(source)})
-    await oracles.fetch([*refs("abca"), "calc:1+1", ""])
+    fetched = await oracles.fetch([*refs("abca"), "calc:1+1", ""])
     assert source.asked == [refs("abc"), refs("c")]
-    await oracles.fetch(refs("cb"))
+    assert set(await oracles.fetch(refs("cb"))) == set(refs("cb"))
     assert len(source.asked) == 2
-    keys = [oracles.resolve(ref) for ref in refs("abc")]
+    keys = [oracles.resolve(ref, fetched) for ref in refs("abc")]
     assert [key.answers for key in keys if key is not None] == [("a",), ("b",), ("c",)]
 
 
@@ -44,16 +44,18 @@ async def test_the_oldest_keys_are_dropped_beyond_the_limit(monkeypatch: pytest.
     monkeypatch.setattr(submitted_oracle, "KEYS_HELD_MAX", 2)
     source = Source()
     oracle = SubmittedOracle(source)
-    await oracle.fetch(["a", "b", "c"])  # those of one request are all held
-    assert [oracle.resolve(name).answers for name in "abc"] == [("a",), ("b",), ("c",)]
-    await oracle.fetch(["d"])
-    with pytest.raises(UnknownOracle):
-        oracle.resolve("b")
-    assert oracle.resolve("c").answers == ("c",)
+    fetched = await oracle.fetch(["a", "b", "c"])
+    await oracle.fetch(["d", "e"])
+    assert [fetched[name].answers for name in "abc"] == [("a",), ("b",), ("c",)], "also those that are dropped since"
+    source.asked.clear()
+    await oracle.fetch(["e", "d"])
+    await oracle.fetch(["c"])
+    assert source.asked == [["submitted:c"]]
     monkeypatch.setattr(submitted_oracle, "BYTES_HELD_MAX", 1)
-    await oracle.fetch(["e"])
-    with pytest.raises(UnknownOracle):
-        oracle.resolve("d")
+    assert set(await oracle.fetch(["f", "d"])) == {"f", "d"}
+    source.asked.clear()
+    await oracle.fetch(["d"])
+    assert source.asked == [["submitted:d"]]
 
 
 async def test_tests_and_record_are_objects() -> None:
@@ -62,9 +64,9 @@ async def test_tests_and_record_are_objects() -> None:
             return [types_pb2.AnswerKey(tests=' {"tests": [1]}', record='{"a": 1}'), types_pb2.AnswerKey(tests="ref")]
 
     oracle = SubmittedOracle(One())
-    await oracle.fetch(["a", "b"])
-    assert (oracle.resolve("a").tests, oracle.resolve("a").record) == ({"tests": [1]}, {"a": 1})
-    assert oracle.resolve("b").tests == "ref"
+    fetched = await oracle.fetch(["a", "b"])
+    assert (fetched["a"].tests, fetched["a"].record) == ({"tests": [1]}, {"a": 1})
+    assert fetched["b"].tests == "ref"
 
 
 async def test_outside_a_mesh_no_key_is_known() -> None:

@@ -38,6 +38,7 @@ NUM_LINES_MAX = 2_000_000
 KEYS_BYTES_MAX = 16 * 1024 * 1024
 """Answer keys of files that are kept, in characters of their text form."""
 _NUMBER = re.compile("[0-9]{1,10}")
+NO_KEYS: Mapping[str, AnswerKey] = {}
 
 
 class Oracle(Plugin):
@@ -52,9 +53,10 @@ class Oracle(Plugin):
         """Return the key of `rest`, the part after `scheme:`. Raise UnknownOracle if it does not exist."""
         raise NotImplementedError
 
-    async def fetch(self, rests: Sequence[str]) -> None:
-        """Fetch what `resolve` needs for these references, each once, before it is called. Raise UnknownOracle, or an
-        error of the call that can be repeated."""
+    async def fetch(self, rests: Sequence[str]) -> Mapping[str, AnswerKey]:
+        """Return the keys of these references that are fetched by a call; `resolve` returns the others. Raise
+        UnknownOracle, or an error of the call that can be repeated."""
+        return NO_KEYS
 
 
 ORACLES = Registry(
@@ -117,10 +119,12 @@ class Oracles:
         """`oracles` are by scheme. The built-in ones are added on first use."""
         self._oracles = dict(oracles)
 
-    def resolve(self, oracle_ref: str) -> AnswerKey | None:
+    def resolve(self, oracle_ref: str, fetched: Mapping[str, AnswerKey] = NO_KEYS) -> AnswerKey | None:
         """Return None for the empty reference of a task without answer key. Raise UnknownOracle."""
         if not oracle_ref:
             return None
+        if oracle_ref in fetched:
+            return fetched[oracle_ref]
         scheme, _, rest = oracle_ref.partition(":")
         return self._find(scheme, oracle_ref).resolve(rest)
 
@@ -154,15 +158,18 @@ class Oracles:
             self._oracles[scheme] = ORACLES.make(scheme)
         return self._oracles[scheme]
 
-    async def fetch(self, oracle_refs: Iterable[str]) -> None:
-        """Let each oracle fetch what it needs for its references. Raise as `Oracle.fetch`."""
+    async def fetch(self, oracle_refs: Iterable[str]) -> dict[str, AnswerKey]:
+        """Return the keys that an oracle has to fetch, by reference. Raise as `Oracle.fetch`."""
+        fetched: dict[str, AnswerKey] = {}
         by_scheme: dict[str, list[str]] = {}
         for ref in dict.fromkeys(oracle_refs):
             scheme, _, rest = ref.partition(":")
             by_scheme.setdefault(scheme, []).append(rest)
         for scheme, rests in by_scheme.items():
             if scheme in self._oracles:
-                await self._oracles[scheme].fetch(rests)
+                keys = await self._oracles[scheme].fetch(rests)
+                fetched |= {f"{scheme}:{rest}": key for rest, key in keys.items()}
+        return fetched
 
 
 class StoredTestsOracle(Oracle):

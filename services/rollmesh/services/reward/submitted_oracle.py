@@ -1,6 +1,7 @@
 """The oracle of submitted tasks: the coordinator has their answer keys, in the ledger of their run.
 
-An oracle resolves without waiting. So the service first fetches the keys of a request that are not held here.
+An oracle resolves without waiting. So the service fetches the keys of a request before. Some of them are held here
+for later requests.
 """
 
 from __future__ import annotations
@@ -64,27 +65,26 @@ class SubmittedOracle(Oracle):
         self._num_bytes = 0
 
     def resolve(self, rest: str) -> AnswerKey:
-        if rest not in self._held:
-            raise UnknownOracle(
-                f"oracle `{SCHEME}:{rest[:200]}`: only the mesh to which the task was submitted has its answer key",
-                oracle_ref=f"{SCHEME}:{rest}",
-            )
-        return self._held[rest][0]
+        raise UnknownOracle(
+            f"oracle `{SCHEME}:{rest[:200]}`: only the mesh to which the task was submitted has its answer key",
+            oracle_ref=f"{SCHEME}:{rest}",
+        )
 
-    async def fetch(self, rests: Sequence[str]) -> None:
-        """Hold the keys of these references, and drop the oldest others beyond the limits."""
+    async def fetch(self, rests: Sequence[str]) -> dict[str, AnswerKey]:
+        """Return the keys of these references, and hold them for later requests; drop the oldest beyond the limits."""
         found = {rest: self._held[rest] for rest in rests if rest in self._held}
         missing = [rest for rest in rests if rest not in found]
         while missing and self._source is not None:
             keys = await self._source.find([f"{SCHEME}:{rest}" for rest in missing])
             found |= {rest: (_answer_key(key), key.ByteSize()) for rest, key in zip(missing, keys, strict=False)}
             missing = missing[len(keys) :]
-        for rest, held in found.items():  # after the last wait, so that all of them are held when this returns
+        for rest, held in found.items():
             self._drop(rest)
             self._held[rest] = held
             self._num_bytes += held[1]
-        while len(self._held) > len(found) and (len(self._held) > KEYS_HELD_MAX or self._num_bytes > BYTES_HELD_MAX):
+        while len(self._held) > KEYS_HELD_MAX or self._num_bytes > BYTES_HELD_MAX:
             self._drop(next(iter(self._held)))
+        return {rest: key for rest, (key, _) in found.items()}
 
     def _drop(self, rest: str) -> None:
         if rest in self._held:
