@@ -11,6 +11,8 @@ from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.services.data.source import SUBMITTED
+from rollmesh.services.reward.oracles import ORACLES
+from rollmesh.services.reward.submitted_oracle import SCHEME as SUBMITTED_SCHEME
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.rpc.server import ServerConfig
@@ -31,6 +33,7 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         agents=tuple(rollout.agents),
         private_agents=(*private, *([""] if rollout.agent.name in private else [])),
         tools=tuple(rollout.tools),
+        oracles=tuple(sorted({*ORACLES.names, "jsonl", "files", *layout.config.reward.oracles} - {SUBMITTED_SCHEME})),
         needs_submissions=layout.config.data.source.name == SUBMITTED,
         payloads="files" if layout.config.payloads_in_files else "stream",
     )

@@ -81,7 +81,7 @@ def test_a_mesh_without_scorers_takes_no_task() -> None:
 
 
 @pytest.mark.parametrize("agent", ["hinted", ""])
-def test_an_agent_that_reads_private_extras_gets_no_submitted_task(agent: str) -> None:
+def test_an_agent_with_private_extras_or_an_unknown_oracle_gets_no_submitted_task(agent: str) -> None:
     mesh = MeshDescriber(
         MeshDescription(
             config_yaml="",
@@ -91,11 +91,15 @@ def test_an_agent_that_reads_private_extras_gets_no_submitted_task(agent: str) -
             base_dir="",
             agents=("hinted", "other"),
             private_agents=("hinted", ""),
+            oracles=("tests",),
         ),
         runs=cast(Any, None),
         keeper=cast(Any, None),
     )
-    mesh.check_tasks([task(agent="other")])
+    mesh.check_tasks([task(agent="other", oracle_ref="tests:x")])
+    for unknown in ("foo:bar", "nocolon"):
+        with pytest.raises(InvalidInput, match="oracle_ref.*reward.oracles"):
+            mesh.check_tasks([task(agent="other", oracle_ref=unknown)])
     with pytest.raises(InvalidInput, match="rollout.private_extras") as caught:
         mesh.check_tasks([task(agent=agent)])
     assert [violation.field for violation in caught.value.violations] == ["tasks[0] (task a).agent"]

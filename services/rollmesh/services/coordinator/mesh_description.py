@@ -23,7 +23,7 @@ from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import types_pb2
 
-_TABLES = {"agent": "agents", "tools": "tools"}
+_TABLES = {"agent": "rollout.agents", "tools": "rollout.tools", "oracle_ref": "reward.oracles"}
 """The table of the configuration with what a field of a task names."""
 
 
@@ -48,6 +48,8 @@ class MeshDescription:
     """Names of the agents that may read private extras of their tasks; the empty name is that of the default agent."""
     tools: tuple[str, ...] = ()
     """Names of the tools that a task may list."""
+    oracles: tuple[str, ...] = ()
+    """Schemes of the answer keys that the reward service has itself."""
     payloads: str = "stream"
     """Where workers on this host store payloads: files or stream."""
 
@@ -102,8 +104,9 @@ class MeshDescriber:
                 )
 
     def check_tasks(self, tasks: Sequence[types_pb2.Task]) -> None:
-        """Check that the mesh has the agents and tools of submitted tasks, and that the agents read no private extras.
-        Raises InvalidInput with the task and the field. A coordinator without a configuration checks nothing."""
+        """Check that the mesh has the agents, tools and oracles of submitted tasks, and that the agents read no private
+        extras. Raises InvalidInput with the task and the field. A coordinator without a configuration checks
+        nothing."""
         if self._given is None:
             return
         for index, task in enumerate(tasks):
@@ -117,6 +120,7 @@ class MeshDescriber:
             for field, named, known in (
                 ("agent", [task.agent] if task.agent else [], self._given.agents),
                 ("tools", task.tools, self._given.tools),
+                ("oracle_ref", _schemes(task.oracle_ref), self._given.oracles),
             ):
                 for name in named:
                     if name not in known:
@@ -125,7 +129,7 @@ class MeshDescriber:
                             f"{validation.task_place(index, task)}.{field}",
                             must,
                             name,
-                            f"add it to rollout.{_TABLES[field]}",
+                            f"add it to {_TABLES[field]}",
                         )
 
     async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
@@ -141,6 +145,10 @@ class MeshDescriber:
         if self._given is None:
             raise Unimplemented("this coordinator was started without the configuration of a mesh")
         return self._given
+
+
+def _schemes(oracle_ref: str) -> list[str]:
+    return [oracle_ref.partition(":")[0]] if oracle_ref else []
 
 
 def _ended(core: Core, _: LedgerHead) -> str:
