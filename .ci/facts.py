@@ -41,6 +41,7 @@ VALUES = [
     "LeaseBatchResponse",
     "PublishVersionResponse",
     "ReplayDeadResponse",
+    "SubmitTasksResponse",
 ]
 """Other messages and enums that inputs and replies of the core contain as they are."""
 OF_TRAINER = {"policy", "learner", "trainer_epoch"}

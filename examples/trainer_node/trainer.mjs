@@ -13,6 +13,7 @@ const CHUNK_BYTES = 16 << 20; // at most 64 MiB (weights.proto)
 const PIECE_BYTES = 1 << 20; // at most 2 MiB
 const RETURNS_MAX = 8; // returns to the checkpoint before the trouble is final
 const CALL_S = 60;
+const SUBMIT_MAX = 256; // tasks in a call: at most 1024 and 2 MiB (run.proto)
 
 const definitions = protoLoader.loadSync(
   ['run.proto', 'weights.proto'].map((name) => `rollmesh/v1/${name}`),
@@ -47,8 +48,8 @@ const pieces = (bytes, size) =>
 const numbers = (bytes, read) => Array.from({ length: bytes.length / 4 }, (_, n) => bytes[read](4 * n));
 
 class Trainer {
-  constructor({ address, token, spec, weights, out }) {
-    Object.assign(this, { spec, weights, out });
+  constructor({ address, token, spec, weights, out, tasks }) {
+    Object.assign(this, { spec, weights, out, tasks });
     this.metadata = new grpc.Metadata();
     this.metadata.set('authorization', `Bearer ${token}`);
     this.credentials = grpc.credentials.createInsecure(); // beyond loopback: createSsl(ca, key, certificate)
@@ -70,8 +71,23 @@ class Trainer {
     this.attached = await this.ask('AttachTrainer', { run: this.spec.run, last_update: update, digest, holder: 'node' });
     this.mine = { run: this.spec.run, trainer_epoch: this.attached.trainer_epoch };
     await this.publish(); // always after attaching: nothing is leased before there are weights to sample with
+    if (this.tasks) await this.submit();
     for (let lease; (lease = await this.lease()) !== null; ) {
       await this.update_with(lease);
+    }
+  }
+
+  /** Adds the tasks of a run with `submitted_tasks`. Those that are there already are not added again, so it is repeated at every start. */
+  async submit() {
+    for (let at = 0; at < this.tasks.length; at += SUBMIT_MAX) {
+      const part = this.tasks.slice(at, at + SUBMIT_MAX);
+      const reply = await this.ask('SubmitTasks', {
+        run: this.spec.run,
+        tasks: part.map(({ task }) => task),
+        answer_keys: part.map(({ answer_key }) => answer_key).filter(Boolean),
+        finish: at + SUBMIT_MAX >= this.tasks.length, // no further tasks follow: the run ends with these
+      });
+      console.log(`submitted ${part.length} tasks, ${reply.num_added} of them new`);
     }
   }
 
@@ -107,6 +123,7 @@ class Trainer {
       console.log(seen(lease.groups));
       const lags = lease.samples.map((sample) => sample.staleness);
       console.log(`update ${this.update}: ${samples.length} samples, staleness up to ${Math.max(...lags)}`);
+      if (this.tasks) console.log(`answered: ${[...new Set(samples.map(({ task }) => task))].join(' ')}`);
     } finally {
       clearInterval(renewing);
     }
@@ -236,7 +253,7 @@ function measure({ group, members }, used) {
 
 async function main() {
   const names = ['address', 'token-file', 'spec', 'weights', 'out'];
-  const { values } = parseArgs({ options: Object.fromEntries(names.map((name) => [name, { type: 'string' }])) });
+  const { values } = parseArgs({ options: Object.fromEntries([...names, 'tasks'].map((name) => [name, { type: 'string' }])) });
   const missing = names.filter((name) => !values[name]);
   if (missing.length) throw new Error(`missing ${missing.map((name) => `--${name}`).join(', ')}; see README.md`);
   await mkdir(values.out, { recursive: true });
@@ -246,6 +263,7 @@ async function main() {
     spec: JSON.parse(await readFile(values.spec, 'utf8')),
     weights: await readFile(values.weights),
     out: values.out,
+    tasks: values.tasks && (await readFile(values.tasks, 'utf8')).split('\n').filter(Boolean).map((line) => JSON.parse(line)),
   });
   for (let returns = 0; ; returns += 1) {
     try {

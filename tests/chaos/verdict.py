@@ -16,8 +16,11 @@ import msgspec
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.services.coordinator.audit_report import AuditReport
+from rollmesh.services.coordinator.core.facts import Fact
+from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
 from rollmesh.v1 import run_pb2
 
@@ -30,6 +33,8 @@ class Verdict:
     """The result of a run."""
 
     audit: AuditReport
+    facts: list[Fact]
+    """All facts of the ledger, in order."""
     trained: list[TrainedUpdate]
     lags: dict[int, int]
     """Number of samples in the final weights by staleness, from the stamps of their payloads."""
@@ -46,6 +51,8 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     checkpoints = world.layout.run_dir / "checkpoints"
     try:
         audit = await audit_run(bus, world.layout.run, checkpoint=checkpoints)
+        log = await bus.open(run_streams(world.layout.run).ledger.name)
+        facts = [fact async for record in read_ledger(log) for fact in record.facts]
     finally:
         await bus.close()
     assert audit.holds, audit.to_text()
@@ -55,7 +62,7 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     ids = [sample for update in trained for sample in update.sample_ids]
     assert len(ids) == len(set(ids)) == state.samples.trained == audit.samples.trained
     lags = check_witness(world.layout.run_dir, trained, eta=audit.eta)
-    return Verdict(audit=audit, trained=trained, lags=lags)
+    return Verdict(audit=audit, facts=facts, trained=trained, lags=lags)
 
 
 def _check_accounts(state: run_pb2.RunState) -> None:

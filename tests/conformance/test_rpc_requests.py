@@ -57,7 +57,7 @@ class Runs:
     async def ChangeRun(self, request: run_pb2.ChangeRunRequest, context: Any) -> run_pb2.GetRunResponse:
         return run_pb2.GetRunResponse()
 
-    def SubmitTasks(self, request: run_pb2.SubmitTasksRequest, context: Any) -> run_pb2.SubmitTasksResponse:
+    def SubmitSamples(self, request: run_pb2.SubmitSamplesRequest, context: Any) -> run_pb2.SubmitSamplesResponse:
         raise NotImplementedError  # as in the generated base class
 
 
@@ -72,7 +72,7 @@ def add_runs(runs: Runs, server: Any) -> None:
         verb: make.get(verb, grpc.unary_unary_rpc_method_handler)(
             getattr(runs, verb), getattr(run_pb2, f"{verb}Request").FromString, run_pb2.GetRunResponse.SerializeToString
         )
-        for verb in ("GetRun", "WatchRun", "ChangeRun", "SubmitTasks")
+        for verb in ("GetRun", "WatchRun", "ChangeRun", "SubmitSamples")
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rollmesh.v1.RunService", methods),))
 
@@ -112,7 +112,7 @@ async def send(channel: MeshChannel, method: str, *requests: bytes, streams: boo
     [
         (f"{RUN}GetRun", None),
         (f"{RUN}WatchRun", None),
-        (f"{RUN}SubmitTasks", None),
+        (f"{RUN}SubmitSamples", None),
         (f"{BLOB}Put", ()),
         (f"{BLOB}Put", (b"",)),
     ],
@@ -124,7 +124,7 @@ async def test_bytes_that_are_not_the_message_are_an_invalid_argument(
     async with served(Runs()) as channel:
         with pytest.raises(errors.MeshError) as caught:
             await send(channel, method, *(before or ()), raw, streams=before is not None)
-    if method.endswith("SubmitTasks"):
+    if method.endswith("SubmitSamples"):
         assert isinstance(caught.value, errors.Unimplemented)
         return
     assert isinstance(caught.value, errors.UndecodableRequest)
@@ -180,7 +180,7 @@ async def test_a_refused_request_is_freed_without_a_garbage_collection(method: s
                 with pytest.raises(errors.MeshError):
                     await send(channel, f"{RUN}{method}", b"", streams=False)
             with pytest.raises(errors.MeshError):
-                await send(channel, f"{RUN}SubmitTasks", b"", streams=False)  # the earlier calls have ended
+                await send(channel, f"{RUN}SubmitSamples", b"", streams=False)  # the earlier calls have ended
             assert [held() for held in runs.held] == [None] * 3
         finally:
             gc.enable()
@@ -188,7 +188,12 @@ async def test_a_refused_request_is_freed_without_a_garbage_collection(method: s
 
 @pytest.mark.parametrize(
     ("method", "token"),
-    [(f"{RUN}GetRun", "token"), (f"{RUN}WatchRun", "token"), (f"{RUN}SubmitTasks", "token"), (f"{RUN}GetRun", "wrong")],
+    [
+        (f"{RUN}GetRun", "token"),
+        (f"{RUN}WatchRun", "token"),
+        (f"{RUN}SubmitSamples", "token"),
+        (f"{RUN}GetRun", "wrong"),
+    ],
 )
 async def test_refused_calls_do_not_count_against_their_connection(method: str, token: str) -> None:
     """However long ago the last garbage collection was."""

@@ -200,10 +200,13 @@ def _rest(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     change.spec.run = name
     yield "change to nothing", run.ChangeRun, change, INVALID, "CHANGE_REFUSED"
     yield "cursor", run.StreamSamples, pb.StreamSamplesRequest(run=name, cursor="x"), "HAS_LEARNER", INVALID
+
+    def submission(*tasks: types_pb2.Task) -> pb.SubmitTasksRequest:
+        return pb.SubmitTasksRequest(run=name, tasks=tasks)
+
     yield "dead letters", run.ListDead, pb.ListDeadRequest(run=name, num_max=-1), INVALID
-    yield (
-        "submit",
-        run.SubmitTasks,
-        pb.SubmitTasksRequest(run=name, tasks=[types_pb2.Task(task_id="t")]),
-        "UNIMPLEMENTED",
-    )
+    task = types_pb2.Task(task_id="t", messages=[types_pb2.Message(role="user")])
+    yield "submit a task without a prompt", run.SubmitTasks, submission(types_pb2.Task(task_id="t")), INVALID
+    yield "submit nothing", run.SubmitTasks, submission(), INVALID
+    yield "submit to the data service", run.SubmitTasks, submission(task), "TASKS_NOT_ACCEPTED"
+    yield "submit samples", run.SubmitSamples, pb.SubmitSamplesRequest(run=name), "UNIMPLEMENTED"

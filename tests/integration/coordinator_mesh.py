@@ -355,6 +355,16 @@ async def coordinator_mesh(
     finalizer: str = "keep_all",
 ) -> AsyncIterator[MeshParts]:
     """All parts, joined and ready. `store` configures nats-server."""
+    async with coordinator_alone(tmp_path, config, store=store) as parts:
+        await _join_all(parts, finalizer)
+        yield parts
+
+
+@asynccontextmanager
+async def coordinator_alone(
+    tmp_path: Path, config: CoordinatorConfig = CONFIG, *, store: EmbeddedServerConfig | None = None
+) -> AsyncIterator[MeshParts]:
+    """A coordinator that no node has joined."""
     async with AsyncExitStack() as stack:
         nats = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", login=LOGIN, config=store))
         bus = await JetStreamBus.connect(nats.url, login=LOGIN)
@@ -362,7 +372,11 @@ async def coordinator_mesh(
         parts = MeshParts(folder=tmp_path, nats=nats, bus=bus, stack=stack, config=config)
         await parts.start_coordinator()
         stack.push_async_callback(parts.stop_coordinator)
-        await _join_all(parts, finalizer)
+        inner = await stack.enter_async_context(
+            open_channel(parts.address, access=ACCESS, config=ChannelConfig(wait_for_ready=True))
+        )
+        parts.decisions = run_pb2_grpc.RunServiceStub(inner)
+        parts.coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(inner)
         yield parts
 
 
@@ -385,8 +399,5 @@ async def _join_all(parts: MeshParts, finalizer: str) -> None:
     parts.gateway = await parts.stack.enter_async_context(gateway)
     channels = ChannelConfig(wait_for_ready=True)
     outer = await parts.stack.enter_async_context(open_channel(gateway.address, access=ACCESS, config=channels))
-    inner = await parts.stack.enter_async_context(open_channel(parts.address, access=ACCESS, config=channels))
     parts.run = run_pb2_grpc.RunServiceStub(outer)
-    parts.decisions = run_pb2_grpc.RunServiceStub(inner)
-    parts.coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(inner)
     await parts.wait_ready(DATA, REWARD, DEPOT, ROLLOUT)

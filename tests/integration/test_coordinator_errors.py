@@ -19,7 +19,7 @@ from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import events_pb2, types_pb2, weights_pb2
 from rollmesh.v1 import run_pb2 as pb
 
-from .coordinator_mesh import MeshParts, coordinator_mesh, eventually, spec
+from .coordinator_mesh import MIB, MeshParts, coordinator_mesh, eventually, spec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROTO = Path(rollmesh.v1.run_pb2.__file__).with_name("run.proto")
@@ -541,6 +541,59 @@ async def replaying_after_the_end(mesh: MeshParts) -> None:
     await replay(mesh)
 
 
+# SubmitTasks ----------------------------------------------------------------------------------------------------------
+
+
+async def submit(mesh: MeshParts, *names: str, prompt: str = "1+1?", **fields: Any) -> None:
+    messages = [types_pb2.Message(role="user", content=prompt)]
+    tasks = [types_pb2.Task(task_id=name, messages=messages) for name in names]
+    await mesh.call(mesh.run.SubmitTasks, pb.SubmitTasksRequest(run=mesh.name, tasks=tasks, **fields))
+
+
+@brings("SubmitTasks", "NOT_FOUND", "UNKNOWN_RUN")
+async def submitting_to_nothing(mesh: MeshParts) -> None:
+    await submit(mesh, "a")
+
+
+@brings("SubmitTasks", "INVALID_ARGUMENT", "")
+async def submitting_a_task_twice(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await submit(mesh, "a", "a")
+
+
+@brings("SubmitTasks", "ALREADY_EXISTS", "TASK_CONFLICT")
+async def submitting_other_content(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await submit(mesh, "a")
+    await submit(mesh, "a", prompt="2+2?")
+
+
+@brings("SubmitTasks", "FAILED_PRECONDITION", "TASKS_NOT_ACCEPTED")
+async def submitting_to_the_data_service(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await submit(mesh, "a")
+
+
+@brings("SubmitTasks", "OUT_OF_RANGE", "RUN_ENDED")
+async def submitting_after_the_end(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await submit(mesh, "a")
+
+
+@brings("SubmitTasks", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE")
+async def submitting_a_long_task(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await submit(mesh, "a", prompt="x" * (MIB + 1))
+
+
+@brings("SubmitTasks", "RESOURCE_EXHAUSTED", "TASK_QUOTA")
+async def submitting_more_than_may_wait(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    for call in range(10):
+        await submit(mesh, *(f"t{call}.{number}" for number in range(1001)))
+
+
 ELSEWHERE = {
     ("CreateRun", "FAILED_PRECONDITION", "MESH_BUSY"): "test_cli_up: it takes inference nodes",
     ("CreateRun", "RESOURCE_EXHAUSTED", "DISK_FULL"): "test_ended_runs",
@@ -548,6 +601,7 @@ ELSEWHERE = {
     ("DeleteRun", "UNAVAILABLE", "NOT_READY"): "test_ended_runs",
     ("LeaseBatch", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"): "test_reply_sizes",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",
+    ("SubmitTasks", "UNAVAILABLE", "NOT_READY"): "test_submitted_tasks",
 }
 """Promised errors that other tests bring about."""
 
@@ -632,10 +686,9 @@ async def test_a_chunk_that_is_missing_is_named(shared_mesh: MeshParts) -> None:
     assert caught.value.metadata["first"] == "ab" * 32
 
 
-@pytest.mark.parametrize("verb", ["SubmitTasks", "SubmitSamples"])
 @pytest.mark.parametrize("server", ["run", "decisions"])
-async def test_verbs_of_later_versions_say_so(shared_mesh: MeshParts, server: str, verb: str) -> None:
-    call = getattr(getattr(shared_mesh, server), verb)(getattr(pb, f"{verb}Request")(run="r"))
+async def test_verbs_of_later_versions_say_so(shared_mesh: MeshParts, server: str) -> None:
+    call = getattr(shared_mesh, server).SubmitSamples(pb.SubmitSamplesRequest(run="r"))
     with pytest.raises(MeshError) as caught:
         await shared_mesh.call(lambda _: call, None)
     assert caught.value.code.name == "UNIMPLEMENTED"

@@ -15,8 +15,8 @@ import pytest_asyncio
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import Internal, NotReady, RunEnded, UnknownRun
-from rollmesh.v1 import run_pb2
+from rollmesh.shared.errors import Internal, NotReady, RunEnded, TaskQuota, UnknownRun
+from rollmesh.v1 import run_pb2, types_pb2
 
 from .coordinator_mesh import CONFIG, MIB, MeshParts, coordinator_mesh, eventually, spec
 
@@ -80,6 +80,24 @@ async def test_a_full_ledger_ends_its_run_with_the_setting_and_no_other_run(mesh
     with pytest.raises(UnknownRun):
         await mesh.state()
     assert failure(mesh) is None
+
+
+async def test_submitted_tasks_and_their_keys_leave_room_in_the_ledger(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+
+    async def submit(number: int) -> None:
+        one = types_pb2.Task(task_id=f"t{number}", messages=[types_pb2.Message(role="user", content="x")])
+        key = types_pb2.AnswerKey(task_id=one.task_id, answers=["x" * 3 * KIB])
+        request = run_pb2.SubmitTasksRequest(run=mesh.name, tasks=[one], answer_keys=[key])
+        await mesh.call(mesh.run.SubmitTasks, request)
+
+    for number in range(3):
+        await submit(number)
+    with pytest.raises(TaskQuota, match="ledger_bytes_max") as caught:
+        await asyncio.gather(*map(submit, range(3, 12)))
+    assert not caught.value.retryable
+    assert not (await mesh.state()).ended
+    assert len(await mesh.acquire()) > 0
 
 
 async def test_a_held_batch_is_committed_and_published_after_the_ledger_is_full(mesh: MeshParts) -> None:

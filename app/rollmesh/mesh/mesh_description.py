@@ -10,6 +10,9 @@ from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.coordinator.mesh_description import MeshDescription
+from rollmesh.services.data.source import SUBMITTED
+from rollmesh.services.reward.oracles import ORACLES
+from rollmesh.services.reward.submitted_oracle import SCHEME as SUBMITTED_SCHEME
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.rpc.server import ServerConfig
@@ -18,6 +21,8 @@ from rollmesh.shared.weights.model_files import ModelFiles
 
 def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
     """Return the description of the mesh at `layout`, whose streams are on `bus`."""
+    rollout = layout.config.rollout
+    private = [name for name, extras in rollout.private_extras.items() if extras]
     return MeshDescription(
         config_yaml=to_yaml(public_config(layout.config)),
         coordinator=layout.coordinators,
@@ -25,6 +30,11 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         policy=layout.config.inference.policy,
         base_dir=str(layout.base_dir),
         model=_model_files(layout),
+        agents=tuple(rollout.agents),
+        private_agents=(*private, *([""] if rollout.agent.name in private else [])),
+        tools=tuple(rollout.tools),
+        oracles=tuple(sorted({*ORACLES.names, "jsonl", "files", *layout.config.reward.oracles} - {SUBMITTED_SCHEME})),
+        needs_submissions=layout.config.data.source.name == SUBMITTED,
         payloads="files" if layout.config.payloads_in_files else "stream",
     )
 

@@ -763,6 +763,7 @@ class EpisodeLease(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    SUBMITTED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, unique in the mesh. Renewals and the report carry it."""
     purpose: _types_pb2.Purpose.ValueType
@@ -779,6 +780,8 @@ class EpisodeLease(_message.Message):
     """Key of the random draws of the episode. A retry has the same key."""
     index: _builtins.int
     """Number of the episode in its group, from 0. A retry has the same number."""
+    submitted: _builtins.bool
+    """Whether a client submitted the task (SubmitTasks). The data service does not have it, so the worker MUST NOT request private extras."""
     @_builtins.property
     def key(self) -> _types_pb2.EpisodeKey:
         """Identity of the episode and of this attempt."""
@@ -800,10 +803,11 @@ class EpisodeLease(_message.Message):
         lease_s: _builtins.float = ...,
         seed: _builtins.int = ...,
         index: _builtins.int = ...,
+        submitted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_min", b"incarnation_min", "index", b"index", "key", b"key", "lease_id", b"lease_id", "lease_s", b"lease_s", "policy", b"policy", "purpose", b"purpose", "seed", b"seed", "step_min", b"step_min", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_min", b"incarnation_min", "index", b"index", "key", b"key", "lease_id", b"lease_id", "lease_s", b"lease_s", "policy", b"policy", "purpose", b"purpose", "seed", b"seed", "step_min", b"step_min", "submitted", b"submitted", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1319,6 +1323,54 @@ class WatchReadyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchReadyResponse: _TypeAlias = WatchReadyResponse  # noqa: Y015
+
+@_typing.final
+class GetAnswerKeysRequest(_message.Message):
+    """A request for the answer keys of submitted tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORACLE_REFS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def oracle_refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The `oracle_ref` of each task, at most 256, "submitted:..."."""
+
+    def __init__(
+        self,
+        *,
+        oracle_refs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oracle_refs", b"oracle_refs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAnswerKeysRequest: _TypeAlias = GetAnswerKeysRequest  # noqa: Y015
+
+@_typing.final
+class GetAnswerKeysResponse(_message.Message):
+    """The answer keys."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANSWER_KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def answer_keys(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AnswerKey]:
+        """In the order of the references. Fewer if more would exceed 4 MiB; at least one. The caller continues after the last of them."""
+
+    def __init__(
+        self,
+        *,
+        answer_keys: _abc.Iterable[_types_pb2.AnswerKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_keys", b"answer_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetAnswerKeysResponse: _TypeAlias = GetAnswerKeysResponse  # noqa: Y015
 
 @_typing.final
 class GetMeshRequest(_message.Message):

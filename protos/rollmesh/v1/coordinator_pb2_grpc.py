@@ -76,6 +76,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyResponse.FromString,
                 _registered_method=True)
+        self.GetAnswerKeys = channel.unary_unary(
+                '/rollmesh.v1.CoordinatorService/GetAnswerKeys',
+                request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetAnswerKeysRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetAnswerKeysResponse.FromString,
+                _registered_method=True)
         self.GetMesh = channel.unary_unary(
                 '/rollmesh.v1.CoordinatorService/GetMesh',
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetMeshRequest.SerializeToString,
@@ -171,6 +176,15 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAnswerKeys(self, request, context):
+        """Returns the answer keys of submitted tasks, for the reward service. No other process MAY call it.
+        Errors:
+        NOT_FOUND UNKNOWN_ORACLE: no ledger of this mesh has a submission with this reference.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetMesh(self, request, context):
         """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
         it before Join. The gateway forwards this call, so users need only its address.
@@ -234,6 +248,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.WatchReady,
                     request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyResponse.SerializeToString,
+            ),
+            'GetAnswerKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAnswerKeys,
+                    request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetAnswerKeysRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetAnswerKeysResponse.SerializeToString,
             ),
             'GetMesh': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMesh,
@@ -464,6 +483,33 @@ class CoordinatorService(object):
             '/rollmesh.v1.CoordinatorService/WatchReady',
             rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyRequest.SerializeToString,
             rollmesh_dot_v1_dot_coordinator__pb2.WatchReadyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAnswerKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CoordinatorService/GetAnswerKeys',
+            rollmesh_dot_v1_dot_coordinator__pb2.GetAnswerKeysRequest.SerializeToString,
+            rollmesh_dot_v1_dot_coordinator__pb2.GetAnswerKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

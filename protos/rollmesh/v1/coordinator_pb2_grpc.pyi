@@ -80,6 +80,11 @@ class CoordinatorServiceStub:
     """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
     Errors: those of PrefetchSamples.
     """
+    GetAnswerKeys: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetAnswerKeysRequest, _coordinator_pb2.GetAnswerKeysResponse]
+    """Returns the answer keys of submitted tasks, for the reward service. No other process MAY call it.
+    Errors:
+      NOT_FOUND UNKNOWN_ORACLE: no ledger of this mesh has a submission with this reference.
+    """
     GetMesh: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetMeshRequest, _coordinator_pb2.GetMeshResponse]
     """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
     it before Join. The gateway forwards this call, so users need only its address.
@@ -145,6 +150,11 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     WatchReady: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchReadyRequest, _coordinator_pb2.WatchReadyResponse]  # type: ignore[assignment]
     """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
     Errors: those of PrefetchSamples.
+    """
+    GetAnswerKeys: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetAnswerKeysRequest, _coordinator_pb2.GetAnswerKeysResponse]  # type: ignore[assignment]
+    """Returns the answer keys of submitted tasks, for the reward service. No other process MAY call it.
+    Errors:
+      NOT_FOUND UNKNOWN_ORACLE: no ledger of this mesh has a submission with this reference.
     """
     GetMesh: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetMeshRequest, _coordinator_pb2.GetMeshResponse]  # type: ignore[assignment]
     """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
@@ -256,6 +266,17 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchReadyResponse], _abc.AsyncIterator[_coordinator_pb2.WatchReadyResponse]]:
         """Streams the samples that RunService.PrefetchSamples sends, for the gateway.
         Errors: those of PrefetchSamples.
+        """
+
+    @_abc_1.abstractmethod
+    def GetAnswerKeys(
+        self,
+        request: _coordinator_pb2.GetAnswerKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetAnswerKeysResponse, _abc.Awaitable[_coordinator_pb2.GetAnswerKeysResponse]]:
+        """Returns the answer keys of submitted tasks, for the reward service. No other process MAY call it.
+        Errors:
+          NOT_FOUND UNKNOWN_ORACLE: no ledger of this mesh has a submission with this reference.
         """
 
     @_abc_1.abstractmethod

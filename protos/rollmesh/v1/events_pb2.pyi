@@ -115,6 +115,7 @@ class RunSpec(_message.Message):
     STALL_S_FIELD_NUMBER: _builtins.int
     ADMIT_EARLY_FIELD_NUMBER: _builtins.int
     EXTERNAL_SOURCES_FIELD_NUMBER: _builtins.int
+    SUBMITTED_TASKS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -172,6 +173,10 @@ class RunSpec(_message.Message):
     """Admit groups as early as the bound allows. Absent means on demand: at most as many groups are ahead of the learner as it needs, so
     that it does not wait for them.
     """
+    submitted_tasks: _builtins.bool
+    """Whether clients submit the tasks of the run (SubmitTasks). The run draws each submitted task once, in the order of submission, as one
+    group, and none from the data service. Evaluations still use splits of the data service. Absent: the data service has the tasks.
+    """
     @_builtins.property
     def external_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Sources other than POLICY whose tokens the run trains, as lower-case names of SegmentSource, e.g. "dataset". Their age has no bound.
@@ -208,10 +213,11 @@ class RunSpec(_message.Message):
         stall_s: _builtins.float = ...,
         admit_early: _builtins.bool = ...,
         external_sources: _abc.Iterable[_builtins.str] | None = ...,
+        submitted_tasks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -301,6 +307,7 @@ class Fact(_message.Message):
     TIME_COUNTED_FIELD_NUMBER: _builtins.int
     RUN_STOPPING_FIELD_NUMBER: _builtins.int
     RUN_CHANGED_FIELD_NUMBER: _builtins.int
+    TASKS_SUBMITTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
         """A run began."""
@@ -397,6 +404,10 @@ class Fact(_message.Message):
     def run_changed(self) -> Global___RunChanged:
         """The settings of a run changed."""
 
+    @_builtins.property
+    def tasks_submitted(self) -> Global___TasksSubmitted:
+        """Tasks were submitted."""
+
     def __init__(
         self,
         *,
@@ -424,12 +435,13 @@ class Fact(_message.Message):
         time_counted: Global___TimeCounted | None = ...,
         run_stopping: Global___RunStopping | None = ...,
         run_changed: Global___RunChanged | None = ...,
+        tasks_submitted: Global___TasksSubmitted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed", "tasks_submitted"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -1443,6 +1455,48 @@ class RunChanged(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunChanged: _TypeAlias = RunChanged  # noqa: Y015
+
+@_typing.final
+class TasksSubmitted(_message.Message):
+    """Clients submitted tasks, or declared that no further ones follow. Each waits for admission; a GroupReserved with it follows. Tasks that
+    were submitted before are omitted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBMISSION_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    ANSWER_KEYS_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
+    submission: _builtins.str
+    """Unique in all ledgers, "POSITION-RANDOM" with the sequence of this record. It is in the `oracle_ref` of the tasks that have an answer
+    key, "submitted:RUN/POSITION-RANDOM/TASK_ID", by which the coordinator finds the key again.
+    """
+    finish: _builtins.bool
+    """Whether no further tasks follow. The run ends when all tasks are answered."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Task]:
+        """The public parts, in order of submission."""
+
+    @_builtins.property
+    def answer_keys(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AnswerKey]:
+        """The private parts of those that have one. Readers of the ledger MUST NOT pass them on, except to the reward service."""
+
+    def __init__(
+        self,
+        *,
+        submission: _builtins.str = ...,
+        tasks: _abc.Iterable[_types_pb2.Task] | None = ...,
+        answer_keys: _abc.Iterable[_types_pb2.AnswerKey] | None = ...,
+        finish: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_keys", b"answer_keys", "finish", b"finish", "submission", b"submission", "tasks", b"tasks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TasksSubmitted: _TypeAlias = TasksSubmitted  # noqa: Y015
 
 @_typing.final
 class ConfigChange(_message.Message):

@@ -256,27 +256,42 @@ Global___ChangeRunResponse: _TypeAlias = ChangeRunResponse  # noqa: Y015
 
 @_typing.final
 class SubmitTasksRequest(_message.Message):
-    """Not implemented: UNIMPLEMENTED."""
+    """Tasks of a client."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
+    ANSWER_KEYS_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
+    finish: _builtins.bool
+    """Whether no further tasks follow, after those of this call. The run then ends when all its tasks are answered and, in a run that
+    trains, their samples are trained. A request without tasks MAY set it.
+    """
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Task]:
-        """The tasks."""
+        """The public parts, at most 1024, and 2 MiB with their answer keys. `task_id` is the key of a task, chosen by the client, 1 to 256
+        characters of A-Z a-z 0-9 _ . : -, unique in the run. A task MUST have messages. `split` MUST be empty or "train". `oracle_ref` is
+        for keys that the reward service has itself, e.g. "tests:NAME", and MUST be empty for a task with an entry in `answer_keys`.
+        """
+
+    @_builtins.property
+    def answer_keys(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AnswerKey]:
+        """The private parts, at most one for each task."""
 
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         tasks: _abc.Iterable[_types_pb2.Task] | None = ...,
+        answer_keys: _abc.Iterable[_types_pb2.AnswerKey] | None = ...,
+        finish: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_keys", b"answer_keys", "finish", b"finish", "run", b"run", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,20 +299,67 @@ Global___SubmitTasksRequest: _TypeAlias = SubmitTasksRequest  # noqa: Y015
 
 @_typing.final
 class SubmitTasksResponse(_message.Message):
-    """Not implemented: UNIMPLEMENTED."""
+    """The tasks are stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NUM_ADDED_FIELD_NUMBER: _builtins.int
+    SUBMITTED_FIELD_NUMBER: _builtins.int
+    num_added: _builtins.int
+    """Number of tasks that were added; the others had been submitted before."""
+    @_builtins.property
+    def submitted(self) -> Global___SubmittedTasks:
+        """All tasks of the run after this call."""
+
     def __init__(
         self,
+        *,
+        num_added: _builtins.int = ...,
+        submitted: Global___SubmittedTasks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["submitted", b"submitted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_added", b"num_added", "submitted", b"submitted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitTasksResponse: _TypeAlias = SubmitTasksResponse  # noqa: Y015
+
+@_typing.final
+class SubmittedTasks(_message.Message):
+    """Numbers of the tasks that clients submitted to a run. Their sum is the number of accepted tasks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    DRAWN_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    open: _builtins.int
+    """Tasks that wait for admission, with those that are drawn again because the end of the run or a roll-back ended their group. In a
+    run that has ended: tasks without a result; a run that is reopened (ChangeRun) draws them.
+    """
+    drawn: _builtins.int
+    """Tasks whose group is in progress: an episode has not ended, or the reward service has not decided on the group."""
+    answered: _builtins.int
+    """Tasks whose group is decided. Its samples are READY, trained or exported, or they have ended with a reason."""
+    finished: _builtins.bool
+    """Whether a client has declared that no further tasks follow."""
+    def __init__(
+        self,
+        *,
+        open: _builtins.int = ...,
+        drawn: _builtins.int = ...,
+        answered: _builtins.int = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "drawn", b"drawn", "finished", b"finished", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmittedTasks: _TypeAlias = SubmittedTasks  # noqa: Y015
 
 @_typing.final
 class SubmitSamplesRequest(_message.Message):
@@ -1940,6 +2002,7 @@ class RunState(_message.Message):
     FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     LEDGER_HASH_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
+    SUBMITTED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
     ended: _builtins.str
@@ -2000,6 +2063,10 @@ class RunState(_message.Message):
     def recent(self) -> Global___RecentEpisodes:
         """The newest scored training episodes; absent if none was scored since the coordinator started."""
 
+    @_builtins.property
+    def submitted(self) -> Global___SubmittedTasks:
+        """Tasks that clients submitted; absent in a run that draws its tasks from the data service."""
+
     def __init__(
         self,
         *,
@@ -2022,10 +2089,11 @@ class RunState(_message.Message):
         failed_attempts: Global___FailedAttempts | None = ...,
         ledger_hash: _builtins.str = ...,
         recent: Global___RecentEpisodes | None = ...,
+        submitted: Global___SubmittedTasks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "recent", b"recent", "samples", b"samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "recent", b"recent", "samples", b"samples", "submitted", b"submitted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "submitted", b"submitted", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

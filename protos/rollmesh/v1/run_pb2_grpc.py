@@ -170,7 +170,24 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubmitTasks(self, request, context):
-        """Not implemented: UNIMPLEMENTED. Would add tasks to a run. Configure a task file at the data service instead.
+        """Adds tasks to a run with `RunSpec.submitted_tasks`. When the call returns OK, the tasks are stored in the ledger and survive a kill of
+        every service. The run draws each task once, in the order of submission, as one group of `group_size` episodes, and again only if
+        the end of the run or a roll-back ended the whole group without a trained or exported sample. Idempotent by `task_id`: a
+        task that was submitted before with equal content is not added again. A rejected request adds none of its tasks.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN: CreateRun first.
+        INVALID_ARGUMENT: a field out of its range, a task id that occurs twice, or a task with a scorer that the run does not have; the
+        message names the task and the field.
+        ALREADY_EXISTS TASK_CONFLICT: a task of this id was submitted with other content; the message and the metadata `task_id` name it.
+        Choose another id, or send the same content.
+        FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run draws its tasks from the data service, or a client has declared that no further
+        tasks follow.
+        OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit, and a task is new.
+        RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: a task or the call has too many bytes; the message names the limit. Do not repeat it.
+        RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many; the message names the limit. Retry after RetryInfo, if
+        there is one: the quota of waiting tasks is free again when groups are admitted. With the metadata `tasks_per_call`: submit at
+        most that many per call, with at most `bytes_per_call` bytes.
+        UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1049,6 +1049,44 @@ class Task(_message.Message):
 Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
+class AnswerKey(_message.Message):
+    """The private part of a submitted task. Only the reward service reads it, and gives it to scorers. No worker, sandbox, model or trainer
+    gets it. At least one of `answers`, `tests` and `record` MUST be set.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    TESTS_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    """Id of its task."""
+    tests: _builtins.str
+    """Hidden tests: a manifest as a JSON object, or its reference in the oracle store of the sandbox nodes. Empty: none."""
+    record: _builtins.str
+    """Further fields for scorers that need more than answers, as a JSON object. Empty: none."""
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Accepted answers."""
+
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        answers: _abc.Iterable[_builtins.str] | None = ...,
+        tests: _builtins.str = ...,
+        record: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "record", b"record", "task_id", b"task_id", "tests", b"tests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerKey: _TypeAlias = AnswerKey  # noqa: Y015
+
+@_typing.final
 class StepSpan(_message.Message):
     """Number of trainable tokens of a sample by the weights that sampled them. The staleness bound is computed from it."""
 

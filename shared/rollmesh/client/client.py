@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,15 @@ from typing import Self
 from rollmesh.client.calls import GatewayCalls, RunCalls
 from rollmesh.client.trainer import Attachment, Trainer, disposed_samples, outcome_of
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import NotReady
+from rollmesh.shared.errors import NotReady, TaskQuota, field_error
 from rollmesh.shared.net.retry import RetryConfig
 from rollmesh.shared.rpc.access import Access, Tls
-from rollmesh.v1 import events_pb2, run_pb2
+from rollmesh.v1 import events_pb2, run_pb2, types_pb2
+
+SUBMIT_TASKS = 1024
+"""Number of tasks in a call of SubmitTasks, as its proto allows."""
+SUBMIT_BYTES = 1 << 20
+"""Size of the tasks in a call, in bytes, unless it is one larger task. The proto allows 2 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +137,65 @@ class Run(RunCalls):
         return Trainer(
             self, attached, digest=digest, depot=reply.weights_address, prefetch_bytes_max=prefetch_bytes_max
         )
+
+    async def submit_tasks(
+        self,
+        tasks: Iterable[types_pb2.Task],
+        answer_keys: Iterable[types_pb2.AnswerKey] = (),
+        *,
+        finish: bool = False,
+    ) -> run_pb2.SubmittedTasks:
+        """Submit tasks to a run with `submitted_tasks`, in as many calls as they need, and return the numbers of all
+        tasks of the run. With `finish` no further tasks may follow, and the run ends when these are trained.
+
+        When it returns, the tasks survive a crash of every service. After an error, call it again with the same tasks:
+        those that were stored are not added twice. While too many tasks wait for admission, it waits, for the limit of
+        retries. Raises `InvalidInput` (the message names the task and the field), `TaskConflict`, `TasksNotAccepted`,
+        `TaskQuota`, `PayloadTooLarge`.
+        """
+        given = list(answer_keys)
+        keys = {key.task_id: key for key in given}
+        if twice := [name for name, num in Counter(key.task_id for key in given).items() if num > 1]:
+            raise field_error("answer_keys.task_id", "be different in each key", twice[0])
+        parts = [run_pb2.SubmitTasksRequest(run=self.name)]
+        num_bytes = 0
+        for task in tasks:
+            key = keys.pop(task.task_id, None)
+            size = task.ByteSize() + (key.ByteSize() if key is not None else 0)
+            if parts[-1].tasks and (num_bytes + size > SUBMIT_BYTES or len(parts[-1].tasks) == SUBMIT_TASKS):
+                parts.append(run_pb2.SubmitTasksRequest(run=self.name))
+                num_bytes = 0
+            num_bytes += size
+            parts[-1].tasks.append(task)
+            if key is not None:
+                parts[-1].answer_keys.append(key)
+        if keys:
+            raise field_error("answer_keys.task_id", "name one of the tasks", next(iter(keys)))
+        parts[-1].finish = finish
+        reply = run_pb2.SubmitTasksResponse()
+        for part in parts:
+            reply = await self._submit(part)
+        return reply.submitted
+
+    async def _submit(self, part: run_pb2.SubmitTasksRequest) -> run_pb2.SubmitTasksResponse:
+        """Submit a part, by halves if the mesh has a smaller quota for a call."""
+        try:
+            reply: run_pb2.SubmitTasksResponse = await self.ask("SubmitTasks", part)
+        except TaskQuota as error:
+            if "tasks_per_call" not in error.metadata or len(part.tasks) == 1:
+                raise
+        else:
+            return reply
+        half = len(part.tasks) // 2
+        first, rest = run_pb2.SubmitTasksRequest(run=part.run), run_pb2.SubmitTasksRequest(run=part.run)
+        first.tasks.extend(part.tasks[:half])
+        rest.tasks.extend(part.tasks[half:])
+        of_first = {task.task_id for task in first.tasks}
+        for key in part.answer_keys:
+            (first if key.task_id in of_first else rest).answer_keys.append(key)
+        rest.finish = part.finish
+        await self._submit(first)
+        return await self._submit(rest)
 
     async def state(self) -> run_pb2.RunState:
         """Return the current state: sample counts, evaluations, waiting components and their reasons."""

@@ -62,7 +62,8 @@ __all__ = [
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "Phrase", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
     "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
-    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable",
+    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "TaskConflict", "TaskQuota", "TasksNotAccepted",
+    "Unauthenticated", "Unavailable",
     "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
@@ -385,6 +386,12 @@ class VersionRefused(FailedPrecondition):
     reason = "VERSION_REFUSED"
 
 
+class TasksNotAccepted(FailedPrecondition):
+    """The run takes no tasks from clients: its data service has them, or a client has declared that none follow."""
+
+    reason = "TASKS_NOT_ACCEPTED"
+
+
 class WrongUpdate(FailedPrecondition):
     """The update is not the next one, which the metadata contains."""
 
@@ -451,6 +458,12 @@ class VersionConflict(AlreadyExists):
     reason = "VERSION_CONFLICT"
 
 
+class TaskConflict(AlreadyExists):
+    """A task of this id was submitted with other content."""
+
+    reason = "TASK_CONFLICT"
+
+
 class CommitConflict(AlreadyExists):
     """The update is committed already, with other dispositions; the first commit stands."""
 
@@ -494,6 +507,17 @@ class PayloadTooLarge(ResourceExhausted):
     def retryable(self) -> bool:
         """Never, because the same message has the same size when it is retried."""
         return False
+
+
+class TaskQuota(ResourceExhausted):
+    """A run has as many submitted tasks as it may; retry after `retry_after_s` if it is set."""
+
+    reason = "TASK_QUOTA"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether tasks of the quota can be drawn."""
+        return self.retry_after_s is not None
 
 
 class DiskFull(ResourceExhausted):

@@ -14,7 +14,7 @@ from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.endpoints.blocking import BlockingEndpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
-from rollmesh.shared.errors import ConfigError, UnknownEndpoint
+from rollmesh.shared.errors import ConfigError, OutOfRange, UnknownEndpoint, UnknownSplit
 from rollmesh.testing.memory_bus import MemoryBus
 
 from ..shared.chat_server import chat_server
@@ -38,6 +38,21 @@ def test_a_source_without_training_tasks_is_refused(tmp_path: Path) -> None:
         build_pools(
             config(source={"name": "jsonl", "options": {"path": str(tmp_path / "mine.jsonl"), "split": "split"}})
         )
+
+
+async def test_the_source_submitted_has_no_task_and_says_what_a_run_without_them_needs() -> None:
+    made = config(source="submitted")
+    assert not any(map(len, build_pools(made).values()))
+    engine = build_engine(made, bus=MemoryBus(), clock=ManualClock())
+    with pytest.raises(OutOfRange, match="create the run with `submitted_tasks: true`"):
+        await engine.next_tasks(run="r", policy="main", first_draw=0, num=1)
+    with pytest.raises(UnknownSplit):
+        await engine.tasks_in_order(split="test", first_draw=0, num=1)
+
+
+def test_a_selector_cannot_choose_between_submitted_tasks() -> None:
+    with pytest.raises(ConfigError, match=r"`data\.selector` must be uniform, got 'sec'"):
+        build_engine(config(source="submitted", selector="sec"), bus=MemoryBus(), clock=ManualClock())
 
 
 OWN = """

@@ -57,7 +57,7 @@ def test_an_empty_reference_has_no_key() -> None:
         (lambda head: "jsonl:other@00#1", "no answer file `other` is configured"),
         (
             lambda head: "riddle:1",
-            "the scheme `riddle` is unknown; known: jsonl, tests, masked, calc, code, sql; name its oracle in reward.oracles",
+            "the scheme `riddle` is unknown; known: jsonl, submitted, tests, masked, calc, code, sql; name its oracle in reward.oracles",
         ),
     ],
 )

@@ -110,6 +110,15 @@ async def test_an_unavailable_data_service_is_an_infra_failure_and_holds_no_sess
         assert "data: no data node has joined; start one, or wait until it joins" in one.result().failure.message
 
 
+async def test_a_submitted_task_gets_no_extras_of_a_task_with_its_id() -> None:
+    mesh = mesh_with()
+    given = lease()
+    given.submitted = True
+    report = await mesh.runner(Reader()).run(given)
+    assert "the task t has no private extra `solution`" in report.failure.message
+    assert mesh.data.asked == []
+
+
 async def test_an_evaluation_requests_no_private_extras_and_a_read_says_why() -> None:
     mesh = mesh_with()
     report = await mesh.runner(Reader()).run(lease(purpose=types_pb2.PURPOSE_EVAL))

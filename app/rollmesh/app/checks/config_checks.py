@@ -24,6 +24,7 @@ from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.mesh.security import open_tls, read_token
 from rollmesh.services.coordinator.core.rollouts import REWARDS_BYTES_MAX, reward_bytes
 from rollmesh.services.data.config import build_pools, build_selector
+from rollmesh.services.data.source import SUBMITTED
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import INFERENCE_ENGINES, takes_option, with_model
@@ -183,7 +184,7 @@ def _unusual_values(config: TrainConfig, num_tasks: int) -> Iterator[str]:
             f"learner.optimizer.lr is {config.learner.optimizer.lr:g}, and models rarely learn above {LR_UNUSUAL:g}; "
             "1e-6 is the default"
         )
-    if not run.export_groups and run.batch_groups > num_tasks:
+    if not run.export_groups and not run.submitted_tasks and run.batch_groups > num_tasks:
         yield (
             f"run.batch_groups is {run.batch_groups}, but the train split has {num_tasks} tasks; a batch repeats tasks"
         )
@@ -208,7 +209,7 @@ def _unused_names(config: TrainConfig, tasks: TaskSurvey) -> Iterator[str]:
     """Yield the agents that no task has, and the tasks that an evaluation counts as failures because they do not have
     the reward that it reads."""
     rollout, success = config.rollout, config.run.success_reward
-    for name in rollout.agents:
+    for name in () if config.run.submitted_tasks else rollout.agents:
         if name not in tasks.by_agent and name != rollout.agent.name:
             yield f"rollout.agents.{name}: no task names this agent, and rollout.agent is another"
     task = next(
@@ -274,6 +275,10 @@ class _Check:
         if pools:
             self._tools(tasks.tools)
             self._named(tasks)
+        drawn = not (config.run.submitted_tasks or config.run.export_groups)  # an export draws from a split
+        if config.data.source.name == SUBMITTED and drawn:
+            what = "`run.submitted_tasks` must be true with `data.source` submitted, which has no tasks, got false"
+            self.mistakes.append(ConfigError(what, key="run.submitted_tasks"))
         with self._collected():
             self._evaluation(pools)
         self._rewards(tasks if pools else None)
@@ -305,7 +310,7 @@ class _Check:
             with self._collected():
                 _check_tool(config, name)
         for name, tool in config.rollout.tools.items():
-            if name not in listed and not _is_default(name, tool):
+            if name not in listed and not _is_default(name, tool) and not config.run.submitted_tasks:
                 self.mistakes.append(
                     ConfigError(
                         f"`rollout.tools.{name}`: no task lists this tool, so no episode has it; add it to "

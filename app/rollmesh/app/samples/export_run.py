@@ -256,6 +256,7 @@ def prepare(
         name=f"{config.run.name.removesuffix(_SUFFIX)[:_NAME_CHARS_MAX]}{_SUFFIX}",
         export_groups=options.num,
         export_split=options.split,
+        submitted_tasks=False,
         group_size=options.per_task,
         eval_every=0,
     )

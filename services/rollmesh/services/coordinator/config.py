@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from rollmesh.services.coordinator.core.fleet import FleetConfig
+from rollmesh.services.coordinator.validation import SUBMIT_BYTES_MAX
 from rollmesh.shared.bus.run_streams import StreamLimits
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
 from rollmesh.shared.rpc.addresses import host_of, is_ip_address, port_of
 from rollmesh.shared.rpc.server import ServerConfig
+
+
+class SubmissionConfig(Settings):
+    """Quotas of the tasks that clients submit to a run (SubmitTasks)."""
+
+    task_bytes_max: Annotated[int, Meta(ge=1, le=SUBMIT_BYTES_MAX)] = 1024 * 1024
+    """Maximum size of a task with its answer key, in bytes. All tasks of a call have at most 2 MiB."""
+    open_max: PositiveInt = 10_000
+    """Maximum number of tasks of a run that wait for admission. More are rejected with TASK_QUOTA."""
+    open_bytes_max: PositiveInt = 32 * 1024 * 1024
+    """Maximum size of these tasks with their answer keys, in bytes. The coordinator holds the tasks in memory and in
+    its snapshots. Tasks and keys together fill at most 80% of the run's ledger (`coordinator.streams`)."""
+    tasks_max: PositiveInt = 200_000
+    """Maximum number of tasks that a run gets in total. The coordinator holds the id of each, 150 to 400 bytes."""
 
 
 class RunLimits(Settings):
@@ -51,6 +69,8 @@ class RunLimits(Settings):
     """First back-off after a failed call, in seconds. It doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
     """Maximum back-off between two calls, in seconds."""
+    submitted: SubmissionConfig = SubmissionConfig()
+    """Quotas of submitted tasks."""
 
 
 class CoordinatorConfig(Settings):

@@ -44,7 +44,7 @@ from rollmesh.shared.telemetry import metrics
 
 CAUSE_CHARS_MAX = 500
 LEDGER_WARN_SHARE = 0.8
-"""Share of a ledger's limit from which a live run logs a warning."""
+"""Share of a ledger's limit from which a live run logs a warning and takes no further submitted tasks."""
 CLOSE_S_MAX = 5.0
 """Maximum time to wait for appends in progress when closing or recovering, in seconds."""
 _log = logging.getLogger(__name__)
@@ -242,6 +242,14 @@ class RunDriver(Callers):
         request = question.request
         if isinstance(request, i.ReportEpisodes):
             request = without_purged(request, self._is_purged)
+        elif isinstance(request, i.SubmitTasks):
+            position = self._ledger.head.position + 1
+            left = int(self._ledger.left(LEDGER_WARN_SHARE))
+            request = structs.replace(
+                request,
+                submission=f"{position}-{request.submission}",
+                limits=replace(request.limits, ledger_bytes_left=left),
+            )
         try:
             decision = self._core.handle(request, self._clock.monotonic_s())
         except MeshError as error:

@@ -87,6 +87,10 @@ class Ledger:
         """Share of the limit of the stream that the records use, including those that are being appended."""
         return self._num_bytes / self._bytes_max
 
+    def left(self, share: float) -> float:
+        """Return the number of bytes until the records use `share` of the limit."""
+        return share * self._bytes_max - self._num_bytes
+
     @property
     def full(self) -> str:
         """What a ledger without room for a record means for its run."""

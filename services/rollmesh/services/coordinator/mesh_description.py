@@ -5,9 +5,10 @@ The creator of a mesh gives the configuration to the coordinator. A coordinator 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -16,10 +17,14 @@ from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.protocol import PROTOCOL
-from rollmesh.shared.errors import MeshBusy, Unimplemented, field_error
+from rollmesh.shared.errors import InvalidSpec, MeshBusy, Unimplemented, field_error
 from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import types_pb2
+
+_TABLES = {"agent": "rollout.agents", "tools": "rollout.tools", "oracle_ref": "reward.oracles"}
+"""The table of the configuration with what a field of a task names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,16 @@ class MeshDescription:
     base_dir: str
     """Directory on this host to which file names in the configuration are relative."""
     model: ModelFiles | None = None
+    needs_submissions: bool = False
+    """Whether the data service has no training tasks, so that every run that draws some needs those of clients."""
+    agents: tuple[str, ...] = ()
+    """Names of the agents that a task may name."""
+    private_agents: tuple[str, ...] = ()
+    """Names of the agents that may read private extras of their tasks; the empty name is that of the default agent."""
+    tools: tuple[str, ...] = ()
+    """Names of the tools that a task may list."""
+    oracles: tuple[str, ...] = ()
+    """Schemes of the answer keys that the reward service has itself."""
     payloads: str = "stream"
     """Where workers on this host store payloads: files or stream."""
 
@@ -69,13 +84,17 @@ class MeshDescriber:
     async def check_run(self, spec: RunSpec) -> None:
         """Check whether the nodes of the mesh can serve a new run, because a run that no node serves would only wait.
 
-        Raises InvalidInput for another policy than that of the nodes, MeshBusy while they serve another run.
+        Raises InvalidInput for another policy than that of the nodes, InvalidSpec for a run without tasks, MeshBusy
+        while they serve another run.
         """
         if self._given is None:
             return
         if spec.policy != self._given.policy:
             must = f"be {self._given.policy!r}, which this mesh's inference nodes serve"
             raise field_error("spec.policy", must, spec.policy)
+        if self._given.needs_submissions and not spec.submitted_tasks:
+            must = "be true, because the data service of this mesh has no tasks (`data.source` is `submitted`)"
+            raise field_error("spec.submitted_tasks", must, spec.submitted_tasks, of=InvalidSpec)
         for run, driver in self._runs.drivers.items():
             if run != spec.run and not await driver.read(_ended):
                 raise MeshBusy(
@@ -83,6 +102,35 @@ class MeshDescriber:
                     f"{run}` (StopRun) ends it; or use another mesh",
                     run=run,
                 )
+
+    def check_tasks(self, tasks: Sequence[types_pb2.Task]) -> None:
+        """Check that the mesh has the agents, tools and oracles of submitted tasks, and that the agents read no private
+        extras. Raises InvalidInput with the task and the field. A coordinator without a configuration checks
+        nothing."""
+        if self._given is None:
+            return
+        for index, task in enumerate(tasks):
+            if task.agent in self._given.private_agents:
+                raise field_error(
+                    f"{validation.task_place(index, task)}.agent",
+                    "name an agent that reads no private extras, because a submitted task has none",
+                    task.agent or "the default agent",
+                    "choose another agent, or remove its entry of rollout.private_extras",
+                )
+            for field, named, known in (
+                ("agent", [task.agent] if task.agent else [], self._given.agents),
+                ("tools", task.tools, self._given.tools),
+                ("oracle_ref", _schemes(task.oracle_ref), self._given.oracles),
+            ):
+                for name in named:
+                    if name not in known:
+                        must = f"name what this mesh has ({', '.join(known) or 'none'})"
+                        raise field_error(
+                            f"{validation.task_place(index, task)}.{field}",
+                            must,
+                            name,
+                            f"add it to {_TABLES[field]}",
+                        )
 
     async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
         """Yield the files. Raises `Unimplemented` without a configuration, `UnknownBlob` for a file that is not
@@ -97,6 +145,10 @@ class MeshDescriber:
         if self._given is None:
             raise Unimplemented("this coordinator was started without the configuration of a mesh")
         return self._given
+
+
+def _schemes(oracle_ref: str) -> list[str]:
+    return [oracle_ref.partition(":")[0]] if oracle_ref else []
 
 
 def _ended(core: Core, _: LedgerHead) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from rollmesh.services.coordinator.answer_keys import AnswerKeys
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.dead_letters import DeadLetters
@@ -130,7 +131,7 @@ class CoordinatorNode:
             task = asyncio.create_task(loop, name=name)
             task.add_done_callback(self._on_loop_ended)
             stack.push_async_callback(_cancel, task)
-        self._add_services(self._runs, keeper, outgoing, DeadLetters(bus))
+        self._add_services(self._runs, keeper, outgoing, DeadLetters(bus), AnswerKeys(bus))
         await self._server.start()
 
     def _make_keeper(self) -> FleetKeeper:
@@ -154,10 +155,14 @@ class CoordinatorNode:
             on_failure=self._on_failure,
         )
 
-    def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters) -> None:
+    def _add_services(
+        self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters, answer_keys: AnswerKeys
+    ) -> None:
         limit_s = self._config.server.deadline_s
         mesh = MeshDescriber(self._offer, runs, keeper)
-        coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh)
+        coordinator = CoordinatorServicer(
+            runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh, answer_keys=answer_keys
+        )
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
         self._server.add(add_coordinator, coordinator, limits=RECORDED)
         run = RunServicer(
@@ -167,8 +172,10 @@ class CoordinatorNode:
             dead,
             mesh,
             clock=self._clock,
+            ids=self._ids,
             deadline_s=limit_s,
             message_bytes_max=self._config.server.message_bytes_max,
+            submitted=self._config.run.submitted,
         )
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED_TEXTS)
 

@@ -59,6 +59,15 @@ class Outgoing:
         with typed_errors(await connected_address(channel, address)):
             return await stub.FinalizeGroup(request, timeout=self._call_s)
 
+    async def reward_names(self, run: str) -> list[str]:
+        """Return the names of the run's scorers. Raises NotReady if no reward node has joined."""
+        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(
+            await self._channel(NodeKind.REWARD, run)
+        )
+        with typed_errors():
+            listed = await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=self._call_s)
+        return [scorer.name for scorer in listed.scorers]
+
     async def forget_run(self, run: str) -> None:
         """Remove what the data services and the depots store of a run. Raises NotReady without a depot."""
         with typed_errors():

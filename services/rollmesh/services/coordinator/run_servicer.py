@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 from rollmesh.services.coordinator import translate, validation
+from rollmesh.services.coordinator.config import SubmissionConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -21,6 +22,7 @@ from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.watchdog import read_chain
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
@@ -44,14 +46,18 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         mesh: MeshDescriber,
         *,
         clock: Clock,
+        ids: IdSource,
         deadline_s: float,
         message_bytes_max: int,
+        submitted: SubmissionConfig,
     ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline, `message_bytes_max` that of its
         messages."""
         # Channels have the default limit.
         self._message_bytes_max = min(message_bytes_max, MESSAGE_BYTES_MAX)
         self._deadline_s = deadline_s
+        self._ids = ids
+        self._submitted = submitted
         self._dead = dead
         self._clock = clock
         self._runs = runs
@@ -154,7 +160,18 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.PublishVersionResponse()
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
-        raise Unimplemented("SubmitTasks is not implemented; configure a task file at the data service")
+        quotas = self._submitted
+        validation.check_submission(request, task_bytes_max=quotas.task_bytes_max)
+        self._mesh.check_tasks(request.tasks)
+        driver = await self._runs.get(request.run)
+        if request.tasks:
+            validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
+        limits = i.SubmissionLimits(
+            tasks_max=quotas.tasks_max, open_max=quotas.open_max, open_bytes_max=quotas.open_bytes_max
+        )
+        random = self._ids.new()
+        submitted = await driver.submit(lambda ticket: translate.submit_tasks(ticket, request, random, limits))
+        return encode(submitted, pb.SubmitTasksResponse)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         raise Unimplemented("SubmitSamples is not implemented; samples come from rollouts only")

@@ -18,6 +18,8 @@ from rollmesh.services.coordinator.core.state import (
     SampleCounters,
     State,
 )
+from rollmesh.services.coordinator.core.submissions import submitted_tasks
+from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.v1 import run_pb2 as pb
 
@@ -54,6 +56,7 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
         seconds=state.seconds,
         failed_attempts=_failed(core.ephemeral.failed) if core.ephemeral.failed.num else None,
         recent=_recent(core.ephemeral.recent) if core.ephemeral.recent else None,
+        submitted=encode(submitted_tasks(state), pb.SubmittedTasks) if state.the_spec.submitted_tasks else None,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollmesh.services.coordinator import translate, validation
+from rollmesh.services.coordinator.answer_keys import AnswerKeys
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -40,7 +41,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """The internal service of the mesh."""
 
     def __init__(
-        self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float, mesh: MeshDescriber
+        self,
+        runs: Runs,
+        keeper: FleetKeeper,
+        clock: Clock,
+        *,
+        deadline_s: float,
+        mesh: MeshDescriber,
+        answer_keys: AnswerKeys,
     ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline."""
         self._deadline_s = deadline_s
@@ -48,6 +56,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._keeper = keeper
         self._clock = clock
         self._mesh = mesh
+        self._answer_keys = answer_keys
 
     async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
         first = await anext(aiter(requests), None)
@@ -191,6 +200,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         fitting = translate.pieces(sorted(nodes, key=lambda node: node.state == pb.NODE_STATE_DEAD), FLEET_BYTES_MAX)[0]
         fitting.sort(key=lambda node: node.node_id)
         return pb.GetFleetResponse(nodes=fitting, num_omitted=len(nodes) - len(fitting))
+
+    async def GetAnswerKeys(self, request: pb.GetAnswerKeysRequest, context: Context) -> pb.GetAnswerKeysResponse:
+        return pb.GetAnswerKeysResponse(answer_keys=await self._answer_keys.find(request.oracle_refs))
 
     async def GetMesh(self, request: pb.GetMeshRequest, context: Context) -> pb.GetMeshResponse:
         return await self._mesh.describe()

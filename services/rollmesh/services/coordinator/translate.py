@@ -15,6 +15,7 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.batches import group_members
 from rollmesh.services.coordinator.core.decision_context import DeadLetter, DrawTasks, FinalizeGroup
 from rollmesh.services.coordinator.core.facts import (
+    AnswerKey,
     DroppedSample,
     GroupDecision,
     PayloadRef,
@@ -95,6 +96,7 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
         lease_s=lease.lease_s,
         seed=lease.seed,
         index=lease.index,
+        submitted=lease.submitted,
     )
     message.key.run = run
     message.key.task = lease.task.task_id
@@ -194,6 +196,19 @@ def pieces(messages: Sequence[M], bytes_max: int = PIECE_BYTES) -> list[list[M]]
             num_bytes = message.ByteSize()
         found[-1].append(message)
     return found
+
+
+def submit_tasks(
+    ticket: int, request: run_pb2.SubmitTasksRequest, submission: str, limits: i.SubmissionLimits
+) -> i.SubmitTasks:
+    return i.SubmitTasks(
+        ticket=ticket,
+        submission=submission,
+        tasks=tuple(structs.replace(decode(Task, task), split="train") for task in request.tasks),
+        answer_keys=tuple(decode(AnswerKey, key) for key in request.answer_keys),
+        finish=request.finish,
+        limits=limits,
+    )
 
 
 def trainer_request(type_: type[Q], ticket: int, request: M) -> Q:

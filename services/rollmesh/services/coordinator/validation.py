@@ -12,11 +12,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import msgspec
+
 from rollmesh.services.coordinator.core.records import (
     EPISODES_LIVE_MAX,
     SAMPLE_TOKENS_MAX,
     SAMPLES_PER_EPISODE_MAX,
 )
+from rollmesh.services.coordinator.core.state import SUBMITTED_SCHEME
 from rollmesh.shared.codec import summaries
 from rollmesh.shared.codec.checks import (
     EXTEND_MAX,
@@ -28,9 +31,10 @@ from rollmesh.shared.codec.checks import (
     is_reason,
     is_word,
 )
+from rollmesh.shared.domain.extras import PUBLIC_BYTES_MAX, check_extras, decode_extras
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
 from rollmesh.shared.domain.trajectory import TRAINED_MEASURES
-from rollmesh.shared.errors import InvalidInput, Phrase, field_error
+from rollmesh.shared.errors import InvalidInput, PayloadTooLarge, Phrase, field_error
 from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2, types_pb2
 
 ID_CHARS_MAX = 256
@@ -52,6 +56,8 @@ VERSIONS_MAX = 64
 """Most sets of weights that an engine holds."""
 CAPACITY_MAX = 1_000_000
 SPANS_MAX = 4096
+OBJECT_DEPTH_MAX = 100
+"""Most levels of a JSON object in an answer key, which services decode recursively."""
 TOOL_CALLS_MAX = 2**31 - 1
 """Most tool calls of an episode, so that their sum over episodes fits its field."""
 TrainerMessage: TypeAlias = (
@@ -63,6 +69,12 @@ TrainerMessage: TypeAlias = (
     | run_pb2.PublishVersionRequest
     | coordinator_pb2.WatchReadyRequest
 )
+SUBMIT_MAX = 1024
+"""Most tasks of a call of SubmitTasks."""
+SUBMIT_BYTES_MAX = 2 * 1024 * 1024
+"""Maximum size of the tasks and answer keys of a call, bytes: with the groups that admit as many tasks at once, they
+must fit into a ledger record."""
+_TASK_ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
 
@@ -155,6 +167,110 @@ def _check_measure(field: str, name: str, value: float) -> None:
         raise field_error(field, "be finite and >= 0", value)
     if not math.isfinite(value):
         raise field_error(field, "be finite", value)
+
+
+def check_submission(request: run_pb2.SubmitTasksRequest, *, task_bytes_max: int) -> None:
+    """Check submitted tasks, except for their scorers. Raises PayloadTooLarge for a size."""
+    check_run(request.run)
+    num = len(request.tasks)
+    if not (num or request.finish) or num > SUBMIT_MAX:
+        raise field_error("tasks", f"have 1 to {SUBMIT_MAX} entries, or none with `finish`", Phrase(f"{num} entries"))
+    if (size := request.ByteSize()) > SUBMIT_BYTES_MAX:
+        raise PayloadTooLarge(
+            f"a call of SubmitTasks must have at most {SUBMIT_BYTES_MAX} bytes, got {size} with {num} tasks; submit "
+            "them in several calls",
+            bytes=size,
+            bytes_max=SUBMIT_BYTES_MAX,
+        )
+    _check_unique("tasks.task_id", [task.task_id for task in request.tasks])
+    _check_unique("answer_keys.task_id", [key.task_id for key in request.answer_keys])
+    keys = {key.task_id: key for key in request.answer_keys}
+    for index, task in enumerate(request.tasks):
+        if not _TASK_ID.fullmatch(task.task_id):
+            must = "have 1 to 256 characters of A-Z a-z 0-9 _ . : -"
+            raise field_error(f"tasks[{index}].task_id", must, task.task_id)
+        key = keys.pop(task.task_id, None)
+        _check_task(task, key, f"{task_place(index, task)}.")
+        size = task.ByteSize() + (key.ByteSize() if key is not None else 0)
+        if size > task_bytes_max:
+            raise PayloadTooLarge(
+                f"task `{task.task_id}` has {size} bytes with its answer key, expected at most {task_bytes_max}; "
+                "shorten it, or raise `coordinator.run.submitted.task_bytes_max`",
+                task_id=task.task_id,
+                bytes=size,
+                bytes_max=task_bytes_max,
+            )
+    if keys:
+        raise field_error("answer_keys.task_id", "name a task of the call", next(iter(keys)))
+
+
+def _check_task(task: types_pb2.Task, key: types_pb2.AnswerKey | None, field: str) -> None:
+    if not task.messages:
+        raise field_error(f"{field}messages", "have at least one entry, the prompt", None)
+    for place, message in enumerate(task.messages):
+        if not 1 <= len(message.role) <= NAME_CHARS_MAX:
+            must = f"have 1 to {NAME_CHARS_MAX} characters, e.g. 'user'"
+            raise field_error(f"{field}messages[{place}].role", must, message.role)
+    if task.split not in ("", "train"):
+        raise field_error(f"{field}split", "be empty or 'train', because submitted tasks are not evaluated", task.split)
+    check_text(f"{field}agent", task.agent, ID_CHARS_MAX)
+    try:
+        check_extras(decode_extras(task.extras), PUBLIC_BYTES_MAX)
+    except ValueError as error:
+        raise field_error(
+            f"{field}extras", f"have names and JSON values of at most {PUBLIC_BYTES_MAX} bytes", error
+        ) from None
+    if key is None:
+        if task.oracle_ref.startswith(f"{SUBMITTED_SCHEME}:"):
+            must = "be empty for a key in `answer_keys`, or name a key that the reward service has itself"
+            raise field_error(f"{field}oracle_ref", must, task.oracle_ref)
+        check_text(f"{field}oracle_ref", task.oracle_ref)
+        return
+    if task.oracle_ref:
+        raise field_error(f"{field}oracle_ref", "be empty for a task with an entry in `answer_keys`", task.oracle_ref)
+    if not (key.answers or key.tests or key.record):
+        raise field_error(f"{field}answer_key", "have `answers`, `tests` or `record`", None)
+    if key.tests.lstrip().startswith("{"):
+        _check_object(f"{field}answer_key.tests", key.tests)
+    if key.record:
+        _check_object(f"{field}answer_key.record", key.record)
+
+
+def check_submitted_scorers(request: run_pb2.SubmitTasksRequest, known: Sequence[str]) -> None:
+    """Check that each submitted task has a scorer. `known` are the rewards of the run's scorers."""
+    for index, task in enumerate(request.tasks):
+        field = f"{task_place(index, task)}.scorers"
+        if not known:
+            raise field_error(field, "have a scorer, and this mesh has none", None, "add one to reward.scorers")
+        if len(set(task.scorers)) < len(task.scorers) or not set(task.scorers) <= set(known):
+            must = f"have different names of rewards among [{', '.join(known)}], or none for all"
+            raise field_error(field, must, ", ".join(task.scorers), "add the scorer to reward.scorers")
+
+
+def task_place(index: int, task: types_pb2.Task) -> str:
+    return f"tasks[{index}] (task {task.task_id})"
+
+
+def _check_object(field: str, text: str) -> None:
+    """Check a JSON object of an answer key. The error does not quote it."""
+    must = f"be a JSON object of at most {OBJECT_DEPTH_MAX} levels"
+    try:
+        value = msgspec.json.decode(text)
+        is_object = isinstance(value, dict)
+        levels = _num_levels(value)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise field_error(field, must, Phrase(f"{len(text)} characters: {error}")) from None
+    if not is_object or levels > OBJECT_DEPTH_MAX:
+        raise field_error(field, must, Phrase(f"{len(text)} characters of another kind"))
+
+
+def _num_levels(value: object) -> int:
+    """Return how deep a JSON value is nested, at most one more than the limit."""
+    layer, num = [value], 0
+    while num <= OBJECT_DEPTH_MAX and (nested := [part for part in layer if isinstance(part, (dict, list))]):
+        layer = [one for part in nested for one in (part.values() if isinstance(part, dict) else part)]
+        num += 1
+    return num
 
 
 def check_checkpoint(request: run_pb2.ReportCheckpointRequest) -> None:

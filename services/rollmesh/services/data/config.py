@@ -10,7 +10,7 @@ from msgspec import Meta
 from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.source import open_pools
+from rollmesh.services.data.source import SUBMITTED, open_pools
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
@@ -24,7 +24,8 @@ class DataConfig(Settings):
     """Settings of the data service."""
 
     source: Extension = Extension("calc")
-    """Source of the tasks: `jsonl`, `files`, `calc`, `code`, `sql`, `mixture` for several of them, or your own."""
+    """Source of the tasks: `jsonl`, `files`, `calc`, `code`, `sql`, `mixture` for several of them, or your own.
+    `submitted` has none, because clients submit them (`run.submitted_tasks`)."""
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, `sec`, `dump`, `historical_variance`, `changepoint`,
     `mixture`, or your own."""
@@ -54,13 +55,19 @@ def build_pools(
     """
     with endpoints or BlockingEndpoints({}) as client:
         pools = open_pools(config.source, base_dir, client, key="data.source")
-    if not len(pools[Split.TRAIN]):
+    if not len(pools[Split.TRAIN]) and config.source.name != SUBMITTED:
         raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
     return pools
 
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:
     """Return a new selector over `pool`. Relative files are relative to `base_dir`. Raise ConfigError."""
+    if not len(pool) and config.selector.name != "uniform":
+        raise ConfigError(
+            f"`data.selector` must be uniform, got {config.selector.name!r}: submitted tasks are drawn in the order of "
+            "their submission",
+            key="data.selector",
+        )
     return cast(Selector, SELECTORS.make(config.selector, base_dir, pool=pool, seed=config.seed))
 
 

@@ -66,11 +66,17 @@ class DataEngine:
     ) -> DrawnTasks:
         """Return training tasks of draws [first_draw, first_draw + num), fewer if their prompts exceed
         `READ_CHARS_MAX`. Raise UnknownRun, CatchingUp, OutOfRange."""
+        pool = self._pools[Split.TRAIN]
+        if not len(pool):
+            raise OutOfRange(
+                "this mesh has no training tasks, because `data.source` is `submitted`; create the run with "
+                "`submitted_tasks: true`, and submit tasks (SubmitTasks)"
+            )
         follower = await self._follower(run)
         positions = await follower.positions(
             policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
         )
-        return list(enumerate(await _read(self._pools[Split.TRAIN], positions), start=first_draw))
+        return list(enumerate(await _read(pool, positions), start=first_draw))
 
     async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
         """Return tasks [first_draw, first_draw + num) of a split, fewer at its end, or if their prompts exceed

@@ -43,11 +43,15 @@ class TaskSource(Plugin):
         returned."""
 
 
+SUBMITTED = "submitted"
+"""Name of the source whose tasks come from clients."""
+
 SOURCES = Registry(
     "source",
     {
         "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
         "files": "rollmesh.services.data.files_source:FilesSource",
+        SUBMITTED: "rollmesh.services.data.submitted_source:SubmittedSource",
         "synthesized": "rollmesh.services.data.synthesized_source:SynthesizedSource",
         "templated": "rollmesh.services.data.templated_source:TemplatedSource",
         "masked": "rollmesh.services.data.masked_source:MaskedSource",

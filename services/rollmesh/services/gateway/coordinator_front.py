@@ -75,6 +75,9 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def ReportEpisodes(self, request: pb.ReportEpisodesRequest, context: Context) -> pb.ReportEpisodesResponse:
         _refuse("ReportEpisodes")
 
+    async def GetAnswerKeys(self, request: pb.GetAnswerKeysRequest, context: Context) -> pb.GetAnswerKeysResponse:
+        _refuse("GetAnswerKeys")
+
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         _refuse("GetBatch")
 

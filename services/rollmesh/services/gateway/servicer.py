@@ -161,7 +161,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
                 call.cancel()
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
-        raise Unimplemented("SubmitTasks is not implemented; configure a task file at the data service")
+        return await self._forward(self._run.SubmitTasks, request, context)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         raise Unimplemented("SubmitSamples is not implemented; samples come from rollouts only")

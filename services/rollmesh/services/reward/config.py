@@ -16,6 +16,7 @@ from rollmesh.services.reward.graph import nearest
 from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, Oracles, file_oracles
 from rollmesh.services.reward.scorer import SCORERS, BatchScorer, Policy, Sandbox, Scorer, Sees
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
+from rollmesh.services.reward.submitted_oracle import FindsKeys, SubmittedOracle
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.config.plugin import overrides
@@ -88,10 +89,12 @@ def build_engine(
     estimator: Extension | str = "grpo",
     policy: Policy | None = None,
     endpoints: Asks | None = None,
+    answer_keys: FindsKeys | None = None,
 ) -> RewardEngine:
     """Return the engine of the service. Relative files are relative to `base_dir`.
 
     Without a `sandbox`, `policy` or `endpoints`, the scorers that use it fail; their samples are infra failures.
+    `answer_keys` has those of submitted tasks.
     `estimator` is that of the trainer. Its weights are those of `config`. Raise ConfigError, or RecordError for a
     malformed answer file.
     """
@@ -115,6 +118,7 @@ def build_engine(
         oracles=Oracles(
             {
                 **file_oracles(config.answer_files, base_dir),
+                "submitted": SubmittedOracle(answer_keys),
                 **{scheme: ORACLES.make(oracle, base_dir) for scheme, oracle in config.oracles.items()},
             }
         ),

@@ -11,6 +11,7 @@ from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.reward.policy import PolicyClient, PromptEncoder
 from rollmesh.services.reward.scorer import Scorer
 from rollmesh.services.reward.servicer import RewardServicer
+from rollmesh.services.reward.submitted_oracle import CoordinatorKeys
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
@@ -79,13 +80,18 @@ class RewardNode(JoinedNode):
             clock=self.clock,
             router=config.router,
         )
-        self.engine = build_engine(config, base_dir, self._sandbox, estimator, self._policy, self._endpoints)
+        self._answer_keys = CoordinatorKeys(coordinator, access) if coordinator else None
+        self.engine = build_engine(
+            config, base_dir, self._sandbox, estimator, self._policy, self._endpoints, self._answer_keys
+        )
         self._servicer = RewardServicer(self.engine)
 
     async def build(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._sandbox.close)
         stack.push_async_callback(self._router.close)
         stack.push_async_callback(self._endpoints.close)
+        if self._answer_keys is not None:
+            stack.push_async_callback(self._answer_keys.close)
         if any(overrides(configured.scorer, Scorer.use_policy) for configured in self.engine.scorers):
             self._policy.encoder = await asyncio.to_thread(self._load_tokenizer)
         stack.push_async_callback(self.engine.close)

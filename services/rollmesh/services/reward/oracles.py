@@ -3,6 +3,7 @@
 A reference is `scheme:rest`. Every scheme has one oracle:
     jsonl:NAME@DIGEST#LINE      a line of the JSONL file configured under NAME; DIGEST is the head of its SHA-256
     files:NAME@DIGEST#ROW       a row of the files configured under NAME, which are not held in memory
+    submitted:RUN/RECORD/TASK   the key that a client submitted with its task; the coordinator returns it
     tests:REF                   the hidden tests REF in the oracle store of the sandbox nodes
     masked:SEED-DIGEST-OPTIONS  multiple choice of the source `masked`, whose reference determines the letter
     calc:, code:, sql:          the task families of the demo
@@ -15,7 +16,7 @@ line or error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, ClassVar, Literal
@@ -37,6 +38,7 @@ NUM_LINES_MAX = 2_000_000
 KEYS_BYTES_MAX = 16 * 1024 * 1024
 """Answer keys of files that are kept, in characters of their text form."""
 _NUMBER = re.compile("[0-9]{1,10}")
+NO_KEYS: Mapping[str, AnswerKey] = {}
 
 
 class Oracle(Plugin):
@@ -51,10 +53,16 @@ class Oracle(Plugin):
         """Return the key of `rest`, the part after `scheme:`. Raise UnknownOracle if it does not exist."""
         raise NotImplementedError
 
+    async def fetch(self, rests: Sequence[str]) -> Mapping[str, AnswerKey]:
+        """Return the keys of these references that are fetched by a call; `resolve` returns the others. Raise
+        UnknownOracle, or an error of the call that can be repeated."""
+        return NO_KEYS
+
 
 ORACLES = Registry(
     "oracle",
     {
+        "submitted": "rollmesh.services.reward.submitted_oracle:SubmittedOracle",
         "tests": "rollmesh.services.reward.oracles:StoredTestsOracle",
         "masked": "rollmesh.services.reward.oracles:MaskedOracle",
         "calc": "rollmesh.demo.families.calc:CalcOracle",
@@ -111,10 +119,12 @@ class Oracles:
         """`oracles` are by scheme. The built-in ones are added on first use."""
         self._oracles = dict(oracles)
 
-    def resolve(self, oracle_ref: str) -> AnswerKey | None:
+    def resolve(self, oracle_ref: str, fetched: Mapping[str, AnswerKey] = NO_KEYS) -> AnswerKey | None:
         """Return None for the empty reference of a task without answer key. Raise UnknownOracle."""
         if not oracle_ref:
             return None
+        if oracle_ref in fetched:
+            return fetched[oracle_ref]
         scheme, _, rest = oracle_ref.partition(":")
         return self._find(scheme, oracle_ref).resolve(rest)
 
@@ -147,6 +157,19 @@ class Oracles:
                 )
             self._oracles[scheme] = ORACLES.make(scheme)
         return self._oracles[scheme]
+
+    async def fetch(self, oracle_refs: Iterable[str]) -> dict[str, AnswerKey]:
+        """Return the keys that an oracle has to fetch, by reference. Raise as `Oracle.fetch`."""
+        fetched: dict[str, AnswerKey] = {}
+        by_scheme: dict[str, list[str]] = {}
+        for ref in dict.fromkeys(oracle_refs):
+            scheme, _, rest = ref.partition(":")
+            by_scheme.setdefault(scheme, []).append(rest)
+        for scheme, rests in by_scheme.items():
+            if scheme in self._oracles:
+                keys = await self._oracles[scheme].fetch(rests)
+                fetched |= {f"{scheme}:{rest}": key for rest, key in keys.items()}
+        return fetched
 
 
 class StoredTestsOracle(Oracle):

@@ -6,14 +6,21 @@ The answer key is passed from the oracles to the scorers. It is in no response.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
-from rollmesh.services.reward.item import ScoreItem, TaskView, check_task_scorers, judged_path, num_action_tokens
+from rollmesh.services.reward.item import (
+    AnswerKey,
+    ScoreItem,
+    TaskView,
+    check_task_scorers,
+    judged_path,
+    num_action_tokens,
+)
 from rollmesh.services.reward.metrics import GROUPS
-from rollmesh.services.reward.oracles import Oracles
+from rollmesh.services.reward.oracles import NO_KEYS, Oracles
 from rollmesh.services.reward.scorer_run import Uses
 from rollmesh.shared.codec.checks import EXTEND_MAX
 from rollmesh.shared.codec.environment_rewards import decode_environment_rewards
@@ -45,10 +52,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def Score(
         self, request: reward_pb2.RewardServiceScoreRequest, context: object
     ) -> reward_pb2.RewardServiceScoreResponse:
+        fetched = await self._engine.oracles.fetch(item.task.oracle_ref for item in request.items[:ITEMS_MAX])
         if any(self._engine.oracles.blocks(item.task.oracle_ref) for item in request.items[:ITEMS_MAX]):
-            items = await asyncio.to_thread(list, self._items(request))
+            items = await asyncio.to_thread(list, self._items(request, fetched))
         else:
-            items = list(self._items(request))
+            items = list(self._items(request, fetched))
         with tracing.spans_below((item.traceparent for item in request.items), "scorers", "reward"):
             uses: Uses = {}
             scored = await self._engine.score(items, uses)
@@ -97,14 +105,16 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         return response
 
-    def _items(self, request: reward_pb2.RewardServiceScoreRequest) -> Iterator[ScoreItem]:
+    def _items(
+        self, request: reward_pb2.RewardServiceScoreRequest, fetched: Mapping[str, AnswerKey]
+    ) -> Iterator[ScoreItem]:
         if len(request.items) > ITEMS_MAX:
             raise field_error("items", f"have at most {ITEMS_MAX} entries", len(request.items), "send them in parts")
         known = [scorer.name for scorer in self._engine.scorers]
         for index, item in enumerate(request.items):
             check_task_scorers(item.task.scorers, known, f"items[{index}].task.scorers")
             self._check_declared(item)
-            yield from decode_items(item, self._engine.oracles, f"items[{index}]", number=index)
+            yield from decode_items(item, self._engine.oracles, f"items[{index}]", number=index, fetched=fetched)
 
     def _check_declared(self, item: reward_pb2.ScoreItem) -> None:
         """Reject a reward of the environment that no scorer reads, because the run would train without it."""
@@ -120,14 +130,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
 
 def decode_items(
-    item: reward_pb2.ScoreItem, oracles: Oracles, field: str = "item", number: int = 0
+    item: reward_pb2.ScoreItem,
+    oracles: Oracles,
+    field: str = "item",
+    number: int = 0,
+    fetched: Mapping[str, AnswerKey] = NO_KEYS,
 ) -> Iterator[ScoreItem]:
     """Yield the samples of an episode as the input of scorers. `number` is that of the request. Raises InvalidInput or
     UnknownOracle."""
     _check_item(item, field)
     key = decode_key(item.key, f"{field}.key")
     task = _task_view(item.task)
-    answer_key = oracles.resolve(item.task.oracle_ref)
+    answer_key = oracles.resolve(item.task.oracle_ref, fetched)
     segments = [decode_segment(segment, f"{field}.segments[{i}]") for i, segment in enumerate(item.segments)]
     for index, segment in enumerate(segments):
         if not ROOT <= segment.parent < index:

@@ -166,6 +166,8 @@ class EpisodeRunner:
             names = permitted_extras(lease.task.agent or config.agent.name, agent, config)
         if not names or lease.purpose is Purpose.EVAL:
             return PrivateExtras(lease.task, names, None)
+        if lease.submitted:  # another task of the data service may have its id
+            return PrivateExtras(lease.task, names, {})
         with boundary("data"):
             values = await self._parts.data.private_extras(
                 run=lease.key.run, split=task.split, task_id=task.task_id, names=names

@@ -28,6 +28,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     term_s: float
     index: int
     """Number of the episode in its group, from 0."""
+    submitted: bool = False
+    """Whether a client submitted the task, so that the data service does not have it."""
 
 
 def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
@@ -54,6 +56,7 @@ def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
         seed=message.seed,
         term_s=message.lease_s,
         index=message.index,
+        submitted=message.submitted,
     )
 
 

@@ -82,7 +82,8 @@ def _decoding(decode: Decode, method: str, limits: RequestLimits, received: Call
                     method=method,
                 )
             )
-        if limits.text_bytes is not None and len(raw) > limits.text_bytes:
+        short = method.rpartition("/")[2] not in limits.long_texts
+        if short and limits.text_bytes is not None and len(raw) > limits.text_bytes:
             return _with_short_texts(message, limits.text_bytes)
         return message
 

@@ -14,6 +14,8 @@ class RequestLimits:
 
     text_bytes: int | None = None
     """Maximum size of a text in a request, in bytes."""
+    long_texts: frozenset[str] = frozenset()
+    """Methods to which `text_bytes` does not apply."""
     request_bytes: int | None = None
     """Maximum size of a request, in bytes."""
 
@@ -21,5 +23,7 @@ class RequestLimits:
 RECORDED = RequestLimits(request_bytes=6 * 1024 * 1024)
 """Limits of CoordinatorService. Its requests are stored in ledger records, and a record must fit into a NATS
 message."""
-RECORDED_TEXTS = RequestLimits(text_bytes=64 * 1024, request_bytes=RECORDED.request_bytes)
-"""Limits of RunService, whose texts are names, reasons and settings."""
+RECORDED_TEXTS = RequestLimits(
+    text_bytes=64 * 1024, long_texts=frozenset({"SubmitTasks"}), request_bytes=RECORDED.request_bytes
+)
+"""Limits of RunService, whose texts are names, reasons and settings, except for the tasks of clients."""

@@ -16,15 +16,18 @@ from rollmesh.services.coordinator.core.group_changes import (
     add_episodes,
     close_eval_episode,
     count_eval,
+    end_episode,
     end_sample,
     end_samples,
     finish,
     open_eval,
+    open_task,
     settle,
     without_evidence,
 )
 from rollmesh.services.coordinator.core.records import Bound
 from rollmesh.services.coordinator.core.state import (
+    RUN_ENDED,
     VERSIONS_KEPT_MAX,
     BatchState,
     EpisodeStatus,
@@ -36,7 +39,9 @@ from rollmesh.services.coordinator.core.state import (
     SampleState,
     State,
     UpdateRecord,
+    key_bytes,
     names_digest,
+    submitted_digest,
 )
 
 UPDATES_KEPT_MAX = 4096
@@ -45,7 +50,6 @@ REFUSED_KEPT_MAX = 100
 RELEASED_KEPT_MAX = 1024
 """Number of released leases that are kept to recognize a repeated release."""
 RELEASED = "RELEASED"
-RUN_ENDED = "RUN_ENDED"
 PROGRESS = (
     f.RunCreated,
     f.EpisodeScored,
@@ -53,6 +57,7 @@ PROGRESS = (
     f.UpdateCommitted,
     f.CheckpointReported,
     f.VersionPublished,
+    f.TasksSubmitted,
 )
 """Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they
 also occur in a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
@@ -95,6 +100,12 @@ def _(fact: f.GroupReserved, state: State) -> None:
         dead_id=fact.dead_id,
     )
     state.groups[fact.group] = group
+    if state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
+        assert state.submitted_open, f"{fact.group} has a task that was not submitted"
+        first = state.submitted_open.pop(0)
+        expected = first.task.task_id
+        assert expected == fact.task.task_id, f"{fact.group} has {fact.task.task_id}, expected {expected}"
+        state.submitted_open_bytes -= first.num_bytes
     state.replays = [replay for replay in state.replays if not fact.dead_id or replay.dead_id != fact.dead_id]
     if fact.purpose is Purpose.EVAL:
         open_eval(state, fact)
@@ -139,9 +150,8 @@ def _(fact: f.EpisodeEnded, state: State) -> None:
     group = state.groups[fact.group]
     episode = group.episodes[fact.episode]
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} ended twice"
-    finish(state, group, episode, EpisodeStatus.ENDED)
+    end_episode(state, group, episode, fact.end, fact.reason)
     episode.cause = fact.cause
-    state.counters_of(group.purpose).end(fact.end, fact.reason)
     close_eval_episode(state, group)
     settle(state, group)
 
@@ -353,6 +363,17 @@ def _(fact: f.TaskReplayed, state: State) -> None:
     state.replays.append(Replay(dead_id=fact.dead_id, task=fact.task, draw=fact.draw))
     state.replayed.append(fact.dead_id)
     del state.replayed[:-REPLAYED_KEPT_MAX]
+
+
+@_apply.register
+def _(fact: f.TasksSubmitted, state: State) -> None:
+    keys = {key.task_id: key for key in fact.answer_keys}
+    for task in fact.tasks:
+        assert task.task_id not in state.submitted, f"task {task.task_id} submitted twice"
+        key = keys.get(task.task_id)
+        state.submitted[task.task_id] = submitted_digest(task, key)
+        open_task(state, task, key_bytes(key), len(state.submitted_open))
+    state.submitted_finished = state.submitted_finished or fact.finish
 
 
 @_apply.register

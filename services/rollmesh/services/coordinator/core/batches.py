@@ -110,8 +110,11 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
 
 def _is_all(ctx: DecisionContext) -> bool:
     """Return whether no further group can become READY before this update is committed."""
-    on_their_way = ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)
-    return not on_their_way and bound.num_admissible(ctx.state) == 0
+    state = ctx.state
+    drawn = state.submissions_done and not state.replays
+    return not state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING) and (
+        drawn or bound.num_admissible(state) == 0
+    )
 
 
 def ready_ahead(ctx: DecisionContext, request: i.WatchReady, known: set[str]) -> tuple[m.LeasedSample, ...]:
@@ -194,7 +197,8 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
 
 def _why_no_group(ctx: DecisionContext) -> str:
     admitted = ctx.clock.published is not None and bound.num_admissible(ctx.state) > 0
-    if admitted and not ctx.ephemeral.workers and not ctx.ephemeral.data_waiting:
+    waits_for_task = ctx.ephemeral.data_waiting or (ctx.spec.submitted_tasks and not ctx.state.submitted_open)
+    if admitted and not ctx.ephemeral.workers and not waits_for_task:
         return "a rollout worker that requests episodes"
     return rollouts.why_no_work(ctx)
 

@@ -13,6 +13,7 @@ from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.services.coordinator.core.records import Bound, BoundPolicy
 from rollmesh.services.coordinator.core.state import (
     VERSIONS_KEPT_MAX,
+    VOID_VERSION,
     GroupPhase,
     GroupState,
     PolicyClock,
@@ -57,7 +58,7 @@ def why_inadmissible(steps: Sequence[StepSpan], *, update: int, bound: Bound, cl
     if not steps:
         return ""
     if any(is_void(span, clock) for span in steps):
-        return "VOID_VERSION"
+        return VOID_VERSION
     if any(span.step > update - 1 for span in steps):
         return "FUTURE_VERSION"
     spans = trained_spans(steps, update=update, bound=bound)

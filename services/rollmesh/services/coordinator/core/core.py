@@ -27,6 +27,7 @@ from rollmesh.services.coordinator.core import (
     reports,
     rollouts,
     stall,
+    submissions,
 )
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
@@ -84,6 +85,7 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     m.ReportCheckpoint: commits.report_checkpoint,
     i.PublishVersion: commits.publish,
     i.VersionRejected: commits.version_refused,
+    i.SubmitTasks: submissions.submit,
     m.StopRun: ending.stop,
     i.Stalled: stall.stalled,
     i.ReplayDead: stall.replay,
@@ -101,6 +103,7 @@ _AFTER_FAILURE_REFUSED = (
     i.PublishVersion,
     i.ReplayDead,
     i.ReportEpisodes,
+    i.SubmitTasks,
 )
 """Inputs that are rejected after a bug has ended the run, because the same input could trigger the bug again."""
 
@@ -120,6 +123,8 @@ class Core:
             raise UnknownRun("no such run; CreateRun first")
         if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(ctx):
             raise RunEnded(f"run {ctx.spec.run} has ended: {self.state.ended}")
+        if self.state.spec is not None and stall.waits_for_tasks(ctx):
+            self.ephemeral.progressed_at = now  # a stall begins after the wait
         try:
             _HANDLERS[type(request)](ctx, request)
             self._pump(ctx)
@@ -224,6 +229,8 @@ class Core:
         moments = [*v.episode_deadlines.values(), *v.batch_deadlines.values(), *v.group_deadlines.values()]
         if (counting := limits.next_count(self.state, v)) is not None:
             moments.append(counting)
+        if v.draw_at is not None:
+            moments.append(v.draw_at)
         moments += [*v.eval_deadlines.values(), *(w.deadline for w in v.workers), *(t.deadline for t in v.trainers)]
         return min(moments, default=None)
 

@@ -166,6 +166,8 @@ class EphemeralState:
     """Groups whose deadline has passed."""
     counted_at: float | None = None
     """Time up to which the run's time is counted; None before the first decision of this process."""
+    draw_at: float | None = None
+    """Time from which more submitted tasks can be drawn than fitted into the last decision; None if it drew all."""
     exhausted: bool = False
     """The data service has no further task."""
     data_waiting: str = ""

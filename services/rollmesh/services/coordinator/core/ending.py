@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import limits, rollouts
 from rollmesh.services.coordinator.core import messages as m
-from rollmesh.services.coordinator.core.apply import RUN_ENDED
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import Purpose
-from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
+from rollmesh.services.coordinator.core.state import RUN_ENDED, BatchState, GroupPhase
 
 FAILED = "FAILED"
 """Prefix of the reason of a run that a bug of the coordinator ended."""
@@ -74,7 +73,8 @@ def _finish_export(ctx: DecisionContext) -> None:
     if state.stopping:
         _cancel_unused(ctx, include_evals=False)
     complete = state.num_groups >= ctx.spec.export_groups
-    if (complete or ctx.ephemeral.exhausted or state.stopping) and not state.groups:
+    drawn = ctx.ephemeral.exhausted or state.submissions_done
+    if (complete or drawn or state.stopping) and not state.groups:
         end_run(ctx, "EXPORTED" if complete else state.stopping or "TASKS_EXHAUSTED")
 
 

@@ -418,6 +418,26 @@ class RunChanged(Record, frozen=True, kw_only=True, tag=True):
     reopened: bool = False
 
 
+class AnswerKey(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The private part of a submitted task. Only the reward service reads it, and gives it to scorers. No worker,
+    sandbox, model or trainer gets it. At least one of `answers`, `tests` and `record` MUST be set."""
+
+    task_id: str = ""
+    answers: tuple[str, ...] = ()
+    tests: str = ""
+    record: str = ""
+
+
+class TasksSubmitted(Record, frozen=True, kw_only=True, tag=True):
+    """Clients submitted tasks, or declared that no further ones follow. Each waits for admission; a GroupReserved with
+    it follows. Tasks that were submitted before are omitted."""
+
+    submission: str = ""
+    tasks: tuple[Task, ...] = ()
+    answer_keys: tuple[AnswerKey, ...] = ()
+    finish: bool = False
+
+
 Fact = (
     RunCreated
     | GroupReserved
@@ -443,4 +463,5 @@ Fact = (
     | TimeCounted
     | RunStopping
     | RunChanged
+    | TasksSubmitted
 )

@@ -10,16 +10,20 @@ from collections.abc import Iterable
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, Task
 from rollmesh.services.coordinator.core.state import (
     REWARD_NAMES_MAX,
+    RUN_ENDED,
+    VOID_VERSION,
     EpisodeState,
     EpisodeStatus,
     EvalState,
     GroupPhase,
     GroupState,
+    OpenTask,
     SampleState,
     State,
+    task_bytes,
 )
 from rollmesh.shared.domain.text import short_labels
 
@@ -56,13 +60,30 @@ def without_evidence(rewards: tuple[Reward, ...]) -> tuple[Reward, ...]:
 
 
 def settle(state: State, group: GroupState) -> None:
-    """Advance a group when its last episode has ended, and remove it when its last sample has ended."""
+    """Advance a group when its last episode has ended, and remove it when its last sample has ended. A submitted task
+    whose group was lost is drawn again."""
     if group.unfinished:
         return
     if group.phase is GroupPhase.OPEN:
         group.phase = GroupPhase.FINALIZING
     if group.num_live == 0:
         del state.groups[group.group]
+        used = any(sample.end in (SampleEnd.TRAINED, SampleEnd.EXPORTED) for sample in group.samples.values())
+        if group.lost and not used and group.purpose is not Purpose.EVAL and group.task.task_id in state.submitted:
+            open_task(state, group.task, 0, 0)
+
+
+def open_task(state: State, task: Task, num_key_bytes: int, place: int) -> None:
+    """Let a submitted task wait for admission at `place`."""
+    waiting = OpenTask(task=task, num_bytes=task_bytes(task) + num_key_bytes)
+    state.submitted_open.insert(place, waiting)
+    state.submitted_open_bytes += waiting.num_bytes
+
+
+def end_episode(state: State, group: GroupState, episode: EpisodeState, end: SampleEnd, reason: str) -> None:
+    finish(state, group, episode, EpisodeStatus.ENDED)
+    group.lost |= reason in (RUN_ENDED, VOID_VERSION)
+    state.counters_of(group.purpose).end(end, reason)
 
 
 def end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:
@@ -75,6 +96,7 @@ def end_sample(state: State, group: GroupState, sample: SampleState, end: Sample
     assert sample.end is SampleEnd.LIVE, f"sample {sample.sample_id} ended twice: {sample.end.name}, then {end.name}"
     sample.end = end
     sample.reason = reason
+    group.lost |= reason in (RUN_ENDED, VOID_VERSION)
     state.counters_of(group.purpose).end(end, reason)
 
 

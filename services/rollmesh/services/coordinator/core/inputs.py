@@ -13,6 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from rollmesh.services.coordinator.core.facts import (
+    AnswerKey,
     DroppedSample,
     GroupDecision,
     PayloadRef,
@@ -30,6 +31,7 @@ from rollmesh.services.coordinator.core.messages import (
     PublishVersionResponse,
     ReplayDeadResponse,
     ReportEpisodesResponse,
+    SubmitTasksResponse,
 )
 from rollmesh.services.coordinator.core.records import Request, TrainerRequest
 from rollmesh.shared.domain.versions import PolicyVersion
@@ -53,6 +55,7 @@ class EpisodeLease:
     lease_s: float
     seed: int
     index: int
+    submitted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +212,26 @@ class CommitUpdate(TrainerRequest[Committed], frozen=True, kw_only=True):
 
 class PublishVersion(TrainerRequest[PublishVersionResponse], frozen=True, kw_only=True):
     version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmissionLimits:
+    """Limits of the submitted tasks of a run."""
+
+    tasks_max: int
+    open_max: int
+    open_bytes_max: int
+    ledger_bytes_left: int = 2**62
+    """Number of bytes of the ledger that submitted tasks may still use. The driver sets it."""
+
+
+class SubmitTasks(Request[SubmitTasksResponse], frozen=True, kw_only=True):
+    submission: str
+    """As in `TasksSubmitted`."""
+    tasks: tuple[Task, ...]
+    answer_keys: tuple[AnswerKey, ...]
+    finish: bool
+    limits: SubmissionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

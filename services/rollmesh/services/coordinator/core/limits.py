@@ -58,7 +58,7 @@ def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
     have asked.
     """
     state, ephemeral = ctx.state, ctx.ephemeral
-    if state.ended or state.stopping or ctx.spec.exports or not ephemeral.exhausted:
+    if state.ended or state.stopping or ctx.spec.exports or not (ephemeral.exhausted or state.submissions_done):
         return
     if state.pending or state.replays:
         return

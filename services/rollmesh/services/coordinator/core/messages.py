@@ -138,6 +138,22 @@ class ReplayDeadResponse(Record, frozen=True, kw_only=True, omit_defaults=True):
     dead_ids: tuple[int, ...] = ()
 
 
+class SubmittedTasks(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Numbers of the tasks that clients submitted to a run. Their sum is the number of accepted tasks."""
+
+    open: int = 0
+    drawn: int = 0
+    answered: int = 0
+    finished: bool = False
+
+
+class SubmitTasksResponse(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The tasks are stored."""
+
+    num_added: int = 0
+    submitted: SubmittedTasks = SubmittedTasks()
+
+
 class CreateRun(Request[CreateRunResponse], frozen=True, kw_only=True):
     """A request to create a run."""
 

@@ -126,6 +126,9 @@ class RunSettings(Settings):
     effect."""
     export_split: SpecName = "test"
     """Split from which an export draws its tasks, in the order of the source."""
+    submitted_tasks: bool = False
+    """Whether clients submit the tasks of the run (SubmitTasks, docs/trainers.md), each of which is drawn once, in the
+    order of submission. By default the data service has the tasks. Evaluations use its splits in both cases."""
     stall_s: Annotated[float, Meta(ge=0, le=604_800), LIVE] = 300.0
     """Seconds without progress after which the run is reported as stalled, with the cause (docs/reliability.md). It
     must exceed the longest update and the longest episode. 0: never."""

@@ -8,7 +8,7 @@ from math import ceil
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound, demand
+from rollmesh.services.coordinator.core import bound, demand, submissions
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -22,7 +22,14 @@ from rollmesh.services.coordinator.core.decision_context import (
 )
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, SampleEnd, SampleRewards, Task
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX
-from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState, State
+from rollmesh.services.coordinator.core.state import (
+    EpisodeState,
+    EpisodeStatus,
+    GroupPhase,
+    GroupState,
+    State,
+    task_bytes,
+)
 
 REWARDS_BYTES_MAX = 3 * 1024 * 1024
 """Maximum size of the rewards of a group, bytes. The decision on a group names them up to twice, and must fit into a
@@ -31,6 +38,9 @@ _REWARD_BYTES = 40
 """Size of a reward without its texts, bytes, rounded up."""
 LEASES_BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the tasks that a worker gets at once, bytes, so that its leases fit into a message."""
+SUBMITTED_BYTES_MAX = 1024 * 1024
+"""Maximum size of the submitted tasks that one decision draws, bytes, unless it is one larger task. A record may also
+contain a request of 6 MiB, such as the reports of episodes."""
 DRAW_MAX = 64
 """Maximum number of tasks per request. The selector then gets new outcomes between draws."""
 
@@ -86,6 +96,7 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
         lease_s=ctx.spec.episode_lease_s,
         seed=episode_seed(ctx.spec.seed, group, episode_id),
         index=episode_index(episode_id),
+        submitted=ctx.spec.submitted_tasks and group.purpose is not Purpose.EVAL,
     )
 
 
@@ -129,6 +140,8 @@ def why_no_work(ctx: DecisionContext) -> str:
     if num_wanted(ctx) == 0:
         ready, busy = len(state.training_groups(GroupPhase.READY)), len(demand.on_their_way(state))
         return f"demand: {ready} READY groups and {busy} on their way are enough until the learner finishes an update"
+    if ctx.spec.submitted_tasks:
+        return submissions.why_no_task(state)
     return ctx.ephemeral.data_waiting or "tasks from the data service"
 
 
@@ -138,11 +151,15 @@ def num_wanted(ctx: DecisionContext) -> int:
 
 
 def request_tasks(ctx: DecisionContext) -> None:
-    """Request tasks while workers wait and admission has room. Replayed dead letters come first."""
+    """Request tasks while workers wait and admission has room, or take submitted ones. Replayed dead letters come
+    first."""
     purpose, split = (Purpose.EXPORT, ctx.spec.export_split) if ctx.spec.exports else (Purpose.TRAIN, "")
     for replay in list(ctx.state.replays):
         if _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
             _reserve(ctx, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
+    if ctx.spec.submitted_tasks:
+        _reserve_submitted(ctx, purpose)
+        return
     lacking = _num_lacking(ctx)
     if lacking <= 0 or ctx.ephemeral.drawing or ctx.ephemeral.exhausted:
         return
@@ -150,6 +167,19 @@ def request_tasks(ctx: DecisionContext) -> None:
     if num > 0:
         ctx.ephemeral.drawing = True
         ctx.effect(DrawTasks(purpose, ctx.state.next_draw, num, split))
+
+
+def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:
+    """Reserve a group per submitted task, as many as fit into a record. A tick continues."""
+    ctx.ephemeral.draw_at = None
+    num_bytes = 0
+    while ctx.state.submitted_open and _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
+        task = ctx.state.submitted_open[0].task
+        num_bytes += task_bytes(task)
+        if num_bytes > SUBMITTED_BYTES_MAX and num_bytes > task_bytes(task):
+            ctx.ephemeral.draw_at = ctx.now
+            return
+        _reserve(ctx, purpose, task, ctx.state.next_draw)
 
 
 def _num_lacking(ctx: DecisionContext) -> int:

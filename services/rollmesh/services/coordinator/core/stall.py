@@ -5,14 +5,32 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
+from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.shared.errors import RunEnded
 
 
 def is_stalled(ctx: DecisionContext) -> bool:
-    """Return whether the run has made no progress for `stall_s` of its spec."""
+    """Return whether the run has made no progress for `stall_s` of its spec. A run that only waits for tasks of clients
+    is not stalled."""
     spec = ctx.spec
+    if waits_for_tasks(ctx):
+        return False
     return 0 < spec.stall_s <= ctx.now - ctx.ephemeral.progressed_at and not ctx.state.ended
+
+
+def waits_for_tasks(ctx: DecisionContext) -> bool:
+    """Return whether a run only waits for further tasks of clients: workers could begin, no episode is in progress, no
+    batch is held, and the READY groups are too few for one."""
+    state = ctx.state
+    if not ctx.spec.submitted_tasks or state.submitted_finished or state.submitted_open or state.replays:
+        return False
+    if ctx.clock.published is None or rollouts.why_rejected(ctx):
+        return False
+    phases = [group.phase for group in state.groups.values()]
+    enough = phases.count(GroupPhase.READY) >= ctx.spec.batch_groups and not ctx.ephemeral.trainers
+    return not enough and all(phase in (GroupPhase.READY, GroupPhase.APPLIED) for phase in phases)
 
 
 def stalled(ctx: DecisionContext, notice: i.Stalled) -> None:

@@ -20,13 +20,19 @@ from enum import IntEnum
 
 import msgspec
 
-from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, SampleEnd, SampleMeta, Task
+from rollmesh.services.coordinator.core.facts import AnswerKey, PayloadRef, Purpose, SampleEnd, SampleMeta, Task
 from rollmesh.services.coordinator.core.records import Bound, RunSpec
 from rollmesh.shared.domain.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
 """Number of announced versions that are kept. If workers sample from older ones, the bound of the run is larger than
 this."""
+
+
+RUN_ENDED = "RUN_ENDED"
+"""Reason of what ends unused with its run."""
+VOID_VERSION = "VOID_VERSION"
+"""Reason of samples whose weights were rolled back."""
 
 
 class EpisodeStatus(IntEnum):
@@ -105,6 +111,8 @@ class GroupState(msgspec.Struct, kw_only=True):
     """The batch lease while LEASED or IN_DOUBT."""
     update: int = 0
     """The update of its samples while APPLIED."""
+    lost: bool = False
+    """Whether the end of the run or a roll-back ended one of its episodes or samples."""
 
     @property
     def unfinished(self) -> bool:
@@ -261,6 +269,35 @@ class Replay(msgspec.Struct, kw_only=True, frozen=True):
     draw: int
 
 
+SUBMITTED_SCHEME = "submitted"
+"""Scheme of the oracle references of submitted tasks with an answer key."""
+
+
+def submitted_digest(task: Task, key: AnswerKey | None) -> str:
+    """Return a digest of the content of a submitted task, with or without the reference that the run gave it."""
+    given = "" if task.oracle_ref.startswith(f"{SUBMITTED_SCHEME}:") else task.oracle_ref
+    content = msgspec.json.encode([msgspec.structs.replace(task, oracle_ref=given), key], order="sorted")
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def task_bytes(task: Task) -> int:
+    """Return the size of a task in the state, bytes, rounded."""
+    return len(msgspec.json.encode(task))
+
+
+def key_bytes(key: AnswerKey | None) -> int:
+    """Return the size of an answer key in the ledger, bytes, rounded."""
+    return len(msgspec.json.encode(key)) if key is not None else 0
+
+
+class OpenTask(msgspec.Struct, kw_only=True, frozen=True):
+    """A submitted task that waits for admission."""
+
+    task: Task
+    num_bytes: int
+    """`task_bytes`, and the size of its answer key when it was submitted."""
+
+
 class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything durable about one run. A snapshot with a field that this version does not have is rejected."""
 
@@ -295,6 +332,14 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stopping: str = ""
     """Why no further update begins. The run ends when its last weights are in a checkpoint and evaluated."""
     ended: str = ""
+    submitted: dict[str, str] = {}
+    """`submitted_digest` of every submitted task, by its id."""
+    submitted_open: list[OpenTask] = []
+    """Submitted tasks that wait for admission, in order of submission. Those that are drawn again are at the front."""
+    submitted_open_bytes: int = 0
+    """Sum of their sizes."""
+    submitted_finished: bool = False
+    """Whether no further tasks follow."""
     seconds: float = 0.0
     """Counted seconds for which coordinators led the run."""
     last_change: str = ""
@@ -309,6 +354,11 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def the_clock(self) -> PolicyClock:
         assert self.clock is not None, "a run begins with RunCreated"
         return self.clock
+
+    @property
+    def submissions_done(self) -> bool:
+        """Whether clients submit the tasks of the run, none follows, and none waits."""
+        return self.the_spec.submitted_tasks and self.submitted_finished and not self.submitted_open
 
     def pending_of(self, purpose: Purpose) -> list[tuple[str, str]]:
         return self.pending_eval if purpose is Purpose.EVAL else self.pending
