@@ -233,7 +233,7 @@ def test_agents_in_other_processes_get_no_private_extras(tmp_path: Path, agent: 
     assert [key for key, _ in mistakes(tmp_path, entry)] == ["rollout.private_extras.mine"]
 
 
-@pytest.mark.parametrize("recipe", ["prefix_rl", "dr_po", "im_rag"])
+@pytest.mark.parametrize("recipe", ["prefix_rl", "dr_po", "im_rag", "red", "rl_plus"])
 def test_recipes_with_solutions_permit_them(recipe: str) -> None:
     rollout = read_recipe(find_recipe(recipe))[1]["rollout"]
     agent = rollout["agent"] if isinstance(rollout["agent"], str) else rollout["agent"]["name"]

@@ -139,7 +139,7 @@ def test_a_given_solution_is_in_no_baseline_of_turns() -> None:
 # NaN ------------------------------------------------------------------------------------------------------------------
 
 
-NEED_MORE = ("imitation", "one_token_rollout", "dsdr_entropy", "value", "positive_lm", "router")
+NEED_MORE = ("imitation", "shifted_imitation", "one_token_rollout", "dsdr_entropy", "value", "positive_lm", "router")
 """The second term of the test, one that trains given tokens alone, and those that need a column of another estimator or
 a mixture of experts."""
 FEATURES = {
@@ -294,6 +294,7 @@ def test_rl_plus_equals_the_hand_computed_value() -> None:
     assert stats["exploration"].tolist() == pytest.approx([0, 0.8])
 
 
+@pytest.mark.row("S033")
 def test_rl_plus_weighs_given_tokens_by_how_unlikely_they_are() -> None:
     _, gradient, stats = rl_plus([1.0, 0.5, 1.0 - 1e-12], [1e-30, 0.5, 1e-30], [0, 0, 0], [1, 1, 1], gamma=0.5)
     assert gradient[0] == 0.0, "a token of probability 1 has no weight"
@@ -365,6 +366,7 @@ def test_red_imitates_what_the_policy_fails_with_the_weight_by_hand() -> None:
     assert second.sample_weights.tolist()[:3] == pytest.approx([1, 1, 0.25])
 
 
+@pytest.mark.row("S039")
 def test_the_weight_of_red_falls_if_the_entropy_changes_on_given_solutions() -> None:
     found = []
     for change in (0.1, 0.2, 0.4, 50.0):
@@ -390,6 +392,62 @@ def test_red_counts_a_refreshed_batch_once_and_restores_its_averages() -> None:
     again.load_state(made.state())
     third = red_batch(0.9, 2.1, (0.0, 0.0), update=3)
     assert again(third).metrics == made(third).metrics
+
+
+@pytest.mark.row("S039")
+def test_red_drops_the_solution_of_a_solved_prompt_and_shifts_the_author_with_the_accuracy() -> None:
+    """The recipe, with own accuracies 0, 1/2 and 1. The shares of the own samples are the accuracy of all tokens of a
+    group."""
+    chosen = read_recipe(find_recipe("red"))[1]["learner"]["estimator"]
+    made = make_estimator(Extension(chosen["name"], chosen["options"]))
+    found = made(red_batch(1.0, 2.0, (0.0, 0.0), (1.0, 0.0), (1.0, 1.0)))
+    assert found.dropped == {8: "SOLVED"}
+    assert found.columns["accuracy"].tolist() == pytest.approx([0.0] * 4 + [0.5] * 4 + [1.0] * 4)
+    by_hand = (1 - 1 / 3) / np.sqrt(2 / 9)  # rewards 0, 0 and 1 of the given solution
+    assert found.advantages.tolist()[2:4] == pytest.approx([by_hand] * 2, rel=1e-4)
+
+
+def shifted(pi: float, accuracy: float, advantage: float) -> tuple[float, float, float]:
+    """Return the loss of one given token, its gradient by log pi, and its ratio."""
+    logprobs = torch.tensor([math.log(pi)], dtype=DOUBLE, requires_grad=True)
+    columns = {
+        "accuracy": torch.tensor([accuracy], dtype=DOUBLE),
+        "source": torch.tensor([int(Source.DATASET)]),
+        "advantages": torch.tensor([advantage], dtype=DOUBLE),
+        "token_weight": torch.ones(1, dtype=DOUBLE),
+        "token_weight/shifted_imitation": torch.ones(1, dtype=DOUBLE),
+    }
+    loss, stats = LossSum([LossTermChoice("shifted_imitation")])(LossInputs(logprobs, columns))
+    return loss.item(), torch.autograd.grad(loss, logprobs)[0].item(), stats["author_ratio"].item()
+
+
+@pytest.mark.parametrize(
+    ("pi", "accuracy", "ratio"),
+    [(0.2, 0.0, 1.0), (0.2, 0.5, 0.2 / 0.6), (0.2, 1.0, 0.2), (1e-12, 0.0, 1.0), (1e-12, 1.0, 1e-12)],
+)
+def test_a_given_token_is_imitated_where_the_policy_fails_and_reinforced_where_it_succeeds(
+    pi: float, accuracy: float, ratio: float
+) -> None:
+    """The gradient by log pi is -A r: that of imitation for accuracy 0, however unlikely the token is."""
+    assert shifted(pi, accuracy, 2.0) == pytest.approx((-2 * ratio, -2 * ratio, ratio))
+
+
+@pytest.mark.row("S039")
+def test_the_ratio_of_the_published_code_of_red() -> None:
+    """Changes relative to the last batch: own 1.0 -> 0.8, given 2.0 -> 2.8, so |1 - 1.4| / |1 - 0.8| = 2."""
+    options = {"relative": True, "decay": 0.0, "power": 1.0, "weight_min": 1.0, "weight_max": 7.0}
+    made = make_estimator(Extension("red", options))
+    made(red_batch(1.0, 2.0, (0.0, 0.0)))
+    assert made(red_batch(0.8, 2.8, (0.0, 0.0), update=2)).metrics["imitation_weight"] == pytest.approx(2, rel=1e-4)
+    assert made(red_batch(0.4, 2.8, (0.0, 0.0), update=3)).metrics["imitation_weight"] == 1.0, "the least"
+    assert made(red_batch(0.39, 0.1, (0.0, 0.0), update=4)).metrics["imitation_weight"] == 7.0, "the largest"
+
+
+@pytest.mark.row("S033")
+def test_in_rl_plus_a_solution_that_alone_is_right_has_a_bounded_advantage() -> None:
+    chosen = read_recipe(find_recipe("rl_plus"))[1]["learner"]["estimator"]
+    found = make_estimator(Extension(chosen["name"], chosen["options"]))(red_batch(1.0, 2.0, (0.0, 0.0), (1.0, 0.0)))
+    assert found.advantages.tolist() == pytest.approx([0, 0, 1, 1, 0.5, -0.5, 0.5, 0.5])
 
 
 @pytest.mark.parametrize("recipe", ["rl_plus", "red", "grpo_imitation"])

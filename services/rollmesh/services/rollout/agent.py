@@ -85,6 +85,7 @@ AGENTS = Registry(
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
+        "given_solution": "rollmesh.services.rollout.agents.given_solution:GivenSolutionAgent",
         "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
         "continuation": "rollmesh.services.rollout.agents.continuation:ContinuationAgent",
         "maze": "rollmesh.demo.families.maze:MazeAgent",

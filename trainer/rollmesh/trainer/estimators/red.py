@@ -1,22 +1,24 @@
 """RED: imitate given solutions of prompts that the policy fails, with a weight that follows entropies (2025,
-arXiv:2508.16677).
+arXiv:2508.16677; code: millioniron/OpenRLHF-Millioniron-, openrlhf/trainer/ppo_utils/replay_buffer.py).
 
-Recall-Extend Dynamics adds supervised fine-tuning on given solutions (term `imitation`) to reinforcement learning. With
-H the mean entropy of the policy at the start of the update, over own tokens (on) and over tokens of given solutions
-(off), and E its moving average:
+Recall-Extend Dynamics adds supervised fine-tuning on given solutions (terms `shifted_imitation` and `imitation`) to
+reinforcement learning. With H the mean entropy of the policy at the start of the update, over own tokens (on) and over
+tokens of given solutions (off), and E its moving average:
 
-    change   d = |H - E|,   then E <- decay E + (1 - decay) H
-    weight   w = clip((d_off / d_on) ^ power, weight_min, weight_max)          factor of every given solution in the loss
-    switch   a given solution is imitated if the mean reward of the group's own samples is < imitate_below, and else dropped
+    change     d = |H - E|,   or |1 - H / E| with `relative`;   then E <- decay E + (1 - decay) H
+    weight     w = clip((d_off / d_on) ^ power, weight_min, weight_max)        factor of every given solution in the loss
+    accuracy   rho = mean reward of the group's own samples, in [0, 1]         column `accuracy` of `shifted_imitation`
+    switch     a given solution is imitated if rho < imitate_below, and else dropped
 
 With the default power of -1, w falls if the entropy changes mostly on given solutions: the policy already moves towards
 them. Before the second update with both kinds of tokens, w is 1. Advantages of own samples are those of `grpo`, without
 given solutions in the baseline. The averages are in the checkpoint.
 
-The abstract states the ratio of entropy changes and the switch by accuracy, and neither formula; descriptions of the
-paper differ in the direction of the ratio, so `power` 1 gives the other one. The moving averages, the limits and the
-threshold are our own. The paper also shifts the assumed log-prob of the author of a solution with the accuracy, which
-is not done here.
+The formulas of the paper were not available. The published code has relative changes since the last batch, the power 1,
+and limits of 1 and 7: `{relative: true, decay: 0, power: 1, weight_min: 1, weight_max: 7}`. With it the weight rises if
+the entropy changes mostly on given solutions, against the row of the catalog, which follows a description of the paper.
+The code has no switch, because its advantage of a given solution is 0 if all own samples are right; `imitate_below` 1
+does the same for rewards in [0, 1]. It normalizes with the given solution in the baseline: `baseline: all`.
 """  # noqa: E501, W505
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ if TYPE_CHECKING:  # they import torch
     from rollmesh.trainer.features import FeatureRequest
 
 ENTROPY = "start_entropy"
+ACCURACY = "accuracy"
 SOLVED = "SOLVED"
 """Reason of a given solution that is not imitated, because the policy solves the prompt."""
 CHANGE_MIN = 1e-6
@@ -54,6 +57,8 @@ class RedOptions(GrpoOptions):
     power: float = -1.0
     """Power of the change of entropy on given solutions over that on own tokens. Negative: the weight falls with the
     ratio."""
+    relative: bool = False
+    """Whether a change of entropy is divided by its average."""
     decay: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     """Share of the old average of the entropies that an update keeps."""
     weight_min: NonNegativeFloat = 0.1
@@ -72,6 +77,7 @@ class Red(Grpo):
 
     Options: ClassVar[type[Settings]] = RedOptions
     needs = (ENTROPY,)
+    columns = (ACCURACY,)
 
     def __init__(self, *, weights: Mapping[str, float], options: RedOptions) -> None:
         super().__init__(weights=weights, options=options)
@@ -92,7 +98,10 @@ class Red(Grpo):
         if batch.repeat == 0:
             self._weight = self._advance(batch, external)
         base = super().__call__(batch)
-        solved = {number: SOLVED for number in self._solved(batch, external) if number not in base.dropped}
+        rates = self._rates(batch)
+        least: float = self.options.imitate_below
+        at: list[int] = [n for n in np.flatnonzero(external).tolist() if rates[n] >= least]
+        solved = {number: SOLVED for number in at if number not in base.dropped}
         weights = np.where(external, self._weight, 1.0).astype(np.float32)
         metrics = {
             **base.metrics,
@@ -100,7 +109,9 @@ class Red(Grpo):
             "imitated": float(external.sum() - len(solved)),
             "solved": float(len(solved)),
         }
-        return replace(base, sample_weights=weights, dropped={**base.dropped, **solved}, metrics=metrics)
+        columns = {ACCURACY: batch.per_token(np.clip(rates, 0.0, 1.0).astype(np.float32))}
+        dropped = {**base.dropped, **solved}
+        return replace(base, sample_weights=weights, dropped=dropped, metrics=metrics, columns=columns)
 
     def state(self) -> dict[str, Any]:
         return {"average": self._average}
@@ -113,9 +124,7 @@ class Red(Grpo):
         options: RedOptions = self.options
         at = batch.per_token(external) > 0
         now = {name: float(batch[ENTROPY][mask].mean()) for name, mask in (("on", ~at), ("off", at)) if mask.any()}
-        change = {
-            name: max(abs(h - self._average[name]), CHANGE_MIN) for name, h in now.items() if name in self._average
-        }
+        change = {name: self._change(h, self._average[name]) for name, h in now.items() if name in self._average}
         for name, h in now.items():
             self._average[name] = options.decay * self._average.get(name, h) + (1 - options.decay) * h
         if len(change) < 2:
@@ -123,13 +132,16 @@ class Red(Grpo):
         log_weight = np.clip(options.power * np.log(change["off"] / change["on"]), -20.0, 20.0)
         return float(np.clip(np.exp(log_weight), options.weight_min, options.weight_max))
 
-    def _solved(self, batch: UpdateBatch, external: NDArray[np.bool_]) -> list[int]:
-        """Return the numbers of the given solutions of prompts that the policy solves often enough."""
+    def _change(self, entropy: float, average: float) -> float:
+        scale = max(abs(average), CHANGE_MIN) if self.options.relative else 1.0
+        return max(abs(entropy - average) / scale, CHANGE_MIN)
+
+    def _rates(self, batch: UpdateBatch) -> NDArray[np.float64]:
+        """Return [S] the mean reward of the own samples of the group of each sample; 0 if none has rewards."""
         given = given_ids(batch)
         rates: dict[str, float] = {}
         for group in batch.groups:
             members, sums = self.reward_sums(group)
             if any(m.sample_id not in given for m in members):
                 rates[group.group] = float(baseline_weights(members, given) @ sums)
-        numbers: list[int] = np.flatnonzero(external).tolist()
-        return [n for n in numbers if rates.get(batch.samples[n].group, 0.0) >= self.options.imitate_below]
+        return np.array([rates.get(sample.group, 0.0) for sample in batch.samples])

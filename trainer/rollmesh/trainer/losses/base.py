@@ -146,6 +146,7 @@ LOSSES = Registry(
         "lp_reg": "rollmesh.trainer.losses.lp_reg:LpReg",
         "entropy": "rollmesh.trainer.losses.entropy:EntropyBonus",
         "imitation": "rollmesh.trainer.losses.imitation:Imitation",
+        "shifted_imitation": "rollmesh.trainer.losses.shifted_imitation:ShiftedImitation",
         "topr": "rollmesh.trainer.losses.topr:Topr",
         "dppo": "rollmesh.trainer.losses.dppo:Dppo",
         "entropy_target": "rollmesh.trainer.losses.entropy_target:EntropyTarget",
