@@ -86,6 +86,7 @@ AGENTS = Registry(
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
         "given_solution": "rollmesh.services.rollout.agents.given_solution:GivenSolutionAgent",
+        "expert_replay": "rollmesh.services.rollout.agents.expert_replay:ExpertReplayAgent",
         "cure": "rollmesh.services.rollout.agents.cure:CureAgent",
         "continuation": "rollmesh.services.rollout.agents.continuation:ContinuationAgent",
         "maze": "rollmesh.demo.families.maze:MazeAgent",

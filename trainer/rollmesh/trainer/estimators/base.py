@@ -188,6 +188,8 @@ ESTIMATORS = Registry(
         "roles": "rollmesh.trainer.estimators.roles:Roles",
         "implicit_reward": "rollmesh.trainer.estimators.implicit_reward:ImplicitReward",
         "first_turn_baseline": "rollmesh.trainer.estimators.first_turn_baseline:FirstTurnBaseline",
+        "ui_s1": "rollmesh.trainer.estimators.ui_s1:UiS1",
+        "recap": "rollmesh.trainer.estimators.recap:Recap",
         "none": "rollmesh.trainer.estimators.no_advantage:NoAdvantage",
     },
     Estimator,
