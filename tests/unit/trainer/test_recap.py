@@ -42,8 +42,8 @@ def weights(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def test_the_signals_are_the_change_on_a_line_and_the_deviation_from_it() -> None:
-    """0, 0.2, 0.4, 0.6 is a line with the slope 0.2. For 0, 1, 0, 1 the slope is 0.2, the line is 0.2, 0.4, 0.6, 0.8, and
-    the residuals are -0.2, 0.6, -0.6, 0.2."""
+    """0, 0.2, 0.4, 0.6 is a line with the slope 0.2. For 0, 1, 0, 1 the slope is 0.2, the line is 0.2, 0.4, 0.6, 0.8,
+    and the residuals are -0.2, 0.6, -0.6, 0.2."""
     assert signals_of([0.0, 0.2, 0.4, 0.6]) == pytest.approx((0.6, 0.0))
     assert signals_of([0.6, 0.4, 0.2, 0.0]) == pytest.approx((0.6, 0.0)), "a fall is a change too"
     assert signals_of([0.0, 1.0, 0.0, 1.0]) == pytest.approx((0.6, math.sqrt(0.2)))
@@ -52,8 +52,8 @@ def test_the_signals_are_the_change_on_a_line_and_the_deviation_from_it() -> Non
 
 @pytest.mark.row("S059", missing="replay of general-capability data")
 def test_an_objective_with_flat_reward_loses_weight_by_hand() -> None:
-    """The objective a rises by 0.1 per update and b stays at 1/2 for W = 4 updates: scores 0.3 and 0, and softmax of 3 and
-    0 at the temperature 0.1."""
+    """The objective a rises by 0.1 per update and b stays at 1/2 for W = 4 updates: scores 0.3 and 0, and the softmax
+    of 3 and 0 at the temperature 0.1."""
     made, found = estimator(temperature=0.1), None
     for update in range(WINDOW):
         before = found

@@ -13,7 +13,6 @@ from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import (
     Episode,
     EpisodeKey,
-    FinishReason,
     GroupContext,
     MemberOutcome,
     Reward,
@@ -117,8 +116,8 @@ def of_steps(made: Estimator, played: Sequence[Played]) -> dict[str, list[float]
 def test_the_two_levels_by_hand() -> None:
     """Rewards of three steps: all right, wrong at the second one, which a patch replaces, and wrong at the first.
 
-    Returns with the discount 1/2, which a departure ends: 1.75, 1.5, 1; 1, 0.5, 1; 0.1, 1.5, 1. The sums of the episodes are
-    3, 2.5 and 2.1. Without division, the levels of the step are R_t minus its mean at the step.
+    Returns with the discount 1/2, which a departure ends: 1.75, 1.5, 1; 1, 0.5, 1; 0.1, 1.5, 1. The sums of the
+    episodes are 3, 2.5 and 2.1. Without division, the levels of the step are R_t minus its mean at the step.
     """
     played = [Played("a", 1.0, 1.0, 1.0), Played("b", 1.0, 0.5, 1.0), Played("c", 0.1, 1.0, 1.0)]
     steps = of_steps(estimator(episode_weight=0.0, scale_by_std=False), played)
@@ -138,7 +137,7 @@ def test_the_two_levels_by_hand() -> None:
 
 
 def test_levels_are_divided_by_their_deviations() -> None:
-    """Sums 2 and 1.5, and returns 1.5 and 1 of the first and 1 and 1/2 of the second step: each has the deviation 1/4."""
+    """Sums 2 and 1.5, returns 1.5 and 1 of the first and 1 and 1/2 of the second step: each has the deviation 1/4."""
     found = of_steps(estimator(), [Played("a", 1.0, 1.0), Played("b", 1.0, 0.5)])
     assert found["a/0"] == pytest.approx([2.0, 2.0], rel=1e-4)
     assert found["b/0"] == pytest.approx([-2.0, -2.0], rel=1e-4)

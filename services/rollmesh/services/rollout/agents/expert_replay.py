@@ -145,12 +145,10 @@ class ExpertReplayAgent(Agent):
             return 0.0
         if wanted is not None and found["action"].split() == wanted["action"].split():
             return 1.0
-        kinds = [one.groupdict().get("kind") for one in (found, wanted) if one is not None]
-        same = len(kinds) == 2 and None not in kinds and kinds[0] == kinds[1]  # noqa: PLR2004
+        kind = found.groupdict().get("kind")
+        same = kind is not None and wanted is not None and kind == wanted.groupdict().get("kind")
         return self._options.kind_reward if same else self._options.parsed_reward
 
     def _action(self, text: str) -> re.Match[str] | None:
-        last = None
-        for last in self._pattern.finditer(text):
-            pass
-        return last
+        found = list(self._pattern.finditer(text))
+        return found[-1] if found else None
