@@ -9,6 +9,7 @@ from rollmesh.cli.commands import (
     certs,
     check,
     clean,
+    composition,
     dead,
     delete,
     demo,
@@ -42,7 +43,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
     demo, train, check, sft, recipes, up, serve, scale, drain, stop, delete, status, page, weights, health, dead,
-    trace, rollout, show, export, query, score, judge, mixture,
+    trace, rollout, show, export, query, score, composition, judge, mixture,
     audit, backup, merge, clean, certs, nats_config, doctor,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""
