@@ -62,6 +62,7 @@ def test_each_word_selects_a_test(suite: str) -> None:
     assert [word for word in SUITES[suite].split(" or ") if not any(word in name for name in names)] == []
 
 
+@pytest.mark.row("S001")
 @needs_a_way_down
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES)

@@ -26,7 +26,7 @@ from ..chaos.world import mesh_config, save_model_folder
 from .external_trainer_mesh import ROOT, finish, node_trainer, write_weights
 from .test_external_trainers import NODE_IS_HERE, install_node_packages
 from .test_mesh import Operator
-from .up_mesh import audited, up
+from .up_mesh import UpMesh, audited, up
 
 TASKS = ROOT / "configs" / "examples" / "submitted_tasks.jsonl"
 SPEC = ROOT / "configs" / "submitted.json"
@@ -119,27 +119,57 @@ def answers_of_clients(output: str) -> Counter[str]:
     return Counter(re.findall(r"^(sum-\d+) ", output, re.MULTILINE))
 
 
-async def check_run(folder: Path) -> None:
-    report = await audited(folder, "submitted")
+async def check_run(folder: Path, run: str = "submitted") -> None:
+    report = await audited(folder, run)
     assert (report.samples.trained, report.samples.live) == (6 * 4, 0)
     assert report.updates == 2, "four groups, then the rest"
+
+
+async def run_documented_program(mesh: UpMesh, folder: Path) -> str:
+    """Run the Python program of docs/trainers.md, which has no code of an environment, and return what it prints."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "submit_tasks" in block]
+    (folder / "submit.py").write_text(program)
+    (mesh.folder / "model").mkdir(exist_ok=True)
+    write_weights(mesh.folder / "model" / "model.safetensors")
+    return await finish([sys.executable, folder / "submit.py", mesh.gateway, mesh.folder, SPEC, TASKS], limit_s=200)
+
+
+def check_answers(output: str) -> None:
+    """Check that each task was answered by four trajectories, each with its reward."""
+    names = [json.loads(line)["task"]["task_id"] for line in TASKS.read_text().splitlines()]
+    assert answers_of_clients(output) == dict.fromkeys(names, 4)
+    assert len(re.findall(r"^sum-\d+ \S+ \{'correct': [01]\.0\} [1-9]", output, re.MULTILINE)) == 4 * len(names)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_python_program_of_the_documentation_gets_every_trajectory(tmp_path: Path, model: Path) -> None:
-    page = (ROOT / "docs" / "trainers.md").read_text()
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "submit_tasks" in block]
-    (tmp_path / "submit.py").write_text(program)
     async with up(config(model), tmp_path) as mesh:
-        (mesh.folder / "model").mkdir(exist_ok=True)
-        write_weights(mesh.folder / "model" / "model.safetensors")
-        output = await finish(
-            [sys.executable, tmp_path / "submit.py", mesh.gateway, mesh.folder, SPEC, TASKS], limit_s=200
-        )
-    names = [json.loads(line)["task"]["task_id"] for line in TASKS.read_text().splitlines()]
-    assert answers_of_clients(output) == dict.fromkeys(names, 4)
+        output = await run_documented_program(mesh, tmp_path)
+    check_answers(output)
     await check_run(mesh.folder)
+
+
+@pytest.mark.row("S001")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not NODE_IS_HERE, reason="needs node and npm")
+async def test_a_second_trainer_in_another_language_uses_the_same_mesh_without_edits(
+    tmp_path: Path, model: Path
+) -> None:
+    """The rollout service runs on, and has the same configuration: only the name of the run differs."""
+    await install_node_packages()
+    second = tmp_path / "second.json"
+    second.write_text(json.dumps(json.loads(SPEC.read_text()) | {"run": "second"}))
+    async with up(config(model), tmp_path) as mesh:
+        check_answers(await run_documented_program(mesh, tmp_path))
+        trainer = node_trainer(mesh, weights=write_weights(tmp_path / "w"), spec=second, out=tmp_path / "trained")
+        output = await finish([*trainer, "--tasks", TASKS], limit_s=TRAIN_S_MAX)
+    answered = Counter(" ".join(re.findall(r"^answered: (.*)$", output, re.MULTILINE)).split())
+    assert answered == {f"sum-{number}": 1 for number in range(6)}
+    await check_run(mesh.folder)
+    await check_run(mesh.folder, "second")
 
 
 @pytest.mark.slow
