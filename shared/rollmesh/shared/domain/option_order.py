@@ -19,7 +19,9 @@ _LETTER = re.compile(r"\(?([A-Ja-j])[).:]?")
 
 _WHOLE = r"[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d{1,40})"
 _DECIMAL = re.compile(rf"({_WHOLE}|[-+\u2212]?)(?:\.(\d{{1,40}}))?")
-_FRACTION = re.compile(rf"({_WHOLE})\s?/\s?(\d{{1,40}})|([-+\u2212]?)\\[dt]?frac\s?\{{(\d{{1,40}})\}}\s?\{{(\d{{1,40}})\}}")
+_FRACTION = re.compile(
+    rf"({_WHOLE})\s?/\s?(\d{{1,40}})|([-+\u2212]?)\\[dt]?frac\s?\{{(\d{{1,40}})\}}\s?\{{(\d{{1,40}})\}}"
+)
 
 _OWN_LETTER = re.compile(r"^\s*\(?[A-J][).:]\s+(?=\S)")
 
