@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from rollmesh.app.config import TrainConfig
 from rollmesh.demo.config import MadeModelConfig, demonstrated_sources
 from rollmesh.demo.make_model import Demonstrator, make_model
 from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
 from rollmesh.demo.tokenizer import END, build_tokenizer
 from rollmesh.services.data.task import Split, split_of
+from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.model_files import load_model, load_tokenizer
@@ -73,3 +75,17 @@ def test_a_mixture_of_families_demonstrates_each_and_gives_the_hardest_level_tha
     )
     with pytest.raises(ConfigError, match="`made_model.tasks`: name a generated source"):
         demonstrated_sources(msgspec.structs.replace(CONFIG, tasks=mixed))
+
+
+def test_the_classes_of_a_mixture_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that makes the model has another folder than the configuration."""
+    (tmp_path / "mine.py").write_text(
+        "from rollmesh.demo.families.calc import CalcSource\nclass Mine(CalcSource):\n    name = 'mine'\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    mixture = {"name": "mixture", "options": {"sources": {"own": {"source": "mine.py:Mine"}}}}
+    config = config_from_dict(TrainConfig, {"data": {"source": mixture}, "made_model": {}})
+    plan = config.model_plan(tmp_path)
+    assert plan is not None
+    assert [source.name for source in demonstrated_sources(plan)] == ["mine"]

@@ -156,6 +156,7 @@ def test_near_duplicates_have_the_same_numbers_and_nearly_the_same_words() -> No
     assert not is_near_duplicate("The speed is 3 m/s.", "The speed is 4 m/s.", 0.1)
     assert not is_near_duplicate("a b c d", "a b c e", 0.6)  # 3 / 5
     assert is_near_duplicate("a b c d", "a b c e", 0.59)
+    assert distinct("1/2", ["0.5", "0.25", ".250"], 0.8) == ["0.25"]
     assert distinct("a", ["b", "B", "?", "a", "c"], 0.8) == ["b", "c"]
 
 

@@ -160,7 +160,7 @@ def test_a_source_may_be_for_training_or_for_evaluation_only() -> None:
             f"{KEY}.x.source",
             "folders with files must be train, validation, test, got dev",
         ),
-        ({"source": "own.py:Broken"}, f"{KEY}.x.source", "source `own.py:Broken` failed: KeyError: 'mine'"),
+        ({"source": "own.py:Broken"}, f"{KEY}.x.source", "own.py:Broken` failed: KeyError: 'mine'"),
         (
             {"source": {"name": "jsonl", "options": {"path": "a.jsonl", "labels": {"source": "from"}}}},
             f"{KEY}.x.source",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,47 @@ def test_an_answer_names_an_option_by_its_text_first(text: str, place: int | Non
 
 def test_an_option_that_is_there_twice_is_not_the_answer() -> None:
     assert option_named("x", ["x", "X", "y"]) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "place"),
+    [
+        ("42", ["41", "42.0"], 1),
+        ("1000", ["10", "1,000"], 1),
+        ("0.5", ["2", "1/2"], 1),
+        (r"$\frac{1}{2}$", ["2", "(B) .50"], None),
+        (r"$\frac{1}{2}$", ["2", ".50"], 1),
+        ("\u22123", ["3", "-3"], 1),
+        ("A) 2.0", ["2", "3"], 0),
+        ("0.5", ["1/2", ".5"], None),
+        ("0.5", ["0.5", ".5"], 0),
+        ("1/0", ["1/0", "0"], 0),
+        ("50%", ["50", "0.5"], None),
+        (".", ["0", "1"], None),
+        ("1" * 41, ["0", "1"], None),
+    ],
+)
+def test_an_answer_names_an_option_of_the_same_value(answer: str, options: list[str], place: int | None) -> None:
+    assert option_named(answer, options) == place
+
+
+def test_options_with_equal_values_are_one_option(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise a right answer could be counted as wrong, or a usable line would be dropped."""
+    caplog.set_level(logging.INFO)
+    lines: list[dict[str, Any]] = [
+        {"question": "What is a half?", "answer": "0.5", "options": [0.5, "1/2", 2, 2.0]},
+        {"question": "And a third?", "answer": "0.50", "options": [0.5, "1/2", 2, 2.0]},
+        {"question": "How many?", "answer": 42, "options": ["42.0", "42"]},
+        {"question": "Which one?", "answer": 7, "options": [6, "7.0"]},
+    ]
+    half, one = source(tmp_path, lines=lines).tasks()
+    assert sorted(shown(half).values()) == ["0.5", "2"]
+    assert shown(half)[answer(tmp_path, half)] == "0.5"
+    assert shown(one)[answer(tmp_path, one)] == "7.0"
+    assert "records dropped: source=questions equal_options=1 too_few_options=1" in caplog.text
+    others = [{"question": f"Question {n}?", "answer": text} for n, text in enumerate(("1/2", "0.5", "1", "1.0"))]
+    for task in source(tmp_path, lines=others, template="choice", num_options=2).tasks():
+        assert len({Fraction(text) for text in shown(task).values()}) == 2
 
 
 @pytest.mark.parametrize(

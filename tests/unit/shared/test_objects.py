@@ -119,6 +119,36 @@ def test_a_bare_string_names_an_extension_and_a_mapping_without_name_keeps_the_d
         config_from_dict(Config, {"one": {"option": {}}})
 
 
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    part: Extension
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    parts: tuple[Entry, ...]
+    text: str
+
+
+class Made(Plugin):
+    Options = Options
+
+    def __init__(self, *, options: Options) -> None:
+        self.options = options
+
+
+def test_files_of_nested_extensions_are_absolute_and_other_texts_stay(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    mine, file = "mine.py:Mine", f"{tmp_path}/mine.py:Mine"
+    texts = ["mine.py", "mine.py:Mine or other", "mine.py::Mine", "other.py:Mine", "calc", 1, None]
+    nested = {"many": [mine, {"name": mine, "options": {"x": mine}}], "texts": texts}
+    located = {"many": [file, {"name": file, "options": {"x": file}}], "texts": texts}
+    assert Extension("other.py:Other", nested).located(tmp_path) == Extension(f"{tmp_path}/other.py:Other", located)
+    assert (same := Extension("calc", {"texts": texts})).located(tmp_path) is same
+    registry = Registry("thing", {"made": f"{__name__}:Made"}, Plugin)
+    options = {"parts": [{"part": {"name": mine, "options": nested}}], "text": mine}
+    made = registry.make(Extension("made", options), tmp_path)
+    assert made.options == Options(parts=(Entry(part=Extension(file, located)),), text=mine)
+
+
 def _exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -237,6 +238,37 @@ def test_kept_payloads_are_read_at_their_positions_after_their_file_is_removed(t
     assert kept.stat().st_mode & 0o777 == 0o600
     assert kept.stat().st_blocks * 512 < 30_000, "the copy has holes"
     assert number not in files.sizes(), "kept payloads do not count for the limit of the writers"
+
+
+def test_a_whole_file_is_kept_under_another_name_and_its_writer_begins_another(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path)
+    writer = PayloadWriter(files, bytes_max=LIMIT)
+    first, second = writer.append([b"first", b"second"])
+    path = tmp_path / f"{file_of(first):08d}.payloads"
+    inode = path.stat().st_ino
+    for _ in range(2):
+        files.keep(file_of(first))
+    files.remove(file_of(first))
+    assert (files.read(first), files.read(second)) == (b"first", b"second")
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert kept.stat().st_ino == inode
+    size = kept.stat().st_size
+    (third,) = writer.append([b"third"])
+    assert file_of(third) != file_of(first)
+    assert kept.stat().st_size == size
+
+
+def test_a_file_system_without_hard_links_gets_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no hard links")
+
+    monkeypatch.setattr(os, "link", refused)
+    files = PayloadFiles(tmp_path)
+    (first,) = PayloadWriter(files, bytes_max=LIMIT).append([b"first"])
+    files.keep(file_of(first))
+    files.remove(file_of(first))
+    assert files.read(first) == b"first"
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".payloads"]
 
 
 def test_a_file_without_wanted_or_whole_records_leaves_no_copy(tmp_path: Path) -> None:

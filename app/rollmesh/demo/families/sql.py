@@ -100,22 +100,40 @@ def make_key(rng: random.Random, level: int) -> str:
     return f"{schema}: {makers[level - 1](rng, schema)}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What the agent gets of a task, and what its hidden databases are made of, which takes four times as long."""
+
+    schema: _Schema
+    level: int
+    parts: dict[str, str | None]
+    prompt: str
+    tables: _Tables
+    edge: int
+
+
 def sql_task(key: str) -> SqlTask:
     """Return the task of a key. Equal keys give equal tasks. Raise ValueError if the text is not a key."""
+    shown = _shown_task(key)
+    schema, level, edge = shown.schema, shown.level, shown.edge
+    query = _write(schema, level, shown.parts)
+    hidden = [shown.tables.rows(ROWS_HIDDEN, (edge - 1, edge, edge + 1)) for _ in range(NUM_DATABASES)]
+    scripts = tuple(_script(schema, rows) for rows in hidden)
+    return SqlTask(key, LEVEL_MAX if schema.joined else level, shown.prompt, query, level == 2, scripts)
+
+
+def _shown_task(key: str) -> _Shown:
     schema, question = _parse(key)
     matches = [(n, found) for n, pattern in enumerate(_QUESTIONS, start=1) if (found := pattern.fullmatch(question))]
     if not matches:
         raise _not_a_key(key)
     level, parts = matches[0][0], matches[0][1].groupdict()
-    query = _write(schema, level, parts)
     rng = random.Random(f"sql/tables/{key}")
     edge = int(parts.get("right") or parts.get("over") or _make_edge(rng))
     values = ([parts["value"]] if parts.get("value") else []) + _words(rng, NUM_VALUES)
     tables = _Tables(schema, values[:NUM_VALUES], rng)
     prompt = f"{_shown(schema, tables.rows(ROWS_SHOWN, ()))}\n{question}"
-    hidden = [tables.rows(ROWS_HIDDEN, (edge - 1, edge, edge + 1)) for _ in range(NUM_DATABASES)]
-    scripts = tuple(_script(schema, rows) for rows in hidden)
-    return SqlTask(key, LEVEL_MAX if schema.joined else level, prompt, query, level == 2, scripts)
+    return _Shown(schema, level, parts, prompt, tables, edge)
 
 
 def _words(rng: random.Random, num: int) -> list[str]:
@@ -266,10 +284,11 @@ class SqlSource(GeneratedSource):
         return make_key(rng, level)
 
     def prompt(self, key: str) -> str:
-        return sql_task(key).prompt
+        return _shown_task(key).prompt
 
     def demonstration(self, key: str) -> Demonstration:
-        return Demonstration((), sql_task(key).query)
+        shown = _shown_task(key)
+        return Demonstration((), _write(shown.schema, shown.level, shown.parts))
 
 
 class SqlOracle(Oracle):

@@ -131,17 +131,14 @@ class Housekeeper:
     def _keep(self, files: PayloadFiles, number: int) -> None:
         """Keep what `retain_share` names of a file. A failure does not delay its removal, which frees the disk."""
         try:
-            files.keep(number, self._is_retained)
+            files.keep(number, None if self._limits.retain_share >= 1 else self._is_retained)
             files.limit_kept(self._limits.retained_bytes_max)
         except (MeshError, OSError) as error:
             _log.warning("payloads not kept: run=%s file=%d cause=%s", self._driver.run, number, error)
 
     def _is_retained(self, payload: bytes) -> bool:
-        share = self._limits.retain_share
-        if share >= 1:
-            return True
         try:
-            return retained(types_pb2.Episode.FromString(payload).key, share)
+            return retained(types_pb2.Episode.FromString(payload).key, self._limits.retain_share)
         except DecodeError:  # a worker stored something else
             return False
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from rollmesh.services.data.labels import LabelCodes, LabelledPool, one_value
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, StoredPool
 from rollmesh.services.data.task_fields import TaskFields, TaskMapping
@@ -70,7 +71,7 @@ class FilesSource(TaskSource):
         return {split: FilePool(files, mapping, split, rows) for split, rows in found.items()}
 
 
-class FilePool(StoredPool):
+class FilePool(StoredPool, LabelledPool):
     """The tasks of a split, which are read from the files."""
 
     def __init__(self, files: RowFiles, mapping: TaskMapping, split: Split, members: SplitRows) -> None:
@@ -120,14 +121,18 @@ class FilePool(StoredPool):
         return position if position < len(self._rows) and self._rows[position] == row else None
 
     def label(self, position: int, name: str) -> str:
-        if name in self._labels:
-            return self._labels[name].value(position)
-        if name in self._mapping.fields.labels:
+        return self._codes(name).value(position) if name in self._mapping.fields.labels else ""
+
+    def labels(self, name: str) -> LabelCodes:
+        return self._codes(name) if name in self._mapping.fields.labels else one_value("", len(self))
+
+    def _codes(self, name: str) -> LabelCodes:
+        if name not in self._labels:
             raise ConfigError(
                 f"the label `{name}` of the source `{self._name}` has more than {LABEL_VALUES_MAX} values, so a "
                 "selector cannot use it as a category; use another label"
             )
-        return ""
+        return self._labels[name]
 
 
 def _digest(files: RowFiles, fields: TaskFields, split: Split, members: SplitRows) -> str:

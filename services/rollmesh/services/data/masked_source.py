@@ -8,7 +8,8 @@ texts in its place that are plausible and wrong:
 The part is replaced by [MASK]. The options are the part and `num_options` - 1 distractors. A distractor is rejected if
 it is a near-duplicate of the part or of an earlier distractor:
 
-    near-duplicate  if  |words of both| / |words of either| > similarity_max,   with equal numbers in both
+    near-duplicate  if  |words of both| / |words of either| > similarity_max,   with equal numbers in both,
+                    or if both are the same number, such as 0.5 and 1/2
 
 A passage is dropped if the part does not occur exactly once, is shorter than `span_chars_min` or longer than
 `span_share_max` of the passage, or if too few distractors remain. If the endpoint `solver` answers right each of
@@ -41,7 +42,7 @@ from rollmesh.services.data.passages import Passage, PassageOptions, passages
 from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.config.settings import NonEmptyStr, NonNegativeInt, PositiveInt
 from rollmesh.shared.domain.decoding import UNDECODABLE
-from rollmesh.shared.domain.option_order import LETTERS, NUM_OPTIONS_MAX, letter_of_answer, option_order
+from rollmesh.shared.domain.option_order import LETTERS, NUM_OPTIONS_MAX, letter_of_answer, option_order, option_value
 from rollmesh.shared.domain.trajectory import Message
 
 MASK = "[MASK]"
@@ -169,7 +170,10 @@ def distinct(span: str, distractors: Sequence[str], similarity_max: float) -> li
 
 
 def is_near_duplicate(one: str, other: str, similarity_max: float) -> bool:
-    """Return whether two texts have the same numbers and nearly the same words, whatever the case and the marks."""
+    """Return whether two texts have the same numbers and nearly the same words, whatever the case and the marks, or are
+    the same number."""
+    if option_value(one) == option_value(other):
+        return True
     words = [set(_WORDS.findall(text.casefold())) for text in (one, other)]
     numbers = [{word for word in found if any(char.isdigit() for char in word)} for found in words]
     same = len(words[0] & words[1]) / len(words[0] | words[1]) if any(words) else 1.0

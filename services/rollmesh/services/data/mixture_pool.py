@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgpack
+import numpy as np
 
+from rollmesh.services.data.labels import LabelCodes, LabelledPool, one_value, read_labels
 from rollmesh.services.data.task import PoolTask, StoredPool, TaskPool, read_tasks
 
 SOURCE_LABEL = "source"
@@ -46,7 +48,7 @@ class MixturePart:
         )
 
 
-class MixturePool(StoredPool):
+class MixturePool(StoredPool, LabelledPool):
     """The tasks of all parts, see the module."""
 
     def __init__(self, parts: Sequence[MixturePart]) -> None:
@@ -98,6 +100,19 @@ class MixturePool(StoredPool):
     def label(self, position: int, name: str) -> str:
         part, own = self._locate(position)
         return part.source if name == SOURCE_LABEL else part.pool.label(own, name)
+
+    def labels(self, name: str) -> LabelCodes:
+        codes, known = np.zeros(len(self), dtype=np.uint32), dict[str, int]()
+        for part in self._parts.values():
+            num = len(part.pool)
+            of_part = one_value(part.source, num) if name == SOURCE_LABEL else read_labels(part.pool, name)
+            new = np.array([known.setdefault(value, len(known)) for value in of_part.values], dtype=np.uint32)
+            for stage, turns in enumerate(self._turns):
+                if part in turns:
+                    own = slice(self._rounds[stage], self._rounds[stage + 1])
+                    at = slice(self._starts[stage] + turns.index(part), self._starts[stage + 1], len(turns))
+                    codes[at] = new[of_part.codes[own]]
+        return LabelCodes(codes, tuple(known))
 
     def _locate(self, position: int) -> tuple[MixturePart, int]:
         if not 0 <= position < len(self):

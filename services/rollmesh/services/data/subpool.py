@@ -7,10 +7,11 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.services.data.labels import LabelCodes, LabelledPool, categories_of, once_per_pool, read_labels
 from rollmesh.services.data.task import PoolTask, TaskPool
 
 
-class SubPool:
+class SubPool(LabelledPool):
     """The tasks at some positions of a pool. A task is at the same place among them in both."""
 
     def __init__(self, pool: TaskPool, positions: NDArray[np.int64]) -> None:
@@ -39,6 +40,9 @@ class SubPool:
     def label(self, position: int, name: str) -> str:
         return self._pool.label(self._of(position), name)
 
+    def labels(self, name: str) -> LabelCodes:
+        return read_labels(self._pool, name).at(self.positions)
+
     def index(self, position: int) -> int:
         """Return the number of tasks before a position of the whole pool, which is the place of a task of this pool."""
         return int(np.searchsorted(self.positions, position))
@@ -47,3 +51,9 @@ class SubPool:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}")
         return int(self.positions[position])
+
+
+@once_per_pool
+def category_pools(pool: TaskPool, label: str) -> tuple[SubPool, ...]:
+    """Return the pool of each category of a label, in the order of their names. Raise ConfigError as `read_labels`."""
+    return tuple(SubPool(pool, positions) for positions in categories_of(pool, label).tasks)

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.services.data.labels import LabelCodes
 from rollmesh.services.data.metrics import DROPPED
 from rollmesh.services.data.task import Split
 from rollmesh.services.data.task_fields import TaskMapping
@@ -42,17 +43,6 @@ _JSON_FRAME = 4
 BadRow = Literal["fail", "skip"]
 Rows = NDArray[np.uint32]
 Codes = NDArray[np.uint16]
-
-
-@dataclass(frozen=True, slots=True)
-class LabelCodes:
-    """The values of a label by the position of the task in its split."""
-
-    codes: Codes
-    values: Sequence[str]
-
-    def value(self, position: int) -> str:
-        return self.values[int(self.codes[position])]
 
 
 @dataclass(frozen=True, slots=True)

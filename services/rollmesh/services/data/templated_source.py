@@ -12,8 +12,10 @@ The number of dropped lines by reason is logged and counted:
 
     malformed_options   the options are not a list of texts and numbers
     refers_to_options   an option means others, as in "none of the above" or "A and B"
-    not_an_option       the line has options, and the answer does not name exactly one of them
-    too_few_options     `choice`: fewer than 2 different options, or fewer other answers than `num_options` needs
+    not_an_option       the line has options, and the answer names none of them by its text, value or letter
+    equal_options       several options have the value of the answer, such as 0.5 and 1/2, and none its text alone
+    too_few_options     `choice`: fewer than 2 options with different values, or fewer such other answers than
+                        `num_options` needs
     answer_too_long     `open`: more than `answer_words_max` words, which a rule rarely recognizes in other words
     not_checkable       `open`: the answer is neither words, nor a number or an expression that `math` can parse
     needs_options       `open`: the question refers to options, as in "which of the following"
@@ -35,6 +37,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,7 +48,14 @@ from rollmesh.services.data.drops import Dropped, report_drops
 from rollmesh.services.data.source import TaskSource
 from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
-from rollmesh.shared.domain.option_order import LETTERS, NUM_OPTIONS_MAX, option_named, option_order, plain_options
+from rollmesh.shared.domain.option_order import (
+    LETTERS,
+    NUM_OPTIONS_MAX,
+    option_named,
+    option_order,
+    option_value,
+    plain_options,
+)
 from rollmesh.shared.domain.trajectory import Message
 from rollmesh.shared.store.jsonl import read_jsonl
 from rollmesh.shared.store.records import FileRecord
@@ -158,7 +168,8 @@ class TemplatedSource(TaskSource):
         given = _given(record, options.options)
         if given:
             if (place := option_named(answer, given)) is None:
-                raise Dropped("not_an_option")
+                equal = [option_value(option) for option in given].count(option_value(answer))
+                raise Dropped("equal_options" if equal > 1 else "not_an_option")
             answer = given[place]
         split = split_of(text, validation_share=options.validation_share, test_share=options.test_share)
         return _Question(line=record.line, text=text, answer=answer, options=given, split=split)
@@ -231,8 +242,8 @@ def _in_a_line(text: str) -> str:
 
 
 def _different(texts: Iterable[str]) -> list[str]:
-    """Return the texts that differ from all earlier ones by more than the case of letters, in their order."""
-    found: dict[str, str] = {}
+    """Return the texts whose `option_value` differs from those of all earlier ones, in their order."""
+    found: dict[str | Fraction, str] = {}
     for text in texts:
-        found.setdefault(text.casefold(), text)
+        found.setdefault(option_value(text), text)
     return list(found.values())

@@ -74,7 +74,9 @@ class PayloadWriter:
 
     def _continue_file(self) -> None:
         """Have a file with room that still has its name: the coordinator removes files without live payloads."""
-        if self._descriptor >= 0 and (self._end >= self._file_bytes or not os.fstat(self._descriptor).st_nlink):
+        if self._descriptor >= 0 and (
+            self._end >= self._file_bytes or not self._files.has_name(self._number, self._descriptor)
+        ):
             self.close()
         if self._descriptor < 0:
             try:

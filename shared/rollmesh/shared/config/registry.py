@@ -8,6 +8,7 @@ then.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -20,6 +21,9 @@ from rollmesh.shared.config.plugin import Adoption, Plugin
 from rollmesh.shared.config.settings import Settings
 from rollmesh.shared.config.user_code import explain, user_traceback
 from rollmesh.shared.errors import ConfigError, MeshError
+
+_IN_FILE = re.compile(r"([^\s:]+\.py):[A-Za-z_][\w.]*")
+"""An extension in a file, in options whose types are not known here."""
 
 
 class Extension(Settings, kw_only=False):
@@ -38,11 +42,13 @@ class Extension(Settings, kw_only=False):
         return self.name.rpartition(":")[2]
 
     def located(self, base_dir: str | Path) -> Self:
-        """Return the same choice with an absolute file, if `name` is in a file relative to `base_dir`."""
-        file, _, name = self.name.rpartition(":")
-        if not file.endswith(".py"):
+        """Return the same choice with absolute files: that of `name`, if it is in a file relative to `base_dir`, and
+        those of extensions in the options. A text of the options names an extension if it is FILE.py:Name and the file
+        exists, whatever the option is."""
+        name, options = _absolute(self.name, base_dir), _located(self.options, base_dir, typed=False)
+        if name == self.name and options is self.options:
             return self
-        return msgspec.structs.replace(self, name=f"{(Path(base_dir) / Path(file).expanduser()).resolve()}:{name}")
+        return msgspec.structs.replace(self, name=name, options=options)
 
 
 E = TypeVar("E", bound=Extension)
@@ -130,15 +136,34 @@ class Registry:
         return msgspec.structs.replace(chosen, options=msgspec.to_builtins(self.options(chosen, base_dir)))
 
 
-def _located(options: msgspec.Struct, base_dir: str | Path) -> msgspec.Struct:
-    """Return the options with absolute files in the extensions that they choose, alone or in a map."""
-    changed: dict[str, Any] = {}
-    for name, value in msgspec.structs.asdict(options).items():
-        if isinstance(value, Extension):
-            changed[name] = value.located(base_dir)
-        elif isinstance(value, dict) and any(isinstance(one, Extension) for one in value.values()):
-            changed[name] = {key: one.located(base_dir) for key, one in value.items()}
-    return msgspec.structs.replace(options, **changed) if changed else options
+def _absolute(name: str, base_dir: str | Path) -> str:
+    """Return the name of an extension with an absolute file, if it is in a file."""
+    file, _, attribute = name.rpartition(":")
+    return f"{(Path(base_dir) / Path(file).expanduser()).resolve()}:{attribute}" if file.endswith(".py") else name
+
+
+def _located(value: Any, base_dir: str | Path, *, typed: bool = True) -> Any:
+    """Return options, or a part of them, with absolute files in the extensions that they choose at any depth. `typed`
+    says that an extension is an `Extension`; else it is a text, see `Extension.located`."""
+
+    def part(one: Any) -> Any:
+        return _located(one, base_dir, typed=typed)
+
+    if isinstance(value, Extension):
+        return value.located(base_dir)
+    if isinstance(value, msgspec.Struct):
+        fields = msgspec.structs.asdict(value)
+        changed = {name: new for name, old in fields.items() if (new := part(old)) is not old}
+        return msgspec.structs.replace(value, **changed) if changed else value
+    if isinstance(value, dict):
+        located = {key: part(one) for key, one in value.items()}
+        return located if any(located[key] is not one for key, one in value.items()) else value
+    if type(value) in (list, tuple):
+        parts = [part(one) for one in value]
+        return type(value)(parts) if any(new is not old for new, old in zip(parts, value, strict=True)) else value
+    if typed or not isinstance(value, str) or not (found := _IN_FILE.fullmatch(value)):
+        return value
+    return _absolute(value, base_dir) if (Path(base_dir) / Path(found[1]).expanduser()).is_file() else value
 
 
 def _as_extension(chosen: Extension | str) -> Extension:

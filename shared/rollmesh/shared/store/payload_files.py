@@ -6,13 +6,14 @@ The position of a record is a sequence at or above `FIRST_SEQUENCE`: the number 
 sequence of a stream never gets there, so both kinds fit the same field, and a position names nothing but a record of
 this run.
 
-    FOLDER/kept/00004096.payloads  copy of a removed file with some of its payloads, at the same positions, and holes
+    FOLDER/kept/00004096.payloads  a removed file, or a copy with some of its payloads, at the same positions, and holes
 
 Every read compares header, length and CRC, so a record that was cut off or damaged is never returned.
 """  # noqa: E501, W505
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -42,6 +43,7 @@ FORMAT = 1
 """Format of the records, the digit at the end of their magic."""
 _MAGIC = b"RMP%d" % FORMAT
 HEADER = struct.Struct("<4sQII")
+_NO_LINKS = frozenset((errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES))
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -133,11 +135,16 @@ class PayloadFiles:
             os.close(self.create()[1])
         self._path(number).unlink(missing_ok=True)
 
-    def keep(self, number: int, wanted: Callable[[bytes], bool]) -> None:
-        """Copy the wanted payloads of a file that has no writer. Then it can be removed. Idempotent."""
-        path, partial = self._kept(number), self._kept(number).with_suffix(".partial")
+    def keep(self, number: int, wanted: Callable[[bytes], bool] | None = None) -> None:
+        """Keep the wanted payloads of a file. Then it can be removed. Idempotent.
+
+        Without `wanted`, the kept file is another name of the file, without a copy, if the file system has hard links.
+        """
+        path = self._kept(number)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        num = 0
+        if wanted is None and self._link(number):
+            return
+        partial, num = path.with_suffix(".partial"), 0
         try:
             with (
                 disk_full_errors(path.parent),
@@ -145,13 +152,20 @@ class PayloadFiles:
                 open(partial, "wb", opener=_opener) as copy,
             ):
                 for offset, record in _records(source, number):
-                    if wanted(record[HEADER.size :]):
+                    if wanted is None or wanted(record[HEADER.size :]):
                         copy.seek(offset)
                         num += copy.write(record)
             if num:
                 partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+    def has_name(self, number: int, descriptor: int) -> bool:
+        """Return whether an open file is still the file of this number. A removed one may have a kept name."""
+        try:
+            return os.path.samestat(os.stat(self._path(number)), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
 
     def limit_kept(self, bytes_max: int) -> None:
         """Remove the oldest kept files until the others use at most `bytes_max` of the disk."""
@@ -165,6 +179,18 @@ class PayloadFiles:
         """Remove the folder. Idempotent."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.folder)
+
+    def _link(self, number: int) -> bool:
+        """Give a file its kept name. Return False if the file system has no hard links between the two folders."""
+        try:
+            os.link(self._path(number), self._kept(number), follow_symlinks=False)
+        except FileExistsError:
+            return True
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.payloads"

@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.services.data.labels import categories_of
 from rollmesh.services.data.selector import GroupResult, Selector
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.config.plugin import required
@@ -62,16 +63,6 @@ class StoredSelector(Selector):
         )
 
 
-def categories_of(pool: TaskPool, label: str) -> tuple[tuple[str, ...], Ints]:
-    """Return the values of a label in the pool, and the index of the value of each task, [n]."""
-    codes: dict[str, int] = {}
-    labels = (codes.setdefault(pool.label(position, label), len(codes)) for position in range(len(pool)))
-    found: Ints = np.fromiter(labels, dtype=np.int64, count=len(pool))
-    names = tuple(sorted(codes))
-    index = {name: n for n, name in enumerate(names)}
-    return names, np.array([index[name] for name in codes], dtype=np.int64)[found]
-
-
 class CategoryOptions(Settings):
     """Settings of selectors that draw by category."""
 
@@ -85,9 +76,9 @@ class CategorySelector(StoredSelector):
     def __init__(self, *, pool: TaskPool, seed: int, label: str) -> None:
         super().__init__(pool)
         self._seed = seed
-        self.categories, self._category = categories_of(pool, label)
-        self._tasks = tuple(np.flatnonzero(self._category == n) for n in range(len(self.categories)))
-        self._num_tasks: Ints = np.bincount(self._category, minlength=len(self.categories))
+        found = categories_of(pool, label)
+        self.categories, self._category, self._tasks = found.names, found.of_task, found.tasks
+        self._num_tasks: Ints = np.array(list(map(len, self._tasks)), dtype=np.int64)
 
     @required
     def shares(self, num_in_flight: Ints) -> Floats:

@@ -22,11 +22,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from rollmesh.services.data.labels import categories_of
 from rollmesh.services.data.mixture_pool import SOURCE_LABEL, SOURCES_MAX
 from rollmesh.services.data.selector import SELECTORS, GroupResult, Selector, SourceShare
-from rollmesh.services.data.selectors.base import Ints, StoredSelector, categories_of
-from rollmesh.services.data.selectors.shares import Shares, SourceOrder, Weight
-from rollmesh.services.data.subpool import SubPool
+from rollmesh.services.data.selectors.base import Ints, StoredSelector
+from rollmesh.services.data.selectors.shares import Shares, Weight, source_order
+from rollmesh.services.data.subpool import category_pools
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.config.settings import SettingError, Settings, Share
@@ -68,13 +69,16 @@ class MixtureSelector(StoredSelector):
         super().__init__(pool)
         self._options = options
         self._seed = seed
-        names, category = categories_of(pool, options.label)
+        found = categories_of(pool, options.label)
+        names = found.names
         _check_names(names, options)
         self._shares = Shares(options.weights, options.floor, options.ceiling)
-        self._order = SourceOrder(self._shares)
-        place = np.array([self._shares.names.index(name) for name in names], dtype=np.uint8)
-        self._source = place[category]
-        self._pools = [SubPool(pool, np.flatnonzero(self._source == n)) for n in range(len(names))]
+        self._order = source_order(self._shares)
+        self._category = found.of_task
+        self._place = np.array([self._shares.names.index(name) for name in names], dtype=np.uint8)
+        """Source of each category."""
+        pools = category_pools(pool, options.label)
+        self._pools = [pools[names.index(name)] for name in self._shares.names]
         self._selectors = self._new_selectors()
         self._decided: Ints = np.zeros(len(names), dtype=np.int64)
 
@@ -82,16 +86,16 @@ class MixtureSelector(StoredSelector):
         source, earlier = self._order.at(index)
         pool = self._pools[source]
         taken = np.fromiter(in_flight, dtype=np.int64, count=len(in_flight))
-        taken = np.searchsorted(pool.positions, taken[self._source[taken] == source])
+        taken = np.searchsorted(pool.positions, taken[self._place[self._category[taken]] == source])
         return int(pool.positions[self._selectors[source].draw(earlier, set(taken.tolist()))])
 
     def observe(self, result: GroupResult) -> None:
-        source = self._source[result.position]
+        source = self._source(result)
         self._decided[source] += 1
         self._selectors[source].observe(self._of_source(result))
 
     def observe_trained(self, result: GroupResult) -> None:
-        self._selectors[self._source[result.position]].observe_trained(self._of_source(result))
+        self._selectors[self._source(result)].observe_trained(self._of_source(result))
 
     def source_shares(self, index: int) -> Iterable[SourceShare]:
         requested = self._shares.at(np.array([index]))[0]
@@ -115,8 +119,12 @@ class MixtureSelector(StoredSelector):
             selector.restore(state)
         self._selectors, self._decided = selectors, decided
 
+    def _source(self, result: GroupResult) -> int:
+        """Return the index of the source of a group."""
+        return int(self._place[self._category[result.position]])
+
     def _of_source(self, result: GroupResult) -> GroupResult:
-        pool = self._pools[self._source[result.position]]
+        pool = self._pools[self._source(result)]
         return replace(result, position=pool.index(result.position))
 
     def _new_selectors(self) -> list[Selector]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, pairwise, repeat
 from typing import Annotated, NamedTuple
 
@@ -33,8 +34,11 @@ PERIOD = 10_000
 SHARE_MIN = 2 / PERIOD
 """Least share after the last point, except 0."""
 SCHEDULE_DRAWS_MAX = 100_000
-"""Largest draw of a point. The order of the draws up to the last point is made at once, and held in memory, 9 bytes per
-draw."""
+"""Largest draw of a point. The order of the draws up to the last point is made at once, when the data service starts,
+and held in memory, 9 bytes per draw."""
+ORDERS_KEPT_MAX = 8
+"""Orders that a process keeps. The selectors of all runs and policies of a data service share one, because to make one
+may take a second, for which no call may wait."""
 _ROWS = 4096
 _HALVINGS = 64
 _WEIGHT_MIN = 1e-9
@@ -67,6 +71,14 @@ class Shares:
         self.end = max((draws[-1] for draws, _ in self._points), default=0)
         """The last draw of a point. The shares are constant from here on."""
         self._check(floors, ceilings)
+        points = tuple((tuple(draws), tuple(weights)) for draws, weights in self._points)
+        self._settings = (self.names, points, self._floors.tobytes(), self._ceilings.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shares) and self._settings == other._settings
+
+    def __hash__(self) -> int:
+        return hash(self._settings)
 
     def at(self, draws: Ints) -> Floats:
         """Return the shares [n, sources] of these draws [n]."""
@@ -125,6 +137,12 @@ class DrawnSource(NamedTuple):
     source: int
     earlier: int
     """Number of earlier draws of this source."""
+
+
+@lru_cache(maxsize=ORDERS_KEPT_MAX)
+def source_order(shares: Shares) -> SourceOrder:
+    """Return the order of these shares, which a process makes once."""
+    return SourceOrder(shares)
 
 
 class SourceOrder:

@@ -32,8 +32,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from rollmesh.services.data.labels import categories_of
 from rollmesh.services.data.selector import GroupResult
-from rollmesh.services.data.selectors.base import Floats, Ints, StoredSelector, categories_of
+from rollmesh.services.data.selectors.base import Floats, Ints, StoredSelector
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.config.settings import PositiveFloat, PositiveInt, Settings, Share
 
@@ -70,9 +71,10 @@ class ThompsonSelector(StoredSelector):
         super().__init__(pool)
         self._options = options
         self._seed = seed
-        names, self._level = categories_of(pool, options.level_label)
+        found = categories_of(pool, options.level_label)
+        self._level = found.of_task
         self._num_observed = 0
-        self._level_evidence: Floats = np.zeros((2, len(names)))
+        self._level_evidence: Floats = np.zeros((2, len(found.names)))
         self._evidence: Floats = np.zeros((2, len(pool)))
         self._observed_at: Ints = np.zeros(len(pool), dtype=np.int64)
 
