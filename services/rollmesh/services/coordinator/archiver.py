@@ -88,9 +88,7 @@ class Archiver:
         await self._purge(ledger, held, segment.last)
         return segment
 
-    async def _oldest(
-        self, ledger: ArchivedLedger, first: int, last: int, bytes_max: int
-    ) -> list[StreamRecord]:
+    async def _oldest(self, ledger: ArchivedLedger, first: int, last: int, bytes_max: int) -> list[StreamRecord]:
         """Return the records of the next segment; none if those up to `last` are too few."""
         enough = min(self._config.segment_bytes, int(self._config.from_share * bytes_max / 2))
         records, num_bytes = list[StreamRecord](), 0
@@ -106,9 +104,7 @@ class Archiver:
 
     async def _sealed(self, files: ArchiveFiles, number: int, records: list[StreamRecord]) -> ArchiveSealed:
         run, first = self._driver.run, records[0]
-        before = LedgerHead(
-            position=first.seq - 1, hash=read_record(first.payload, run, first.seq).previous.hex()
-        )
+        before = LedgerHead(position=first.seq - 1, hash=read_record(first.payload, run, first.seq).previous.hex())
         written = await asyncio.to_thread(files.write, run, number, records, before)
         await self._at(ArchiveFaultPoint.WRITTEN)
         sha256 = await asyncio.to_thread(files.verify, written, records)

@@ -377,9 +377,7 @@ class Runs:
 
     def _reads_archives(self) -> bool:
         """Return whether every node reads archive segments. A node of the release before may read the ledger."""
-        return all(
-            node.protocol >= PROTOCOL for node in self._fleet.nodes.values() if node.state is not NodeState.DEAD
-        )
+        return all(node.protocol >= PROTOCOL for node in self._fleet.nodes.values() if node.state is not NodeState.DEAD)
 
     def _lose(self, driver: RunDriver, error: Internal) -> None:
         led = self._led.pop(driver.run, None)

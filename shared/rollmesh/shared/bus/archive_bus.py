@@ -33,9 +33,10 @@ class LostRecords(SegmentDamaged):
 
     reason = "LOST_RECORDS"
 
-    def __init__(self, message: str, *, first: int, last: int) -> None:
-        super().__init__(message, first=first, last=last)
-        self.last = last
+    @property
+    def last(self) -> int:
+        """Sequence of the last of them."""
+        return int(self.metadata["last"])
 
 
 class ArchivedLedger:

@@ -74,9 +74,7 @@ class ArchiveFiles:
             name = f"{number:08d}-{index.first:012d}-{index.last:012d}-{sha256[:16]}.archive"
             partial.replace(self.folder / name)
             _sync_folder(self.folder)
-        return Segment(
-            path=self.folder / name, number=number, first=index.first, last=index.last, digest=sha256[:16]
-        )
+        return Segment(path=self.folder / name, number=number, first=index.first, last=index.last, digest=sha256[:16])
 
     def verify(self, segment: Segment, records: Sequence[StreamRecord]) -> str:
         """Return the SHA-256 of the file after reading it. Raises SegmentDamaged if it has other records."""

@@ -129,7 +129,9 @@ def _write_block(
         head = LedgerHead(position=record.seq, hash=hashed)
     frame = compressor.compress(msgspec.msgpack.encode(rows))
     more = compressor.compress(msgspec.msgpack.encode(evidence)) if evidence else b""
-    block = Block(first=before.position + 1, before=before.hash, at=file.tell(), size=len(frame), evidence_size=len(more))
+    block = Block(
+        first=before.position + 1, before=before.hash, at=file.tell(), size=len(frame), evidence_size=len(more)
+    )
     file.write(frame + more)
     return block, head
 
@@ -208,7 +210,7 @@ class SegmentReader:
                 raise self._damaged("it is cut off, or not an archive segment")
             self._file.seek(size - _TAIL_BYTES - length)
             text = self._file.read(length)
-            if hashlib.sha256(text).digest() != tail[4:-len(MAGIC)]:
+            if hashlib.sha256(text).digest() != tail[4 : -len(MAGIC)]:
                 raise self._damaged("its index was altered")
             check_format(f"archive segment {self._name}", msgspec.msgpack.decode(text, type=_Format).format, FORMAT)
             return msgspec.msgpack.decode(text, type=Index)
@@ -232,9 +234,7 @@ class SegmentReader:
                 is_lean = bool(hashed) and not evidence
                 previous = hashed.hex() if is_lean else record_hash(payload)
                 found.append(
-                    StreamRecord(
-                        seq=block.first + at, payload=payload, msg_id=record_id, headers={CHECKSUM: previous}
-                    )
+                    StreamRecord(seq=block.first + at, payload=payload, msg_id=record_id, headers={CHECKSUM: previous})
                 )
             return found, previous
         except (OSError, ValueError, zstandard.ZstdError, DecodeError, *UNDECODABLE) as error:
