@@ -247,14 +247,24 @@ class MeshConfig(Settings):
         """Whether workers of this host store payloads in files."""
         return self.bus.payloads != "stream" and not self.why_no_payload_files()
 
+    @property
+    def archives_ledgers(self) -> bool:
+        """Whether old records of ledgers move to archive segments on this host."""
+        store = self.coordinator.archive.store
+        return store == "files" or (store == "auto" and not self.why_several_hosts())
+
     def why_no_payload_files(self) -> str:
         """Return why payloads must be in the stream; empty if files of this host are as safe."""
-        if self.bus.url:
-            return "`bus.url` names a server that may be on another host"
         if self.bus.embedded.sync_always:
             return "`bus.embedded.sync_always` promises records that survive a power loss"
         if self.coordinator.streams.num_replicas > 1:
             return "`coordinator.streams.num_replicas` promises copies on several hosts"
+        return self.why_several_hosts()
+
+    def why_several_hosts(self) -> str:
+        """Return why processes that read streams may be on other hosts; empty if all are on this one."""
+        if self.bus.url:
+            return "`bus.url` names a server that may be on another host"
         for key, server in self.servers().items():
             if not is_loopback(host_of(server.address)):
                 return f"`{key}` is {server.address}, so that nodes on other hosts can join"

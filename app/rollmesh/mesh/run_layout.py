@@ -2,7 +2,7 @@
 
 runs/<name>/
   config.yaml  token  addresses.json
-  nats/  payloads/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
+  nats/  payloads/  archive/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.services.gateway.page.config import ANY_LOOPBACK_PORT, PageConfig
+from rollmesh.shared.bus.archive_bus import ArchiveBus
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.login import BusLogin
@@ -32,8 +33,8 @@ from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.store.private_files import private_folder
 from rollmesh.shared.weights.model_folder import find_model
 
-PAYLOADS = "payloads"
-"""Folder of the payload files in the run folder."""
+PAYLOADS, ARCHIVE = "payloads", "archive"
+"""Folders of the payload files, and of the archive segments of ledgers, in the run folder."""
 _FIXED = ("coordinator", "gateway", "depot")
 """Services whose address stays the same over restarts."""
 _PAGE = "page"
@@ -98,10 +99,18 @@ class RunLayout:
         folder = self.run_dir / PAYLOADS
         return folder if not self.config.bus.url or folder.is_dir() else None
 
+    @property
+    def archive(self) -> Path | None:
+        """The folder of the archive segments; None on a host without it."""
+        folder = self.run_dir / ARCHIVE
+        return folder if self.config.archives_ledgers or not self.config.bus.url or folder.is_dir() else None
+
     def with_payloads(self, bus: Bus) -> PayloadBus:
-        """Return `bus` with the payload files of this run folder. A node that joined from another host has none."""
+        """Return `bus` with the payload files and the archive segments of this run folder. A node that joined from
+        another host has none."""
         limit = self.config.coordinator.streams.samples_bytes_max
-        return PayloadBus(bus, self.payloads, write=self.config.payloads_in_files, bytes_max=limit)
+        archived = ArchiveBus(bus, self.archive, writes=self.config.archives_ledgers)
+        return PayloadBus(archived, self.payloads, write=self.config.payloads_in_files, bytes_max=limit)
 
     def bus_server(self) -> EmbeddedServer:
         """Return the embedded nats-server of this run. It is not started."""

@@ -150,6 +150,7 @@ class MemoryStream:
             num_records=len(self._records),
             num_bytes=self._num_bytes,
             bytes_max=self.spec.bytes_max,
+            deny_purge=self.spec.deny_purge,
         )
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ def test_a_fact_of_a_later_version_is_refused_not_skipped() -> None:
 def test_a_record_of_a_newer_format_is_refused_with_both_formats() -> None:
     record = events_pb2.LedgerRecord(record_id="d1", format=RECORD_FORMAT + 1)
     with pytest.raises(
-        NewerFormat, match=r"'d1' has format 2, and this release reads formats up to 1: a later release"
+        NewerFormat, match=r"'d1' has format 3, and this release reads formats up to 2: a later release"
     ):
         fact_codec.decode_record(record.SerializeToString())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -73,6 +73,20 @@ class RunLimits(Settings):
     """Quotas of submitted tasks."""
 
 
+class ArchiveConfig(Settings):
+    """When the oldest records of a run's ledger move from its stream to archive segments, which are compressed files of
+    the run folder."""
+
+    store: Literal["auto", "files", "off"] = "auto"
+    """`auto`: archive if all nodes are on one host: with the embedded NATS server and loopback addresses. `files`:
+    always archive; the processes that read ledgers (coordinator, data service, gateway, commands on the run) must then
+    have the run folder. `off`: archive no further records."""
+    from_share: Annotated[float, Meta(gt=0, le=0.8)] = 0.25
+    """Share of `coordinator.streams.ledger_bytes_max` above which the oldest records of the stream are archived."""
+    segment_bytes: PositiveInt = 16 * 1024 * 1024
+    """Size of the records of a segment before compression, in bytes; at most half of what `from_share` permits."""
+
+
 class CoordinatorConfig(Settings):
     """Settings of a coordinator."""
 
@@ -87,6 +101,8 @@ class CoordinatorConfig(Settings):
     """Limits per run."""
     streams: StreamLimits = msgspec.field(default_factory=StreamLimits)
     """Disk per stream of a live run. A run that has ended keeps what its streams contain and a small reserve."""
+    archive: ArchiveConfig = ArchiveConfig()
+    """Archive of old ledger records."""
     runs_max: PositiveInt = 64
     """Maximum number of live runs. Runs that have ended do not count."""
     commands_max: PositiveInt = 1024

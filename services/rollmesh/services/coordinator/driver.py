@@ -116,9 +116,9 @@ class RunDriver(Callers):
         """Share of the ledger's limit that is used."""
         return self._ledger.used
 
-    async def read_ledger_limit(self) -> None:
-        """Use the limit that the ledger's stream has now."""
-        await self._ledger.read_limit()
+    async def measure_ledger(self) -> None:
+        """Use the size and the limit that the ledger's stream has now."""
+        await self._ledger.measure()
 
     @property
     def last_error(self) -> str:

@@ -192,6 +192,8 @@ def encode_record(
         protocol_minor=protocol.minor,
         protocol_major=protocol.major,
     )
+    if any(isinstance(fact, f.ArchiveSealed) for fact in facts):
+        record.format = RECORD_FORMAT
     for fact in facts:
         below = getattr(record.facts.add(), _ONEOF_FIELDS[type(fact).__name__])
         below.SetInParent()  # a fact with defaults only must still be present

@@ -1,4 +1,4 @@
-"""Periodic work for a run: write snapshots, and purge payloads that no client can need.
+"""Periodic work for a run: write snapshots, archive records behind them, and purge payloads that no client can need.
 
 A payload in the stream is purged if its sequence is below those of all live groups *in the stored state*, and below the
 end of the stream one safety term ago, because workers store a payload first and report it later. A payload file is
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 from google.protobuf.message import DecodeError
 
+from rollmesh.services.coordinator.archiver import Archiver
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.state import State
@@ -49,13 +50,17 @@ class Housekeeper:
         clock: Clock,
         limits: RunLimits,
         position: int,
+        archiver: Archiver | None = None,
     ) -> None:
+        """`position`: that of the snapshot from which the run was recovered. Without an `archiver` every record stays
+        in the stream."""
         self._driver = driver
         self._store = store
         self._samples = samples
         self._clock = clock
         self._limits = limits
         self._snapshot_position = position
+        self._archiver = archiver
         self._stream_ends: deque[tuple[float, int]] = deque()
         self._purged_below = 0
         self._files = samples.files if isinstance(samples, SampleStream) else None
@@ -68,6 +73,7 @@ class Housekeeper:
             await self._clock.sleep(self._limits.housekeeping_s)
             try:
                 await self.snapshot_if_due()
+                await self.archive()
                 await self.purge()
             except (MeshError, OSError) as error:
                 _log.warning("housekeeping failed, will retry: run=%s: %s", self._driver.run, error)
@@ -83,6 +89,11 @@ class Housekeeper:
         await asyncio.to_thread(self._store.save, body, position)
         self._snapshot_position = position
         return True
+
+    async def archive(self) -> None:
+        """Archive one segment of the records behind the newest snapshot if that is due."""
+        if self._archiver is not None:
+            await self._archiver.step(self._snapshot_position)
 
     async def put_away(self) -> None:
         """Write a snapshot of the last state of an ended run, and purge the payloads of groups that are not live."""

@@ -30,13 +30,10 @@ from rollmesh.shared.bus.bus import (
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ids import IdSource
-from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
+from rollmesh.shared.domain.ledger_head import CHECKSUM, EMPTY, LedgerHead, record_hash
 from rollmesh.shared.domain.protocol import PROTOCOL, ProtocolVersion
 from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, LedgerFull, MeshError, PayloadTooLarge
 
-CHECKSUM = "Sha256"
-"""Header with the hash of a record's bytes. It also detects an altered byte in the newest record, which has no
-successor yet."""
 _OVERHEAD_BYTES = 300
 """Upper limit of the bytes that a stored record has besides its payload, its id, and twice the name of the stream."""
 RESTORE = "restore the stream from a replica or a backup"
@@ -61,7 +58,7 @@ class StoredRecord:
 
 
 class Ledger:
-    """Appends to and reads from RM_<run>_LEDGER, after `begin`."""
+    """Appends to RM_<run>_LEDGER, after `begin`."""
 
     def __init__(self, log: StreamLog, *, ids: IdSource, clock: Clock, append_s_max: float) -> None:
         self._log = log
@@ -72,15 +69,19 @@ class Ledger:
         """Head of the newest record, stored or being appended."""
         self._num_bytes = 0
         self._bytes_max = 1
+        self._sent_bytes = self._stored_bytes = 0
+        """Bytes of all records that were sent, and of those that are stored."""
 
     async def begin(self, head: LedgerHead) -> None:
         """Append after `head`. Call this when no append is in progress."""
-        info = await self._log.info()
-        self.head, self._num_bytes, self._bytes_max = head, info.num_bytes, info.bytes_max
+        self.head = head
+        await self.measure()
 
-    async def read_limit(self) -> None:
-        """Use the limit that the stream has now."""
-        self._bytes_max = (await self._log.info()).bytes_max
+    async def measure(self) -> None:
+        """Use the size and the limit that the stream has now. Records that are being appended may count twice."""
+        stored_bytes = self._stored_bytes
+        info = await self._log.info()
+        self._num_bytes, self._bytes_max = info.num_bytes + self._sent_bytes - stored_bytes, info.bytes_max
 
     @property
     def used(self) -> float:
@@ -116,8 +117,13 @@ class Ledger:
             deadline_s=self._append_s_max,
         )
         self._num_bytes += num_bytes
+        self._sent_bytes += num_bytes
+        stored.add_done_callback(lambda _: self._count_stored(num_bytes))
         self.head = LedgerHead(position=self.head.position + 1, hash=hashed)
         return stored
+
+    def _count_stored(self, num_bytes: int) -> None:
+        self._stored_bytes += num_bytes
 
     async def is_gone(self) -> bool:
         """Return whether the stream was deleted."""

@@ -33,6 +33,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.domain.ids import IdSource, RandomIds
 from rollmesh.shared.errors import Internal, MeshError
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.limits import RECORDED, RECORDED_TEXTS
 from rollmesh.shared.rpc.server import RpcServer
@@ -55,8 +56,11 @@ class CoordinatorNode:
         clock: Clock | None = None,
         ids: IdSource | None = None,
         offer: MeshDescription | None = None,
+        at: Hook = noop,
     ) -> None:
-        """`offer` is the description that GetMesh returns. Without it nodes are configured by hand."""
+        """`offer` is the description that GetMesh returns. Without it nodes are configured by hand. `at` is awaited at
+        each `ArchiveFaultPoint` of each run."""
+        self._at = at
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
         self._config = config
         self._folder = Path(folder)
@@ -153,6 +157,7 @@ class CoordinatorNode:
             ids=self._ids,
             config=self._config,
             on_failure=self._on_failure,
+            at=self._at,
         )
 
     def _add_services(

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rollmesh.services.coordinator.archiver import Archiver, drop_unsealed
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
+from rollmesh.services.coordinator.core.fleet import Fleet, NodeState, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
@@ -38,6 +39,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.domain.protocol import PROTOCOL
 from rollmesh.shared.errors import (
     Cancelled,
     DataLoss,
@@ -50,6 +52,7 @@ from rollmesh.shared.errors import (
     RunLive,
     UnknownRun,
 )
+from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.shared_tasks import SharedTasks
 from rollmesh.shared.telemetry import log_context
 
@@ -104,7 +107,10 @@ class Runs:
         ids: IdSource,
         config: CoordinatorConfig,
         on_failure: Callable[[str, MeshError], None],
+        at: Hook = noop,
     ) -> None:
+        """`at` is awaited at each `ArchiveFaultPoint` of each run."""
+        self._at = at
         self._storage = storage
         self._outside = outside
         self._fleet = fleet
@@ -191,7 +197,7 @@ class Runs:
         async with self._reserving:
             await self._reserve(run)
         if (led := self._led.get(run)) is not None:
-            await led.driver.read_ledger_limit()
+            await led.driver.measure_ledger()
 
     async def delete(self, run: str, forget: Callable[[str], Awaitable[None]]) -> None:
         """Remove an ended run, after `forget` has removed what other services store of it.
@@ -327,6 +333,7 @@ class Runs:
             clock=self._clock,
             limits=self._config.run,
             position=recovered.snapshot_position,
+            archiver=Archiver(driver, streams.ledger, self._config.archive, self._reads_archives, at=self._at),
         )
         led = _Led(driver, keeper, self._clock.monotonic_s())
         led.spawn(keeper.run, "housekeeping")
@@ -338,6 +345,7 @@ class Runs:
 
         async def restore(ends: bool) -> Recovered:
             recovered = await recover(streams.ledger, store)
+            await drop_unsealed(streams.ledger, recovered.state)
             if ends or recovered.state.ended:
                 try:
                     await self._storage.shrink(run)  # with room in its ledger again
@@ -366,6 +374,10 @@ class Runs:
 
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
+
+    def _reads_archives(self) -> bool:
+        """Return whether every node reads archive segments. A node of the release before may read the ledger."""
+        return all(node.protocol >= PROTOCOL for node in self._fleet.nodes.values() if node.state is not NodeState.DEAD)
 
     def _lose(self, driver: RunDriver, error: Internal) -> None:
         led = self._led.pop(driver.run, None)

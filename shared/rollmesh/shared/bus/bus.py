@@ -110,6 +110,8 @@ class StreamInfo:
     num_bytes: int
     bytes_max: int
     """Limit of `num_bytes`."""
+    deny_purge: bool = False
+    """Whether records can never be removed, as `StreamSpec.deny_purge`."""
 
 
 class AppendOptions(TypedDict, total=False):

@@ -189,7 +189,9 @@ class JetStreamBus:
                 if not isinstance(err, nats.js.errors.BadRequestError) and err.err_code != INSUFFICIENT_STORAGE:
                     raise
                 try:
-                    await self._link.js.update_stream(config)
+                    held = (await self._link.js.stream_info(spec.name)).config
+                    # NATS never permits a purge again. Earlier releases created ledgers without it.
+                    await self._link.js.update_stream(replace(config, deny_purge=config.deny_purge or held.deny_purge))
                 except nats.js.errors.NotFoundError:
                     raise err from None
                 return False
@@ -452,6 +454,7 @@ class JetStreamLog:
             num_records=state.messages,
             num_bytes=state.bytes,
             bytes_max=limit if (limit := info.config.max_bytes or 0) > 0 else sys.maxsize,
+            deny_purge=bool(info.config.deny_purge),
         )
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ APPEND_S = 30.0
 
 
 class WrongHost(FailedPrecondition):
-    """The payload is in a file of the run's host, and this process is on another one."""
+    """What was read is in a file of the run's host, and this process is on another one."""
 
     reason = "WRONG_HOST"
 

@@ -19,8 +19,9 @@ class StreamLimits(Settings):
     samples_bytes_max: PositiveInt = 1024 * MIB
     """Sample payloads not yet trained or purged; when full, rollout workers wait."""
     ledger_bytes_max: PositiveInt = 512 * MIB
-    """Facts of the whole run, never purged; about 320 bytes per sample and 34 per turn, and the text of
-    `rollout.summary_text_chars`. When the ledger is full, the run ends as LEDGER_FULL."""
+    """Facts of the run; about 320 bytes per sample and 34 per turn, and the text of `rollout.summary_text_chars`. Old
+    ones move to files (`coordinator.archive`). Without an archive the run ends as LEDGER_FULL when they reach the
+    limit."""
     dead_bytes_max: PositiveInt = 64 * MIB
     """Limit of dead letters, in bytes; the oldest are dropped."""
     num_replicas: PositiveInt = 1
@@ -41,7 +42,8 @@ class RunStreams(msgspec.Struct, frozen=True, kw_only=True):
     samples: StreamSpec
     """Written by rollout workers, read by sequence; purged below the lowest live sequence."""
     ledger: StreamSpec
-    """Written by the coordinator alone, each append with the expected last sequence."""
+    """Written by the coordinator alone, each append with the expected last sequence; purged behind archive
+    segments."""
     dead: StreamSpec
     """Written by the service that drops a task or payload."""
 
@@ -67,18 +69,17 @@ def run_streams(run: str, limits: StreamLimits | None = None) -> RunStreams:
         raise field_error("run", "be 1 to 64 letters, digits, dashes or underscores", run, run=run)
     limits = limits or StreamLimits()
 
-    def spec(kind: str, bytes_max: int, discard: Discard, deny_purge: bool = False) -> StreamSpec:
+    def spec(kind: str, bytes_max: int, discard: Discard) -> StreamSpec:
         return StreamSpec(
             name=f"RM_{run}_{kind}",
             bytes_max=bytes_max,
             discard=discard,
-            deny_purge=deny_purge,
             num_replicas=limits.num_replicas,
             subject=f"RM.{run}.{kind}",
         )
 
     return RunStreams(
         samples=spec("SAMPLES", limits.samples_bytes_max, Discard.NEW),
-        ledger=spec("LEDGER", limits.ledger_bytes_max, Discard.NEW, deny_purge=True),
+        ledger=spec("LEDGER", limits.ledger_bytes_max, Discard.NEW),
         dead=spec("DEAD", limits.dead_bytes_max, Discard.OLD),
     )

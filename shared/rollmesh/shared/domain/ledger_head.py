@@ -16,8 +16,12 @@ import msgspec
 
 from rollmesh.shared.errors import field_error
 
-RECORD_FORMAT = 1
-"""Newest format of a ledger record that this release reads, and the one that it writes (LedgerRecord.format)."""
+RECORD_FORMAT = 2
+"""Newest format of a ledger record that this release reads (LedgerRecord.format). It writes 2 for a record with
+ArchiveSealed, and none, which is 1, for all others."""
+CHECKSUM = "Sha256"
+"""Header with the hash of a record's bytes. It also detects an altered byte in the newest record, which has no
+successor yet."""
 _TEXT = re.compile(r"([1-9][0-9]{0,18}):([0-9a-f]{64})")
 
 

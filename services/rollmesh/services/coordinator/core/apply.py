@@ -377,6 +377,13 @@ def _(fact: f.TasksSubmitted, state: State) -> None:
 
 
 @_apply.register
+def _(fact: f.ArchiveSealed, state: State) -> None:
+    assert fact.number == state.num_segments + 1, f"segment {fact.number} after segment {state.num_segments}"
+    assert fact.first == state.archived + 1, f"segment {fact.number} begins at {fact.first}, not {state.archived + 1}"
+    state.archived, state.num_segments = fact.last, fact.number
+
+
+@_apply.register
 def _(fact: f.TimeCounted, state: State) -> None:
     state.seconds += fact.seconds
 

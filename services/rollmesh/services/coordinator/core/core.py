@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.services.coordinator.core import (
+    archive,
     batches,
     changes,
     commits,
@@ -89,6 +90,7 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     m.StopRun: ending.stop,
     i.Stalled: stall.stalled,
     i.ReplayDead: stall.replay,
+    i.SealArchive: archive.seal,
     i.Tick: lambda ctx, _: None,
 }
 

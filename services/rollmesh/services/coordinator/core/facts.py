@@ -438,6 +438,17 @@ class TasksSubmitted(Record, frozen=True, kw_only=True, tag=True):
     finish: bool = False
 
 
+class ArchiveSealed(Record, frozen=True, kw_only=True, tag=True):
+    """Records of this ledger are in an archive segment: a durable, verified file of the run folder. The stream no
+    longer keeps them, so it begins after them. A record with this fact has format 2."""
+
+    number: int = 0
+    first: int = 0
+    last: int = 0
+    sha256: str = ""
+    size_bytes: int = 0
+
+
 Fact = (
     RunCreated
     | GroupReserved
@@ -464,4 +475,5 @@ Fact = (
     | RunStopping
     | RunChanged
     | TasksSubmitted
+    | ArchiveSealed
 )

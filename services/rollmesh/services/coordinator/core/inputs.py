@@ -14,6 +14,7 @@ from typing import Any
 
 from rollmesh.services.coordinator.core.facts import (
     AnswerKey,
+    ArchiveSealed,
     DroppedSample,
     GroupDecision,
     PayloadRef,
@@ -263,6 +264,12 @@ class ReplayDead(Request[ReplayDeadResponse], frozen=True, kw_only=True):
     """Replay dead letters."""
 
     tasks: tuple[DeadTask, ...]
+
+
+class SealArchive(Request[ArchiveSealed], frozen=True, kw_only=True):
+    """Record that an archive segment is durable and verified."""
+
+    segment: ArchiveSealed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -344,6 +344,10 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Counted seconds for which coordinators led the run."""
     last_change: str = ""
     """Id of the newest RunChanged."""
+    archived: int = 0
+    """Position of the last ledger record that is in an archive segment."""
+    num_segments: int = 0
+    """Number of sealed archive segments."""
 
     @property
     def the_spec(self) -> RunSpec:

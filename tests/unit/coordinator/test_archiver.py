@@ -1,0 +1,256 @@
+"""The archiver: a crash between any two of its steps loses no record, and archives none twice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.coordinator.archiver import ArchiveFaultPoint, Archiver, drop_unsealed
+from rollmesh.services.coordinator.config import ArchiveConfig
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
+from rollmesh.services.coordinator.recovery import recover
+from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot, encode_state
+from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger
+from rollmesh.shared.bus.archive_segment import SegmentDamaged
+from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
+from rollmesh.shared.domain.ledger_head import record_hash
+from rollmesh.shared.errors import FailedPrecondition
+from rollmesh.shared.process.fault_points import Hook, noop
+from rollmesh.testing.memory_bus import MemoryBus
+from rollmesh.v1 import events_pb2
+
+from .driver_bench import LIMITS, NAMES, SPEC, Bench
+
+KIB = 1024
+LIMIT = 64 * KIB
+CONFIG = ArchiveConfig(from_share=0.25, segment_bytes=4 * KIB)
+
+
+class Crash(Exception):
+    """The coordinator exits here."""
+
+
+def crash_at(point: ArchiveFaultPoint) -> Hook:
+    async def at(reached: ArchiveFaultPoint) -> None:
+        if reached is point:
+            raise Crash
+
+    return at
+
+
+class World:
+    """What outlives a coordinator: the streams and the segments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.server = MemoryBus()
+        self.bus = ArchiveBus(self.server, folder, writes=True)
+        self.num_coordinators = 0
+
+    async def open(self) -> ArchivedLedger:
+        log = await self.bus.create(run_streams("r", StreamLimits(ledger_bytes_max=LIMIT)).ledger)
+        assert isinstance(log, ArchivedLedger)
+        return log
+
+    @asynccontextmanager
+    async def coordinator(self) -> AsyncIterator[tuple[Bench, ArchivedLedger]]:
+        log: Any = await self.open()
+        bench = Bench(log, await self.bus.create(run_streams("r").dead), LIMITS)
+        self.num_coordinators += 1
+        bench.ids._random.seed(self.num_coordinators)  # ids are never repeated
+        recovered = await bench.driver.start()
+        await drop_unsealed(log, recovered.state)
+        try:
+            yield bench, log
+        finally:
+            await bench.driver.close()
+
+    async def records(self) -> list[StoredRecord]:
+        """Return the whole ledger, whose chain is verified."""
+        return [record async for record in read_ledger(await self.open())]
+
+
+async def fill(bench: Bench, num: int = 80) -> int:
+    """Append records, and return the position of the last one."""
+    for _ in range(num):
+        await bench.ask(i.AttachTrainer, **NAMES, last_update=0, digest="", holder="x" * 200)
+    return bench.driver._ledger.head.position
+
+
+async def sealed(world: World) -> list[f.ArchiveSealed]:
+    return [fact for record in await world.records() for fact in record.facts if isinstance(fact, f.ArchiveSealed)]
+
+
+async def archive(bench: Bench, log: ArchivedLedger, position: int, at: Hook = noop) -> int:
+    """Archive what is due, and return the number of segments."""
+    archiver, num = Archiver(bench.driver, log, CONFIG, at=at), 0
+    while await archiver.step(position) is not None:
+        num += 1
+    return num
+
+
+async def test_the_oldest_records_move_until_the_stream_holds_its_share(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        before = await world.records()
+        assert bench.driver.ledger_used > 0.25
+        num = await archive(bench, log, position)
+        info = await log.info()
+        assert info.num_bytes <= 0.25 * LIMIT
+        assert bench.driver.ledger_used <= 0.25
+        facts = await sealed(world)
+        assert [fact.number for fact in facts] == list(range(1, num + 1))
+        assert num > 1
+        assert [fact.first for fact in facts] == [1, *(fact.last + 1 for fact in facts[:-1])]
+        assert info.first_seq == facts[-1].last + 1
+        assert (await world.records())[: len(before)] == before
+        assert log.files is not None
+        for fact, segment in zip(facts, log.files.segments(), strict=True):
+            assert (segment.number, segment.first, segment.last) == (fact.number, fact.first, fact.last)
+            assert fact.sha256.startswith(segment.digest)
+            assert fact.size_bytes == segment.path.stat().st_size
+
+
+async def test_records_beyond_the_snapshot_stay_in_the_stream(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        await fill(bench)
+        assert await archive(bench, log, 20) == 1
+        assert (await log.info()).first_seq <= 21
+        assert await archive(bench, log, 20) == 0
+
+
+@pytest.mark.parametrize("point", ArchiveFaultPoint)
+async def test_after_a_crash_between_two_steps_no_record_is_lost_or_archived_twice(
+    point: ArchiveFaultPoint, tmp_path: Path
+) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        before = await world.records()
+        with pytest.raises(Crash):
+            await archive(bench, log, position, crash_at(point))
+        state = encode_state(bench.core.state)
+    assert (await world.records())[: len(before)] == before, "also for a reader before the restart"
+    async with world.coordinator() as (bench, log):
+        assert encode_state(bench.core.state) == state
+        assert log.files is not None
+        is_sealed = point in (ArchiveFaultPoint.SEALED, ArchiveFaultPoint.PURGED)
+        assert len(log.files.segments()) == len(await sealed(world)) == int(is_sealed)
+        await archive(bench, log, bench.driver._ledger.head.position)
+        assert (await log.info()).num_bytes <= 0.25 * LIMIT
+        facts = await sealed(world)
+        assert [fact.first for fact in facts] == [1, *(fact.last + 1 for fact in facts[:-1])]
+        assert [(s.first, s.last) for s in log.files.segments()] == [(fact.first, fact.last) for fact in facts]
+        assert (await world.records())[: len(before)] == before
+
+
+async def test_a_segment_that_was_cut_off_by_a_crash_is_removed(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        await fill(bench)
+        assert log.files is not None
+        log.files.folder.mkdir(exist_ok=True)
+        (log.files.folder / "writing.partial").write_bytes(b"RMLA")
+    async with world.coordinator() as (bench, log):
+        assert log.files is not None
+        assert list(log.files.folder.iterdir()) == []
+
+
+async def test_a_segment_that_the_disk_altered_is_not_sealed(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        assert log.files is not None
+        files = log.files
+
+        async def alter(point: ArchiveFaultPoint) -> None:
+            if point is ArchiveFaultPoint.WRITTEN:
+                path = files.segments()[0].path
+                data = bytearray(path.read_bytes())
+                data[100] ^= 1
+                path.write_bytes(bytes(data))
+
+        with pytest.raises(SegmentDamaged):
+            await Archiver(bench.driver, log, CONFIG, at=alter).step(position)
+        assert await sealed(world) == []
+        assert (await log.info()).first_seq == 1
+
+
+async def test_only_the_next_segment_is_sealed(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, _):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        await fill(bench, 5)
+        for wrong in ((2, 1, 3), (1, 2, 3), (1, 1, 0)):
+            segment = f.ArchiveSealed(number=wrong[0], first=wrong[1], last=wrong[2])
+            with pytest.raises(FailedPrecondition, match="expected segment 1 from record 1 on"):
+                await bench.ask(i.SealArchive, segment=segment)
+
+
+async def test_nothing_is_archived_while_a_node_of_the_release_before_may_read_the_ledger(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position, old_node = await fill(bench), True
+        archiver = Archiver(bench.driver, log, CONFIG, lambda: not old_node)
+        assert await archiver.step(position) is None
+        old_node = False
+        assert await archiver.step(position) is not None
+
+
+async def test_a_ledger_of_an_earlier_release_stays_in_its_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        stream = await world.server.open(log.name)
+        stream.spec = type(stream.spec)(
+            name=log.name, bytes_max=LIMIT, discard=stream.spec.discard, deny_purge=True, subject=stream.spec.subject
+        )
+        archiver = Archiver(bench.driver, log, CONFIG)
+        assert await archiver.step(position) is None
+        assert await archiver.step(position) is None
+        assert caplog.text.count("was created by a release without archives") == 1
+
+
+async def test_recovery_from_a_snapshot_and_from_all_records_is_the_same_with_an_archive(tmp_path: Path) -> None:
+    world, store = World(tmp_path / "archive"), SnapshotStore(tmp_path / "snapshots")
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench, 20)
+        head = bench.driver._ledger.head
+        store.save(encode_snapshot(bench.core.state, head), position)
+        await archive(bench, log, await fill(bench))
+        assert (await log.info()).first_seq > position, "the record of the snapshot is archived"
+        state = encode_state(bench.core.state)
+    found = [await recover(await world.open(), one) for one in (store, SnapshotStore(tmp_path / "none"))]
+    assert [one.snapshot_position for one in found] == [position, 0]
+    assert [encode_state(one.state) for one in found] == [state, state]
+
+
+async def test_a_record_with_a_sealed_segment_has_the_format_that_older_readers_reject(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        await archive(bench, log, await fill(bench))
+        found: dict[bool, set[int]] = {True: set(), False: set()}
+        async for record in log.read_range():
+            assert record.headers["Sha256"] == record_hash(record.payload)
+            message = events_pb2.LedgerRecord.FromString(record.payload)
+            found[any(fact.HasField("archive_sealed") for fact in message.facts)].add(message.format)
+        assert found == {True: {2}, False: {0}}
