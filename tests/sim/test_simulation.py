@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import messages as m
-from rollmesh.services.coordinator.core.facts import GroupDecision
-from rollmesh.services.coordinator.core.records import BoundPolicy
+from rollmesh.services.coordinator.core.facts import GroupDecision, SampleEnd
+from rollmesh.services.coordinator.core.records import UNLIMITED, BoundPolicy, ReplaySpec
+from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.errors import MeshError
 from tests.sim.world import World, endless_spec
@@ -20,14 +22,23 @@ SEEDS = [int(s) for s in os.environ.get("ROLLMESH_SEEDS", "0,1,2,3,4,5,6,7").spl
 AFTER_DOUBT = {"LEASE_EXPIRED", "UNKNOWN_LEASE", "WRONG_UPDATE", "FENCED"}
 
 
-def make_world(seed: int) -> World:
+REPLAYS = (
+    ReplaySpec(max_staleness=4, share=0.5, capacity_groups=6),
+    ReplaySpec(max_staleness=UNLIMITED, share=0.5, capacity_groups=8, priority="return", options={"temperature": 0.5}),
+    ReplaySpec(max_staleness=3, share=0.75, capacity_groups=8, priority="advantage"),
+    ReplaySpec(max_staleness=8, share=0.5, capacity_groups=8, priority="success_per_task"),
+    ReplaySpec(max_staleness=6, share=1.0, capacity_groups=8, priority="compensation"),
+)
+
+
+def make_world(seed: int, replay: ReplaySpec | None = None) -> World:
     rng = random.Random(seed)
     eta = rng.choice([0, 1, 2, 4])
     spec = endless_spec(
         max_staleness=eta,
         beyond=BoundPolicy.DROP,
-        batch_groups=rng.randint(1, 4),
-        group_size=rng.randint(1, 4),
+        batch_groups=rng.randint(1 if replay is None else 2, 4),
+        group_size=rng.randint(1 if replay is None else 2, 4),
         publish_every=1,
         eval_every=rng.choice([0, 2]),
         eval_tasks=2,
@@ -35,6 +46,7 @@ def make_world(seed: int) -> World:
         batch_lease_s=20.0,
         group_s_max=60.0,
         eval_s_max=30.0,
+        replay=replay,
     )
     world = World(spec=spec, rng=rng)
     world.ask(m.CreateRun(ticket=0, spec=spec))
@@ -107,9 +119,29 @@ def act(world: World) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_long_history_keeps_the_invariants(seed: int) -> None:
-    world = make_world(seed)
+    play(make_world(seed), ACTIONS, seed)
+
+
+@pytest.mark.parametrize("replay", REPLAYS, ids=lambda replay: replay.priority)
+@pytest.mark.parametrize("seed", SEEDS[:1])
+def test_long_history_with_replay_keeps_the_invariants(seed: int, replay: ReplaySpec) -> None:
+    world = make_world(seed, replay)
+    play(world, ACTIONS // 3, seed)
+    counters = world.core.state.replay.counters
+    assert counters.ends[SampleEnd.TRAINED] > 0
+    assert counters.live == 0
+    audit = Audit("r")
+    for position, facts in enumerate(world.ledger, 1):
+        audit.enter(StoredRecord(position=position, record_id=str(position), time_unix_s=0.0, facts=facts))
+    report = audit.report()
+    assert report.holds, report.to_text()
+    assert report.replay is not None
+    assert sum(report.replay.lags.values()) == sum(world.core.state.replay.trained_by_staleness.values()) > 0
+
+
+def play(world: World, num: int, seed: int) -> None:
     try:
-        for _ in range(ACTIONS):
+        for _ in range(num):
             act(world)
         world.attach()
         goal = world.trainer.update + 5

@@ -33,10 +33,12 @@ from rollmesh.services.coordinator.core.facts import (
     Purpose,
     Reward,
     SampleMeta,
+    SamplesEnded,
     StepSpan,
     Task,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.replay_log import DEFERRED
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.domain.versions import PolicyVersion
@@ -103,6 +105,10 @@ class World:
     """Groups that were read ahead of their lease."""
     dropped: set[str] = field(default_factory=set)
     """Members that a decision dropped."""
+    originals: dict[str, str] = field(default_factory=dict)
+    """Ids of the originals of leased samples that are replayed."""
+    deferred: set[str] = field(default_factory=set)
+    """Samples that a lease left to an extra update."""
 
     # --- the coordinator -------------------------------------------------------------------------------------
 
@@ -115,6 +121,9 @@ class World:
     def _release(self, decision: Decision, ticket: int, *, lose_reply: bool) -> object:
         if decision.facts:
             self.ledger.append(decision.facts)
+        for fact in decision.facts:
+            if isinstance(fact, SamplesEnded) and fact.reason == DEFERRED:
+                self.deferred.update(fact.sample_ids)
         answer = None
         for effect in decision.effects:
             if isinstance(effect, Reply) and effect.ticket == ticket:
@@ -177,7 +186,8 @@ class World:
 
     def _draw(self, question: DrawTasks) -> None:
         draws = range(question.first_draw, question.first_draw + question.num)
-        tasks = tuple((d, Task(task_id=f"t{d}", labels={"level": str(d % 3)})) for d in draws)
+        num_tasks = 4 if self.spec.replay is not None else 10**9  # a task comes again
+        tasks = tuple((d, Task(task_id=f"t{d % num_tasks}", labels={"level": str(d % 3)})) for d in draws)
         self.ask(
             i.TasksDrawn(purpose=question.purpose, tasks=tasks, step=question.step, incarnation=question.incarnation)
         )
@@ -278,6 +288,16 @@ class World:
         self.serve_questions()
         if isinstance(answer, m.LeaseBatchResponse) and answer.lease_id:
             t.lease, t.stepped = answer, False
+            self._note_replayed(answer)
+
+    def _note_replayed(self, lease: m.LeaseBatchResponse) -> None:
+        """Check what a batch says of replayed samples: the versions of the original, whose key and payload it has."""
+        for sample in (sample for sample in lease.samples if sample.replay_of):
+            assert sample.meta.steps == self.spans[sample.replay_of]
+            assert sample.key.group != sample.group
+            assert sample.payload.sequence
+            assert sample.mask_below_step == 0
+            self.originals[sample.meta.sample_id] = sample.replay_of
 
     def read_ahead(self) -> None:
         """Read the samples of the next batch ahead of its lease: READY ones, each once while it stays READY."""
@@ -387,10 +407,11 @@ class World:
 
     def check(self) -> None:
         state = self.core.state
-        walked = sum(g.num_live for g in state.groups.values() if g.purpose is not Purpose.EVAL)
-        assert state.counters.live == walked, "live samples are where the counters say"
-        assert state.counters.conserved, state.counters
-        assert state.eval_counters.conserved, state.eval_counters
+        for purpose in (Purpose.TRAIN, Purpose.EVAL, Purpose.REPLAY):
+            walked = sum(g.num_live_of({purpose}) for g in state.groups.values())
+            counters = state.counters_of(purpose)
+            assert counters.live == walked, f"live {purpose.name} samples are where the counters say"
+            assert counters.conserved, counters
         leased = {sample for batch in state.batches.values() for sample in batch.sample_ids}
         assert not leased & self.dropped, f"leased, though dropped: {leased & self.dropped}"
         for content in [self.trainer.content, *(c.content for c in self.checkpoints[-2:])]:
@@ -403,9 +424,16 @@ class World:
                 assert sample_id not in self.dropped, f"{sample_id} trained, though dropped"
                 assert sample_id not in seen, f"{sample_id} trained twice in one history of weights"
                 seen.add(sample_id)
-                oldest = min(span.step for span in self.spans[sample_id])
+                original = self.originals.get(sample_id, "")
+                oldest = min(span.step for span in self.spans[original or sample_id])
                 lag = update - 1 - oldest
-                assert 0 <= lag <= self.spec.max_staleness, f"{sample_id} trained {lag} updates late"
+                most = self.spec.max_staleness
+                if original:
+                    assert self.spec.replay is not None
+                    most = self.spec.replay.bound.max_staleness
+                assert 0 <= lag <= most, f"{sample_id} trained {lag} updates late"
+            again = [self.originals.get(s, s) for s in used if self.originals.get(s, s) in self.deferred]
+            assert len(again) == len(set(again)), "a deferred sample is trained once"
 
 
 def refused(world: World, request: i.Input) -> str:

@@ -116,6 +116,7 @@ class RunSpec(_message.Message):
     ADMIT_EARLY_FIELD_NUMBER: _builtins.int
     EXTERNAL_SOURCES_FIELD_NUMBER: _builtins.int
     SUBMITTED_TASKS_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -183,6 +184,10 @@ class RunSpec(_message.Message):
         Empty means that all trained tokens MUST be POLICY tokens. A report with other trained tokens is INVALID_REPORT.
         """
 
+    @_builtins.property
+    def replay(self) -> Global___ReplaySpec:
+        """Trained samples that later updates train again. Absent: none."""
+
     def __init__(
         self,
         *,
@@ -214,14 +219,77 @@ class RunSpec(_message.Message):
         admit_early: _builtins.bool = ...,
         external_sources: _abc.Iterable[_builtins.str] | None = ...,
         submitted_tasks: _builtins.bool = ...,
+        replay: Global___ReplaySpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "replay", b"replay", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunSpec: _TypeAlias = RunSpec  # noqa: Y015
+
+@_typing.final
+class ReplaySpec(_message.Message):
+    """The replay log of a run: groups whose samples were trained are kept, and a share of a batch is taken from them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    CAPACITY_GROUPS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    max_staleness: _builtins.int
+    """Most updates between the oldest trained POLICY token of a replayed sample and its update, at least 1. -1: unlimited. It MUST be set."""
+    share: _builtins.float
+    """Largest share of a batch that is replayed, above 0 and at most 1. If the priority draws this share from every batch, admission
+    prepares the rest of the batch only, which is at least one group.
+    """
+    capacity_groups: _builtins.int
+    """Most groups in the log, 1 to 16384. The oldest leave it first."""
+    priority: _builtins.str
+    """What is kept and what is chosen: "fifo", "advantage", "return", "success_per_task" or "compensation"."""
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Options of the priority by name."""
+
+    def __init__(
+        self,
+        *,
+        max_staleness: _builtins.int = ...,
+        share: _builtins.float = ...,
+        capacity_groups: _builtins.int = ...,
+        priority: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_groups", b"capacity_groups", "max_staleness", b"max_staleness", "options", b"options", "priority", b"priority", "share", b"share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplaySpec: _TypeAlias = ReplaySpec  # noqa: Y015
 
 @_typing.final
 class LedgerRecord(_message.Message):
@@ -309,6 +377,7 @@ class Fact(_message.Message):
     RUN_STOPPING_FIELD_NUMBER: _builtins.int
     RUN_CHANGED_FIELD_NUMBER: _builtins.int
     TASKS_SUBMITTED_FIELD_NUMBER: _builtins.int
+    SAMPLES_REPLAYED_FIELD_NUMBER: _builtins.int
     ARCHIVE_SEALED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
@@ -411,6 +480,10 @@ class Fact(_message.Message):
         """Tasks were submitted."""
 
     @_builtins.property
+    def samples_replayed(self) -> Global___SamplesReplayed:
+        """Samples of the replay log are trained again."""
+
+    @_builtins.property
     def archive_sealed(self) -> Global___ArchiveSealed:
         """Records moved to an archive segment."""
 
@@ -442,13 +515,14 @@ class Fact(_message.Message):
         run_stopping: Global___RunStopping | None = ...,
         run_changed: Global___RunChanged | None = ...,
         tasks_submitted: Global___TasksSubmitted | None = ...,
+        samples_replayed: Global___SamplesReplayed | None = ...,
         archive_sealed: Global___ArchiveSealed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "samples_replayed", b"samples_replayed", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "samples_replayed", b"samples_replayed", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed", "tasks_submitted", "archive_sealed"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed", "tasks_submitted", "samples_replayed", "archive_sealed"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -1504,6 +1578,76 @@ class TasksSubmitted(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TasksSubmitted: _TypeAlias = TasksSubmitted  # noqa: Y015
+
+@_typing.final
+class SamplesReplayed(_message.Message):
+    """Samples of the replay log were chosen for the next batch. Each is a new sample, which the account of replayed samples reserves, with the
+    tokens, versions, log-probs and rewards of its original. It is READY, and ends as other samples do.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    ORIGINAL_GROUP_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    """Group that gets them: "r<number>", which this fact makes, or a group that waits for its lease."""
+    original_group: _builtins.str
+    """Group of the originals."""
+    update: _builtins.int
+    """Update for which they were chosen."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplayedSample]:
+        """The samples, at least one."""
+
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        original_group: _builtins.str = ...,
+        samples: _abc.Iterable[Global___ReplayedSample] | None = ...,
+        update: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "original_group", b"original_group", "samples", b"samples", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplesReplayed: _TypeAlias = SamplesReplayed  # noqa: Y015
+
+@_typing.final
+class ReplayedSample(_message.Message):
+    """A new sample of the tokens of an earlier one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    ORIGINAL_ID_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    """Id of the new sample, unique in the run."""
+    original_id: _builtins.str
+    """Id of the sample in `original_group`, which has the payload."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StepSpan]:
+        """Weights that sampled its trained tokens, as in SampleMeta.steps of the original."""
+
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        original_id: _builtins.str = ...,
+        steps: _abc.Iterable[_types_pb2.StepSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["original_id", b"original_id", "sample_id", b"sample_id", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayedSample: _TypeAlias = ReplayedSample  # noqa: Y015
 
 @_typing.final
 class ArchiveSealed(_message.Message):

@@ -635,6 +635,7 @@ class LeasedSample(_message.Message):
     MASK_BELOW_STEP_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     REWARDS_AS_REPORTED_FIELD_NUMBER: _builtins.int
+    REPLAY_OF_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Id of its group."""
     task: _builtins.str
@@ -651,6 +652,10 @@ class LeasedSample(_message.Message):
     rewards_as_reported: _builtins.bool
     """Whether the rewards in `meta` are those of the report, so that the payload MUST have the same names, segments, outcomes and values.
     False if the finalizer replaced them, or if it is not known, in responses of earlier releases.
+    """
+    replay_of: _builtins.str
+    """Id of the original, which the payload has in place of `meta.sample_id`, if this is a replayed sample; else empty. `key` is then that of
+    the original episode, and `staleness` has the bound RunSpec.replay.
     """
     @_builtins.property
     def meta(self) -> _types_pb2.SampleMeta:
@@ -677,10 +682,11 @@ class LeasedSample(_message.Message):
         mask_below_step: _builtins.int = ...,
         key: _types_pb2.EpisodeKey | None = ...,
         rewards_as_reported: _builtins.bool = ...,
+        replay_of: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "meta", b"meta", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key", b"key", "mask_below_step", b"mask_below_step", "meta", b"meta", "payload", b"payload", "rewards_as_reported", b"rewards_as_reported", "staleness", b"staleness", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "key", b"key", "mask_below_step", b"mask_below_step", "meta", b"meta", "payload", b"payload", "replay_of", b"replay_of", "rewards_as_reported", b"rewards_as_reported", "staleness", b"staleness", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2003,6 +2009,7 @@ class RunState(_message.Message):
     LEDGER_HASH_FIELD_NUMBER: _builtins.int
     RECENT_FIELD_NUMBER: _builtins.int
     SUBMITTED_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
     ended: _builtins.str
@@ -2067,6 +2074,10 @@ class RunState(_message.Message):
     def submitted(self) -> Global___SubmittedTasks:
         """Tasks that clients submitted; absent in a run that draws its tasks from the data service."""
 
+    @_builtins.property
+    def replay(self) -> Global___ReplayState:
+        """Replayed samples; absent in a run without replay."""
+
     def __init__(
         self,
         *,
@@ -2090,14 +2101,77 @@ class RunState(_message.Message):
         ledger_hash: _builtins.str = ...,
         recent: Global___RecentEpisodes | None = ...,
         submitted: Global___SubmittedTasks | None = ...,
+        replay: Global___ReplayState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "recent", b"recent", "samples", b"samples", "submitted", b"submitted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "recent", b"recent", "replay", b"replay", "samples", b"samples", "submitted", b"submitted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "submitted", b"submitted", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "replay", b"replay", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "submitted", b"submitted", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class ReplayState(_message.Message):
+    """The replay log of a run, and the account of replayed samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrainedByStalenessEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TRAINED_BY_STALENESS_FIELD_NUMBER: _builtins.int
+    TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    LOG_SAMPLES_FIELD_NUMBER: _builtins.int
+    tokens_trained: _builtins.int
+    """Number of trained tokens of replayed samples. PolicyState.tokens_trained omits them."""
+    groups: _builtins.int
+    """Groups in the log."""
+    log_samples: _builtins.int
+    """Samples in the log."""
+    @_builtins.property
+    def samples(self) -> Global___SampleCounts:
+        """Counts of replayed samples."""
+
+    @_builtins.property
+    def trained_by_staleness(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """Number of used replayed samples by staleness, like PolicyState.trained_by_staleness."""
+
+    def __init__(
+        self,
+        *,
+        samples: Global___SampleCounts | None = ...,
+        trained_by_staleness: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        tokens_trained: _builtins.int = ...,
+        groups: _builtins.int = ...,
+        log_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "log_samples", b"log_samples", "samples", b"samples", "tokens_trained", b"tokens_trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayState: _TypeAlias = ReplayState  # noqa: Y015
 
 @_typing.final
 class RecentEpisodes(_message.Message):

@@ -200,6 +200,8 @@ class _PurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Purpose.Value
     """It measures one step. It is in the ledger, is never leased to a learner, and does not count for admission."""
     PURPOSE_EXPORT: _Purpose.ValueType  # 3
     """Its samples end as exported. The run has no learner."""
+    PURPOSE_REPLAY: _Purpose.ValueType  # 4
+    """Trained again from the replay log. No episode has it."""
 
 class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper):
     """Purpose of an episode."""
@@ -212,6 +214,8 @@ PURPOSE_EVAL: Purpose.ValueType  # 2
 """It measures one step. It is in the ledger, is never leased to a learner, and does not count for admission."""
 PURPOSE_EXPORT: Purpose.ValueType  # 3
 """Its samples end as exported. The run has no learner."""
+PURPOSE_REPLAY: Purpose.ValueType  # 4
+"""Trained again from the replay log. No episode has it."""
 Global___Purpose: _TypeAlias = Purpose  # noqa: Y015
 
 class _SampleEnd:

@@ -26,7 +26,11 @@ from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 from .core_run import CoreRun
 
 FACTS = typing.get_args(f.Fact)
-HAND_WRITTEN: dict[type, Any] = {PolicyVersion: types_pb2.PolicyVersion, records.RunSpec: events_pb2.RunSpec}
+HAND_WRITTEN: dict[type, Any] = {
+    PolicyVersion: types_pb2.PolicyVersion,
+    records.RunSpec: events_pb2.RunSpec,
+    records.ReplaySpec: events_pb2.ReplaySpec,
+}
 INTEGERS = {"segment": st.integers(-(2**31), 2**31 - 1), "leaf": st.integers(-(2**31), 2**31 - 1)}
 
 
@@ -50,6 +54,8 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return st.sampled_from(args)
     if hint is records.RunSpec:
         return run_specs()
+    if hint is records.ReplaySpec:
+        return replay_specs()
     if issubclass(hint, (records.Record, PolicyVersion)):
         return st.builds(hint, **{n: strategy(h, n) for n, h in typing.get_type_hints(hint).items()})
     return st.sampled_from(list(hint))
@@ -65,13 +71,25 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
         elif isinstance(node, msgspec.inspect.FloatType):
             fields[field.name] = st.floats(node.ge, node.le)
     fields |= {name: st.integers(1, 50) for name in ("batch_groups", "group_size", "max_staleness")}
+    fields |= {"batch_groups": st.integers(2, 50), "replay": st.none() | replay_specs()}
     fields |= {"publish_every": st.just(1), "success_target": st.just(0.0)}
     fields["eval_tasks"] = st.integers(1, 1000)
     trains = fields | {"export_groups": st.just(0)}
     succeeds = trains | {"eval_every": st.integers(1, 1000)}
     succeeds |= {"success_target": st.floats(0, 1)}
-    exports = fields | {"updates_max": st.just(0), "eval_every": st.just(0)}
+    exports = fields | {"updates_max": st.just(0), "eval_every": st.just(0), "replay": st.none()}
     return st.one_of(*(st.builds(records.RunSpec, **each) for each in (trains, succeeds, exports)))
+
+
+def replay_specs() -> st.SearchStrategy[records.ReplaySpec]:
+    return st.builds(
+        records.ReplaySpec,
+        max_staleness=st.just(records.UNLIMITED) | st.integers(1, 100),
+        share=st.floats(0.5, 1.0),
+        capacity_groups=st.integers(1, 16_384),
+        priority=st.just("return"),
+        options=st.fixed_dictionaries({"temperature": st.floats(0.1, 10.0)}),
+    )
 
 
 @pytest.mark.parametrize("fact_type", FACTS, ids=lambda t: t.__name__)

@@ -42,6 +42,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.errors import ConfigError, DataLoss, UnknownRun
+from rollmesh.shared.store.payload_files import REPLAY
 
 _SKIPPED = ("ended.json",)
 """The marker of an ended run: the coordinator writes it again."""
@@ -49,6 +50,7 @@ _FILES = (
     "model/**/*",
     "coordinator/runs/{run}/**/*",
     f"{PAYLOADS}/{{run}}/*",
+    f"{PAYLOADS}/{{run}}/{REPLAY}/*",
     "publishing/*.json",
     "publishing/*.manifest",
     RECORDED,

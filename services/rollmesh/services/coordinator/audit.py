@@ -30,6 +30,7 @@ from rollmesh.services.coordinator.audit_report import (
     Finding,
     HeadLine,
     PayloadCounts,
+    ReplayLine,
     SampleTotals,
 )
 from rollmesh.services.coordinator.audit_updates import Updates
@@ -47,7 +48,11 @@ FINDINGS_MAX = 1000
 EPISODES_MAX = 100_000
 """Maximum number of episodes that a group reserves at once. A fact with more is false and is not folded, because it
 would take all memory."""
-_KINDS = {"training": (Purpose.TRAIN, Purpose.EXPORT), "evaluation": (Purpose.EVAL,)}
+_KINDS = {
+    "training": (Purpose.TRAIN, Purpose.EXPORT),
+    "evaluation": (Purpose.EVAL,),
+    "replay": (Purpose.REPLAY,),
+}
 _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a fold by a fact that contradicts earlier ones."""
 
@@ -125,7 +130,7 @@ class Audit:
             return
         for kind, purposes in _KINDS.items():
             counters = self.state.counters_of(purposes[0])
-            walked = sum(group.num_live for group in self.state.groups.values() if group.purpose in purposes)
+            walked = sum(group.num_live_of(purposes) for group in self.state.groups.values())
             sums = {
                 "live in the groups": walked,
                 "reserved less ended": counters.reserved - sum(counters.ends.values()),
@@ -181,6 +186,7 @@ class Audit:
             lags=dict(updates.lags),
             samples=_totals(state.counters),
             eval_samples=_totals(state.eval_counters),
+            replay=_replay_line(state, updates),
             reasons=dict(state.counters.reasons),
             updates=len(updates.standing),
             updates_undone=updates.num_undone,
@@ -192,6 +198,16 @@ class Audit:
             changes=tuple(self._changes.lines),
             history=history,
         )
+
+
+def _replay_line(state: State, updates: Updates) -> ReplayLine | None:
+    if state.spec is None or state.spec.replay is None:
+        return None
+    return ReplayLine(
+        samples=_totals(state.replay.counters),
+        bound=state.spec.replay.max_staleness,
+        lags=dict(updates.replays.lags),
+    )
 
 
 def _totals(counters: SampleCounters) -> SampleTotals:

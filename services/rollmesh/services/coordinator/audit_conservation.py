@@ -25,7 +25,8 @@ class Conservation:
         """Number of reservations per group that are neither samples nor ended yet."""
         self._end: dict[str, SampleEnd] = {}
         """End of every sample; LIVE if it has not ended."""
-        self._group: dict[str, str] = {}
+        self._account: dict[str, Purpose] = {}
+        """Account of every sample: that of its group, or REPLAY."""
         self._applied: dict[int, list[str]] = {}
         self._reserved: Counter[Purpose] = Counter()
         self._ends: Counter[tuple[Purpose, SampleEnd]] = Counter()
@@ -39,10 +40,7 @@ class Conservation:
     def live(self, *purposes: Purpose) -> int:
         """Count them one by one, not as a difference."""
         places = sum(num for group, num in self._places.items() if self._purpose[group] in purposes)
-        samples = sum(
-            end is SampleEnd.LIVE and self._purpose[self._group[sample]] in purposes
-            for sample, end in self._end.items()
-        )
+        samples = sum(end is SampleEnd.LIVE and self._account[sample] in purposes for sample, end in self._end.items())
         return places + samples
 
     def enter(self, fact: f.Fact) -> None:
@@ -81,7 +79,7 @@ class Conservation:
             if sample.sample_id in self._end:
                 self._complain(f"sample {sample.sample_id} is reported twice")
             self._end[sample.sample_id] = SampleEnd.LIVE
-            self._group[sample.sample_id] = fact.group
+            self._account[sample.sample_id] = self._purpose[fact.group]
             self._members[fact.group].append(sample.sample_id)
 
     def _finish(self, sample: str, end: SampleEnd) -> None:
@@ -93,7 +91,16 @@ class Conservation:
             self._complain(f"sample {sample} ended as {end.name}, having ended as {before.name}")
             return
         self._end[sample] = end
-        self._ends[self._purpose[self._group[sample]], end] += 1
+        self._ends[self._account[sample], end] += 1
+
+    def _samples_replayed(self, fact: f.SamplesReplayed) -> None:
+        self._reserved[Purpose.REPLAY] += len(fact.samples)
+        for sample in fact.samples:
+            if sample.sample_id in self._end:
+                self._complain(f"sample {sample.sample_id} is replayed, but exists")
+            self._end[sample.sample_id] = SampleEnd.LIVE
+            self._account[sample.sample_id] = Purpose.REPLAY
+            self._members.setdefault(fact.group, []).append(sample.sample_id)
 
     def _group_finalized(self, fact: f.GroupFinalized) -> None:
         if fact.decision is GroupDecision.FILTER:
@@ -125,7 +132,7 @@ class Conservation:
         for update in [u for u in self._applied if u > fact.to_update]:
             for sample in self._applied.pop(update):
                 if self._end.get(sample) is SampleEnd.TRAINED:
-                    purpose = self._purpose[self._group[sample]]
+                    purpose = self._account[sample]
                     self._end[sample] = SampleEnd.STALE
                     self._ends[purpose, SampleEnd.TRAINED] -= 1
                     self._ends[purpose, SampleEnd.STALE] += 1
@@ -142,4 +149,5 @@ _HANDLERS: dict[type, Callable[[Conservation, Any], None]] = {
     f.UpdateCommitted: Conservation._update_committed,
     f.CheckpointReported: Conservation._checkpoint_reported,
     f.RolledBack: Conservation._rolled_back,
+    f.SamplesReplayed: Conservation._samples_replayed,
 }

@@ -31,7 +31,7 @@ class Leases:
         self._spec: RunSpec | None = None
         self._leased_under: dict[str, RunSpec | None] = {}
         self._group: dict[str, str] = {}
-        """Group of every scored sample."""
+        """Group of every scored or replayed sample."""
         self._holder: dict[str, str] = {}
         """The held lease of a sample."""
 
@@ -45,6 +45,8 @@ class Leases:
             case f.RunCreated() | f.RunChanged():
                 self._spec = fact.spec
             case f.EpisodeScored():
+                self._group.update((sample.sample_id, fact.group) for sample in fact.samples)
+            case f.SamplesReplayed():
                 self._group.update((sample.sample_id, fact.group) for sample in fact.samples)
             case f.TrainerAttached():
                 self._attach(fact)

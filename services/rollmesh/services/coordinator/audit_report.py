@@ -88,6 +88,16 @@ class SampleTotals(msgspec.Struct, frozen=True, kw_only=True):
     exported: int
 
 
+class ReplayLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The account of replayed samples."""
+
+    samples: SampleTotals
+    bound: int
+    """The staleness bound of replayed samples; -1: unlimited."""
+    lags: dict[int, int]
+    """Used replayed samples by lag; -1 counts those that train no POLICY token."""
+
+
 class ChangeLine(msgspec.Struct, frozen=True, kw_only=True):
     """A setting that changed during the run."""
 
@@ -125,6 +135,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     updates_undone: int
     updates_skipped: int
     digest: str
+    replay: ReplayLine | None = None
+    """None in a run without replay."""
     heads: tuple[HeadLine, ...] = ()
     """Every head that the chain was compared with."""
     checkpoint: CheckpointSummary | None = None
@@ -137,9 +149,6 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     def to_text(self) -> str:
         """Return the report as text."""
         broken = {finding.check for finding in self.findings}
-        lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items()) if lag >= 0) or "none"
-        if without := self.lags.get(-1):
-            lags += f"; without tokens of the policy: {without}"
         lines = [
             (
                 f"run {self.run}: {'every claim holds' if self.holds else 'CLAIMS ARE BROKEN'} over {self.num_records} "
@@ -152,10 +161,16 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
                 f"  updates       {self.updates} committed, {self.updates_skipped} of them skipped; "
                 f"{self.updates_undone} undone"
             ),
-            f"  staleness     {self._bounds()}; samples used by staleness: {lags}",
+            f"  staleness     {self._bounds()}; samples used by staleness: {_by_lag(self.lags)}",
             f"  digest        {self.digest or '(none)'}",
             f"  head          {self.head}",
         ]
+        if self.replay is not None:
+            most = "unlimited" if self.replay.bound < 0 else f"bound {self.replay.bound}"
+            lines += [
+                f"  replay        {_describe(self.replay.samples)}",
+                f"  replayed      {most}; samples used by staleness: {_by_lag(self.replay.lags)}",
+            ]
         lines += [
             f"  changed       at record {c.position}: {c.key} {c.old or '(none)'} -> {c.new or '(none)'}"
             for c in self.changes
@@ -202,6 +217,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             )
             return f"holds; {found.compared} compared, {found.purged} purged{unreported}"
         return "holds"
+
+
+def _by_lag(lags: dict[int, int]) -> str:
+    text = ", ".join(f"{lag}: {num}" for lag, num in sorted(lags.items()) if lag >= 0) or "none"
+    return f"{text}; without tokens of the policy: {without}" if (without := lags.get(-1)) else text
 
 
 def _describe(samples: SampleTotals) -> str:

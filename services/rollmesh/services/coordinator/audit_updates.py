@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rollmesh.services.coordinator.audit_leases import Leases
+from rollmesh.services.coordinator.audit_replay import Replays
 from rollmesh.services.coordinator.audit_report import Complain
 from rollmesh.services.coordinator.audit_versions import Versions
 from rollmesh.services.coordinator.core import facts as f
@@ -36,11 +37,12 @@ class Updates:
     def __init__(self, complain: Complain) -> None:
         self.leases = Leases(complain)
         self.versions = Versions(complain)
+        self.replays = Replays(complain, self.versions)
         self.standing: dict[int, StandingUpdate] = {}
         self.num_undone = 0
         self.lags: Counter[int] = Counter()
         """Number of used samples of all committed updates, also undone ones, by lag; -1 for those without POLICY
-        tokens."""
+        tokens. Replayed samples are in `replays.lags`."""
         self._complain = complain
         self._samples: dict[str, SampleMeta] = {}
         self._used_in: dict[str, int] = {}
@@ -60,6 +62,7 @@ class Updates:
         """Fold one fact."""
         self.leases.enter(fact)
         self.versions.enter(fact)
+        self.replays.enter(fact)
         match fact:
             case f.EpisodeScored():
                 self._samples.update((sample.sample_id, sample) for sample in fact.samples)
@@ -86,7 +89,8 @@ class Updates:
             if sample in self._used_in:
                 self._complain("once", f"sample {sample} is used by update {k} and by update {self._used_in[sample]}")
             self._used_in[sample] = k
-            self._check_bound(sample, fact, spec)
+            if sample not in self.replays:
+                self._check_bound(sample, fact, spec)
         self.standing[k] = StandingUpdate(
             digest=fact.digest, used=fact.used, applied=fact.applied, incarnation=fact.incarnation
         )

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import Request
+from rollmesh.shared.config.settings import SettingError
 from rollmesh.shared.domain.formats import check_format, newer_format
 from rollmesh.shared.domain.ledger_facts import fact_of
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
@@ -139,7 +140,13 @@ def _optional(name: str, type_: Any) -> _Field:
         if value is not None:
             _put_message(message, name, value)
 
-    return _Field(name, put, lambda m: decode(type_, getattr(m, name)) if m.HasField(name) else None)
+    def get(message: Message) -> Any:
+        try:
+            return decode(type_, getattr(message, name)) if message.HasField(name) else None
+        except SettingError as error:
+            raise SettingError(f"{name}.{error.field}", error.what) from error
+
+    return _Field(name, put, get)
 
 
 def _enum(name: str, type_: type[IntEnum]) -> _Field:

@@ -7,6 +7,9 @@ ended accepts no report, so it needs no such term.
 
 `retain_share` keeps a copy of the payloads of whole groups of a removed file. Readers find it at the same positions.
 It changes neither which files are removed nor when.
+
+Payloads of the replay log are copied before their file is removed, and the copy is removed when neither the log nor a
+live group has it. A stream is not purged from the oldest of them on.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 from google.protobuf.message import DecodeError
 
@@ -134,10 +138,14 @@ class Housekeeper:
         self._file_sizes = {
             n: known[n] if n in known and known[n][0] == size else (size, now_s) for n, size in sizes.items()
         }
-        for number in await self._driver.read(self._unneeded):
+        unneeded, logged, needed = await self._driver.read(self._unneeded)
+        for number in unneeded:
+            if held := [sequence for sequence in logged if file_of(sequence) == number]:
+                await asyncio.to_thread(files.hold, held)
             if self._limits.retain_share and sizes[number]:
                 await asyncio.to_thread(self._keep, files, number)
             await asyncio.to_thread(files.remove, number)
+        await asyncio.to_thread(files.release, needed)
 
     def _keep(self, files: PayloadFiles, number: int) -> None:
         """Keep what `retain_share` names of a file. A failure does not delay its removal, which frees the disk."""
@@ -153,16 +161,19 @@ class Housekeeper:
         except DecodeError:  # a worker stored something else
             return False
 
-    def _unneeded(self, core: Core, _: LedgerHead) -> list[int]:
-        """Return the files to remove. As in `_mark`, no later report can be accepted for a payload in them."""
+    def _unneeded(self, core: Core, _: LedgerHead) -> tuple[list[int], set[int], set[int]]:
+        """Return the files to remove, the positions that the replay log has, and all positions that are needed. As in
+        `_mark`, no later report can be accepted for a payload in the files."""
+        logged = set(_logged_sequences(core.state))
+        needed = logged | set(_live_sequences(core.state))
         if core.state.spec is None or core.state.spec.exports:
-            return []
+            return [], logged, needed
         term_s = 0.0 if core.state.ended else REPORT_TERMS * core.state.spec.episode_lease_s
         before_s = self._clock.monotonic_s() - term_s
         live = {file_of(sequence) for sequence in _live_sequences(core.state) if in_file(sequence)}
         found = [n for n, (_, since_s) in self._file_sizes.items() if n not in live and since_s <= before_s]
         self._driver.purged_files.update(found)
-        return found
+        return found, logged, needed
 
     def _settled_end(self, before: float) -> int:
         """Return the end of the stream at the newest observation not after `before`; 0 if there was none."""
@@ -179,9 +190,16 @@ def retained(key: types_pb2.EpisodeKey, share: float) -> bool:
 
 
 def lowest_live(state: State) -> int:
-    """Return the lowest payload sequence of a live group in the stream; 0 if there is none."""
-    return min((sequence for sequence in _live_sequences(state) if not in_file(sequence)), default=0)
+    """Return the lowest payload sequence of a live group, or of the replay log, in the stream; 0 if there is none."""
+    sequences = chain(_live_sequences(state), _logged_sequences(state))
+    return min((sequence for sequence in sequences if not in_file(sequence)), default=0)
 
 
 def _live_sequences(state: State) -> Iterator[int]:
     return (e.payload.sequence for g in state.groups.values() for e in g.episodes.values() if e.payload.sequence)
+
+
+def _logged_sequences(state: State) -> Iterator[int]:
+    """Return the payloads of the replay log. A run that has ended replays nothing, unless it is reopened."""
+    groups = (entry.group for entry in state.replay.entries.values())
+    return (episode.payload.sequence for group in groups for episode in group.episodes.values())

@@ -56,7 +56,19 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
         seconds=state.seconds,
         failed_attempts=_failed(core.ephemeral.failed) if core.ephemeral.failed.num else None,
         recent=_recent(core.ephemeral.recent) if core.ephemeral.recent else None,
+        replay=_replay(state) if state.the_spec.replay is not None else None,
         submitted=encode(submitted_tasks(state), pb.SubmittedTasks) if state.the_spec.submitted_tasks else None,
+    )
+
+
+def _replay(state: State) -> pb.ReplayState:
+    log = state.replay
+    return pb.ReplayState(
+        samples=sample_counts(log.counters),
+        trained_by_staleness=log.trained_by_staleness,
+        tokens_trained=log.tokens_trained,
+        groups=len(log.entries),
+        log_samples=sum(len(entry.sample_ids) for entry in log.entries.values()),
     )
 
 

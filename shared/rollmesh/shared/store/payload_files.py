@@ -7,6 +7,7 @@ sequence of a stream never gets there, so both kinds fit the same field, and a p
 this run.
 
     FOLDER/kept/00004096.payloads  a removed file, or a copy with some of its payloads, at the same positions, and holes
+    FOLDER/replay/1099511627776    the record of that position, for the replay log of the run
 
 Every read compares header, length and CRC, so a record that was cut off or damaged is never returned.
 """  # noqa: E501, W505
@@ -20,7 +21,7 @@ import shutil
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +37,7 @@ RECORD_BYTES_MAX = 8 * 1024 * 1024
 OFFSET_BITS = 28
 _FIRST_FILE = FIRST_SEQUENCE >> OFFSET_BITS
 _KEPT = "kept"
+REPLAY = "replay"
 _BLOCK_BYTES = 512
 """Unit of `st_blocks`."""
 _NAME = re.compile(r"(\d{8,12})\.payloads")
@@ -82,27 +84,29 @@ class PayloadFiles:
 
     def read(self, sequence: int) -> bytes:
         """Return a payload, also a kept one. Raises NoPayloadFile, UnreadableRecord, NewerFormat."""
-        path = self._path(file_of(sequence))
-        try:
-            try:
-                descriptor = os.open(path, os.O_RDONLY | _OPEN)
-            except FileNotFoundError:
-                path = self._kept(file_of(sequence))
-                descriptor = os.open(path, os.O_RDONLY | _OPEN)
-        except FileNotFoundError as error:
-            raise NoPayloadFile(f"payload {sequence} is purged or lost: {path} does not exist") from error
-        except OSError as error:
-            raise _unreadable(sequence, path, f"cannot open it: {error.strerror}") from error
+        path, descriptor = self._open(sequence)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _unreadable(sequence, path, "it is not a file")
             if path.parent.name == _KEPT and _is_hole(descriptor, sequence):
                 raise NoPayloadFile(f"payload {sequence} is purged: {path} has others of its file")
-            return _record(descriptor, sequence, path)
+            return _record(descriptor, sequence, path, 0 if path.parent.name == REPLAY else _offset(sequence))
         except OSError as error:
             raise _unreadable(sequence, path, f"cannot read it: {error.strerror}") from error
         finally:
             os.close(descriptor)
+
+    def _open(self, sequence: int) -> tuple[Path, int]:
+        """Return the file that has a payload, and its descriptor."""
+        paths = (self._path(file_of(sequence)), self._held(sequence), self._kept(file_of(sequence)))
+        for path in paths:
+            try:
+                return path, os.open(path, os.O_RDONLY | _OPEN)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise _unreadable(sequence, path, f"cannot open it: {error.strerror}") from error
+        raise NoPayloadFile(f"payload {sequence} is purged or lost: {paths[0]} does not exist")
 
     def sizes(self) -> dict[int, int]:
         """Return the sizes of all files by number, in bytes; empty without a folder."""
@@ -134,6 +138,30 @@ class PayloadFiles:
                 return
             os.close(self.create()[1])
         self._path(number).unlink(missing_ok=True)
+
+    def hold(self, sequences: Collection[int]) -> None:
+        """Copy payloads for the replay log, so that their files can be removed. Idempotent. Raises as `read`, OSError,
+        DiskFull."""
+        folder = self._held(0).parent
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for sequence in sequences:
+            path = self._held(sequence)
+            if path.exists():
+                continue
+            partial = path.with_suffix(".partial")
+            payload = self.read(sequence)
+            with disk_full_errors(folder), open(partial, "wb", opener=_opener) as copy:
+                copy.write(record_header(sequence, payload) + payload)
+                copy.flush()
+                os.fsync(copy.fileno())
+            partial.replace(path)
+
+    def release(self, needed: Collection[int]) -> None:
+        """Remove the copies that the replay log does not need. Idempotent."""
+        with suppress(FileNotFoundError), os.scandir(self._held(0).parent) as entries:
+            for entry in entries:
+                if not (entry.name.isdigit() and int(entry.name) in needed):
+                    os.unlink(entry.path)
 
     def keep(self, number: int, wanted: Callable[[bytes], bool] | None = None) -> None:
         """Keep the wanted payloads of a file. Then it can be removed. Idempotent.
@@ -195,6 +223,9 @@ class PayloadFiles:
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}.payloads"
 
+    def _held(self, sequence: int) -> Path:
+        return self.folder / REPLAY / str(sequence)
+
     def _kept(self, number: int) -> Path:
         return self.folder / _KEPT / f"{number:08d}.payloads"
 
@@ -217,14 +248,18 @@ def _records(file: BinaryIO, number: int) -> Iterator[tuple[int, bytes]]:
         offset += len(header) + length
 
 
+def _offset(sequence: int) -> int:
+    """Return the offset of a position in its file."""
+    return sequence & ((1 << OFFSET_BITS) - 1)
+
+
 def _is_hole(descriptor: int, sequence: int) -> bool:
     """Return whether a copy has nothing at a position: a payload that was not kept."""
-    header = os.pread(descriptor, HEADER.size, sequence & ((1 << OFFSET_BITS) - 1))
+    header = os.pread(descriptor, HEADER.size, _offset(sequence))
     return not any(header)
 
 
-def _record(descriptor: int, sequence: int, path: Path) -> bytes:
-    offset = sequence & ((1 << OFFSET_BITS) - 1)
+def _record(descriptor: int, sequence: int, path: Path, offset: int) -> bytes:
     header = os.pread(descriptor, HEADER.size, offset)
     if len(header) < HEADER.size:
         raise _unreadable(sequence, path, f"it ends before offset {offset}")

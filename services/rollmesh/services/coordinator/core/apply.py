@@ -9,7 +9,7 @@ from functools import singledispatch
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import bound, replay_log
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.group_changes import (
@@ -181,6 +181,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
 def _(fact: f.GroupFinalized, state: State) -> None:
     group = state.groups[fact.group]
     assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalized while {group.phase.name}"
+    replay_log.note_decided(state, fact)
     for adjusted in fact.adjusted:
         sample = group.samples[adjusted.sample_id]
         sample.meta = msgspec.structs.replace(sample.meta, rewards=without_evidence(adjusted.rewards))
@@ -193,6 +194,7 @@ def _(fact: f.GroupFinalized, state: State) -> None:
 
 @_apply.register
 def _(fact: f.SamplesEnded, state: State) -> None:
+    replay_log.note_ended(state, fact)
     end_samples(state, state.groups[fact.group], fact.sample_ids, fact.end, fact.reason)
 
 
@@ -217,6 +219,7 @@ def _(fact: f.BatchLeased, state: State) -> None:
         bound=state.the_spec.bound,
     )
     state.num_batches += 1
+    state.replay.vanished = 0
     for name in fact.groups:
         group = state.groups[name]
         assert group.phase is GroupPhase.READY, f"{name} leased while {group.phase.name}"
@@ -264,31 +267,38 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
         applied=fact.applied,
     )
     clock.updates.pop(fact.update - UPDATES_KEPT_MAX, None)
-    clock.mean_rewards = _mean_rewards(groups)
+    if fresh := [group for group in groups if group.purpose is not Purpose.REPLAY]:
+        clock.mean_rewards = _mean_rewards(fresh)
     reasons = {d.sample_id: d.reason for d in fact.dropped}
+    measured = {g.group: g.measures.get("mean_abs_advantage", g.mean_abs_advantage) for g in fact.groups}
     for group in groups:
+        group.mean_abs_advantage = measured.get(group.group, -1.0)
         group.phase = GroupPhase.APPLIED
         group.lease_id = ""
         group.update = fact.update
         for sample in group.live_samples():
             if sample.sample_id in used:
-                _count_trained(clock, bounds[group.group], sample, fact.update)
+                _count_trained(state, bounds[group.group], sample, fact.update)
             elif sample.sample_id in reasons:
                 end_sample(state, group, sample, SampleEnd.FILTERED, reasons[sample.sample_id])
         settle(state, group)
+    replay_log.prune(state)
 
 
-def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState, update: int) -> None:
-    spans = bound.trained_spans(sample.meta.steps, update=update, bound=leased_under)
+def _count_trained(state: State, leased_under: Bound, sample: SampleState, update: int) -> None:
+    spans = bound.trained_spans(
+        sample.meta.steps, update=update, bound=bound.bound_of(sample, leased_under, state.the_spec)
+    )
     lag = bound.sample_staleness(spans, update=update)
-    clock.trained_by_staleness[lag] = clock.trained_by_staleness.get(lag, 0) + 1
-    clock.tokens_trained += sum(span.num_tokens for span in spans)
+    counts = state.the_clock if sample.origin is None else state.replay
+    counts.trained_by_staleness[lag] = counts.trained_by_staleness.get(lag, 0) + 1
+    counts.tokens_trained += sum(span.num_tokens for span in spans)
 
 
 def _mean_rewards(groups: list[GroupState]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for group in groups:
-        for sample in group.samples.values():
+        for sample in (s for s in group.samples.values() if s.origin is None):
             for reward in sample.meta.rewards:
                 if reward.outcome is RewardOutcome.OK:
                     values.setdefault(reward.name, []).append(reward.value)
@@ -299,11 +309,14 @@ def _mean_rewards(groups: list[GroupState]) -> dict[str, float]:
 def _(fact: f.CheckpointReported, state: State) -> None:
     clock = state.the_clock
     clock.checkpoint = max(clock.checkpoint, fact.update)
-    for group in state.training_groups(GroupPhase.APPLIED):
+    for group in state.learner_groups(GroupPhase.APPLIED):
         if group.update <= fact.update:
             live = [s.sample_id for s in group.live_samples()]
+            num_replayed = sum(s.origin is not None for s in group.live_samples())
             if group.update in clock.updates:
-                clock.updates[group.update].num_trained += len(live)
+                clock.updates[group.update].num_trained += len(live) - num_replayed
+                clock.updates[group.update].num_replayed += num_replayed
+            replay_log.keep_trained(state, group, live)
             end_samples(state, group, live, SampleEnd.TRAINED, "")
 
 
@@ -311,20 +324,23 @@ def _(fact: f.CheckpointReported, state: State) -> None:
 def _(fact: f.RolledBack, state: State) -> None:
     clock = state.the_clock
     assert fact.incarnation == clock.incarnation + 1, "incarnations grow by one"
-    for group in state.training_groups(GroupPhase.APPLIED):
+    for group in state.learner_groups(GroupPhase.APPLIED):
         if group.update > fact.to_update:
             group.phase = GroupPhase.READY
             group.update = 0
     for group in bound.out_of_reach(state, fact.to_update):
         group.step_min, group.incarnation_min = fact.to_update, fact.incarnation
     for update in [u for u in clock.updates if u > fact.to_update]:
-        state.counters.void_trained(clock.updates.pop(update).num_trained)
+        undone = clock.updates.pop(update)
+        state.counters.void_trained(undone.num_trained)
+        state.replay.counters.void_trained(undone.num_replayed)
     clock.applied = fact.to_update
     clock.checkpoint = min(clock.checkpoint, fact.to_update)
     clock.incarnation = fact.incarnation
     clock.published = None
     state.stopping = ""
     clock.rollbacks.append(RollBack(incarnation=fact.incarnation, to_update=fact.to_update))
+    replay_log.prune(state)
 
 
 @_apply.register
@@ -374,6 +390,11 @@ def _(fact: f.TasksSubmitted, state: State) -> None:
         state.submitted[task.task_id] = submitted_digest(task, key)
         open_task(state, task, key_bytes(key), len(state.submitted_open))
     state.submitted_finished = state.submitted_finished or fact.finish
+
+
+@_apply.register
+def _(fact: f.SamplesReplayed, state: State) -> None:
+    replay_log.replay(state, fact)
 
 
 @_apply.register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound, rollouts
+from rollmesh.services.coordinator.core import bound, replay, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -84,10 +84,11 @@ def grant_batches(ctx: DecisionContext) -> bool:
 def sweep(ctx: DecisionContext, update: int) -> None:
     """End READY samples that cannot be trained at `update` or later. The rewards stay with the group for its
     baseline."""
-    for group in ctx.state.training_groups(GroupPhase.READY):
+    for group in ctx.state.learner_groups(GroupPhase.READY):
         ended: dict[str, list[str]] = {}
         for sample in group.live_samples():
-            reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=ctx.spec.bound, clock=ctx.clock)
+            of_sample = bound.bound_of(sample, ctx.spec.bound, ctx.spec)
+            reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=of_sample, clock=ctx.clock)
             if reason:
                 ended.setdefault(reason, []).append(sample.sample_id)
         for reason, ids in ended.items():
@@ -95,17 +96,25 @@ def sweep(ctx: DecisionContext, update: int) -> None:
 
 
 def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
-    """Return whole groups in order of admission until the amount is reached. Return none if more can become READY."""
+    """Return whole groups in order of admission until the amount is reached, and what the replay log adds. Return none
+    if more can become READY."""
     sweep(ctx, request.update)
     unit, amount = _wanted(ctx, request)
-    chosen: list[GroupState] = []
+    ready = [g for g in ctx.state.training_groups(GroupPhase.READY) if not replay.drop_vanished(ctx, g)]
+    if sum(_size(g, unit) for g in ready) < replay.fresh_amount(ctx, amount) and not _is_all(ctx):
+        return []
+    whole = {i.GeometryUnit.GROUPS: 1, i.GeometryUnit.SAMPLES: ctx.spec.group_size}.get(unit, amount)
+    replayed, num_fresh = replay.plan(ctx, request.update, amount, lambda group: _size(group, unit), whole)
+    fresh: list[GroupState] = []
     total = 0
-    for group in ctx.state.training_groups(GroupPhase.READY):
-        chosen.append(group)
+    for group in ready:
+        if total >= num_fresh:
+            break
+        fresh.append(group)
         total += _size(group, unit)
-        if total >= amount:
-            return chosen
-    return chosen if _is_all(ctx) else []
+    if total < num_fresh and not (fresh and _is_all(ctx)):
+        return []
+    return replay.adjust(ctx, request.update, fresh) + replay.take(ctx, request.update, replayed)
 
 
 def _is_all(ctx: DecisionContext) -> bool:
@@ -169,7 +178,7 @@ def _most(ctx: DecisionContext, update: int, unit: i.GeometryUnit) -> int:
     are bounded."""
     spec = ctx.spec
     last_update = max(update, min(update + spec.max_staleness, spec.updates_max or update + spec.max_staleness))
-    groups = (last_update - update + 1) * spec.batch_groups
+    groups = (last_update - update + 1) * spec.fresh_groups + spec.batch_groups - spec.fresh_groups
     samples = groups * spec.group_size * EXTEND_FACTOR_MAX * SAMPLES_PER_EPISODE_MAX
     return {
         i.GeometryUnit.GROUPS: groups,
@@ -186,6 +195,7 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
         return f"run ended: {state.ended or state.stopping}"
     request = request or next((waiter.request for waiter in ctx.ephemeral.trainers), None)
     unit, amount = _wanted(ctx, request)
+    amount = replay.fresh_amount(ctx, amount) or amount
     ready = sum(_size(group, unit) for group in state.training_groups(GroupPhase.READY))
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
     on_their_way = str(busy) if unit is i.GeometryUnit.GROUPS else count_of(busy, "group")
@@ -268,11 +278,12 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState, deadline: float) ->
 
 
 def _leased_sample(ctx: DecisionContext, group: GroupState, sample: SampleState, batch: BatchState) -> m.LeasedSample:
-    spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=batch.bound)
+    of_sample = bound.bound_of(sample, batch.bound, ctx.spec)
+    spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=of_sample)
     return msgspec.structs.replace(
         _ready_sample(ctx, group, sample),
         staleness=bound.sample_staleness(spans, update=batch.update),
-        mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=batch.bound),
+        mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=of_sample),
     )
 
 
@@ -290,11 +301,12 @@ def _ready_sample(ctx: DecisionContext, group: GroupState, sample: SampleState) 
         key=m.EpisodeKey(
             run=ctx.spec.run,
             task=group.task.task_id,
-            group=group.group,
+            group=sample.origin.group if sample.origin is not None else group.group,
             episode=episode.episode,
             attempt=episode.attempt,
         ),
         rewards_as_reported=sample.rewards_as_reported,
+        replay_of=sample.origin.sample_id if sample.origin is not None else "",
     )
 
 

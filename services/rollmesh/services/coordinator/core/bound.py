@@ -10,16 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.services.coordinator.core.facts import StepSpan
-from rollmesh.services.coordinator.core.records import Bound, BoundPolicy
+from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, RunSpec
 from rollmesh.services.coordinator.core.state import (
     VERSIONS_KEPT_MAX,
     VOID_VERSION,
     GroupPhase,
     GroupState,
     PolicyClock,
+    SampleState,
     State,
 )
 from rollmesh.shared.domain.versions import intended_update, oldest_admissible, staleness
+
+
+def bound_of(sample: SampleState, leased_under: Bound, spec: RunSpec) -> Bound:
+    """Return the bound of a sample: that of the replay log if it is replayed."""
+    if sample.origin is None:
+        return leased_under
+    assert spec.replay is not None, "a sample is replayed by the replay log of its run"
+    return spec.replay.bound
 
 
 def is_void(span: StepSpan, clock: PolicyClock) -> bool:
@@ -81,7 +90,7 @@ def next_intended_update(state: State) -> int:
     n counts the groups of committed updates and all live groups: in progress, READY, leased or in doubt. Filtered,
     failed and stale groups are not in it.
     """
-    return intended_update(admitted=num_ahead(state), batch=state.the_spec.batch_groups)
+    return intended_update(admitted=num_ahead(state), batch=state.the_spec.fresh_groups)
 
 
 def num_ahead(state: State) -> int:
@@ -89,7 +98,7 @@ def num_ahead(state: State) -> int:
     on_the_way = state.training_groups(
         GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY, GroupPhase.LEASED, GroupPhase.IN_DOUBT
     )
-    return state.the_clock.applied * state.the_spec.batch_groups + len(on_the_way)
+    return state.the_clock.applied * state.the_spec.fresh_groups + len(on_the_way)
 
 
 def step_min(state: State) -> int:
@@ -110,7 +119,7 @@ def num_admissible(state: State) -> int:
     last_update = clock.published.step + 1 + spec.max_staleness
     if spec.updates_max:
         last_update = min(last_update, spec.updates_max)
-    return max(0, last_update * spec.batch_groups - num_ahead(state))
+    return max(0, last_update * spec.fresh_groups - num_ahead(state))
 
 
 def out_of_reach(state: State, to_update: int) -> list[GroupState]:

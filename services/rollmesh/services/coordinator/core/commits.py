@@ -121,7 +121,8 @@ def _check_bound(ctx: DecisionContext, batches: list[BatchState], used: tuple[st
     for group, batch in ((ctx.state.groups[name], b) for b in batches for name in b.groups):
         for sample in group.live_samples():
             if sample.sample_id in wanted:
-                reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=batch.bound, clock=ctx.clock)
+                of_sample = bound.bound_of(sample, batch.bound, ctx.spec)
+                reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=of_sample, clock=ctx.clock)
                 if reason:
                     found[sample.sample_id] = reason
     if found:

@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from rollmesh.services.coordinator.core import bound
-from rollmesh.services.coordinator.core.state import GroupPhase, GroupState, State
+from rollmesh.services.coordinator.core.facts import Purpose
+from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, State
 
 WINDOW = 16
 """Number of updates whose measurements count."""
@@ -84,9 +85,9 @@ def observe(state: State, demand: LearnerDemand, now: float, *, unserved: bool) 
     batch = next((batch for batch in held if batch.update == clock.applied + 1), None)
     waits = demand.idle_since is not None or (unserved and not held)
     if demand.mark and (batch is not None or waits):
-        _measure(state, demand, len(batch.groups) if batch is not None else demand.batch)
+        _measure(state, demand, _num_fresh(state, batch) if batch is not None else demand.batch)
     if batch is not None and demand.leased <= clock.applied:
-        demand.leased, demand.began_at, demand.batch = batch.update, now, len(batch.groups)
+        demand.leased, demand.began_at, demand.batch = batch.update, now, _num_fresh(state, batch)
         demand.idle_since = None
     elif waits and demand.idle_since is None:
         demand.idle_since = now
@@ -103,8 +104,8 @@ def resume(state: State, demand: LearnerDemand) -> None:
     """Begin with the groups that are live: the last process admitted them by its measurements."""
     published = state.the_clock.published
     if applies(state) and published is not None and state.training_groups(*GroupPhase):
-        ahead = bound.num_ahead(state) - (published.step + 1) * state.the_spec.batch_groups
-        demand.needs.append(max(ahead, state.the_spec.publish_every * state.the_spec.batch_groups))
+        ahead = bound.num_ahead(state) - (published.step + 1) * state.the_spec.fresh_groups
+        demand.needs.append(max(ahead, state.the_spec.publish_every * state.the_spec.fresh_groups))
 
 
 def num_wanted(state: State, demand: LearnerDemand) -> int:
@@ -112,7 +113,7 @@ def num_wanted(state: State, demand: LearnerDemand) -> int:
     admissible, clock = bound.num_admissible(state), state.the_clock
     if demand.ahead is None or clock.published is None:
         return admissible
-    room = (clock.published.step + 1) * state.the_spec.batch_groups + demand.ahead - bound.num_ahead(state)
+    room = (clock.published.step + 1) * state.the_spec.fresh_groups + demand.ahead - bound.num_ahead(state)
     if demand.idle_since is not None:
         unused = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
         room = max(room, demand.batch - len(unused))
@@ -125,9 +126,9 @@ def ahead_groups(state: State, demand: LearnerDemand) -> dict[str, int]:
     spec, published = state.the_spec, state.the_clock.published
     if published is None:
         return {}
-    most = spec.max_staleness * spec.batch_groups
+    most = spec.max_staleness * spec.fresh_groups
     return {
-        "admitted": bound.num_ahead(state) - (published.step + 1) * spec.batch_groups,
+        "admitted": bound.num_ahead(state) - (published.step + 1) * spec.fresh_groups,
         "demand": most if demand.ahead is None else demand.ahead,
         "bound": most,
     }
@@ -136,7 +137,7 @@ def ahead_groups(state: State, demand: LearnerDemand) -> dict[str, int]:
 def _begin_epoch(state: State, demand: LearnerDemand) -> None:
     """Forget the batch and the wait of the previous trainer, or of updates that were rolled back."""
     demand.epoch, demand.applied, demand.leased = state.the_clock.trainer_epoch, state.the_clock.applied, 0
-    demand.mark, demand.batch = 0, state.the_spec.batch_groups
+    demand.mark, demand.batch = 0, state.the_spec.fresh_groups
     demand.idle_since = None
 
 
@@ -173,7 +174,7 @@ def _measure(state: State, demand: LearnerDemand, batch: int) -> None:
         n - (published + 1)·b - (READY - batch) = (applied - 2 - published)·b + last batch + batch + late
     """
     late = sum(group.number < demand.mark for group in on_their_way(state))
-    ahead = (demand.applied - 2 - demand.published) * state.the_spec.batch_groups
+    ahead = (demand.applied - 2 - demand.published) * state.the_spec.fresh_groups
     demand.needs.append(ahead + demand.batch + batch + late)
     demand.mark = 0
 
@@ -184,9 +185,14 @@ def _allowance(state: State, demand: LearnerDemand) -> int | None:
         return None
     if demand.debt_s and not demand.update_s:  # an update that took no time needs all that the bound allows
         return None
-    slack = GAIN * spec.batch_groups * demand.debt_s / demand.update_s if demand.debt_s else 0.0
-    ahead = max(max(demand.needs), (spec.publish_every - 1) * spec.batch_groups) + ceil(slack)
-    return ahead if ahead < spec.max_staleness * spec.batch_groups else None
+    slack = GAIN * spec.fresh_groups * demand.debt_s / demand.update_s if demand.debt_s else 0.0
+    ahead = max(max(demand.needs), (spec.publish_every - 1) * spec.fresh_groups) + ceil(slack)
+    return ahead if ahead < spec.max_staleness * spec.fresh_groups else None
+
+
+def _num_fresh(state: State, batch: BatchState) -> int:
+    """Return the number of groups of a held batch that were generated for it."""
+    return sum(state.groups[name].purpose is not Purpose.REPLAY for name in batch.groups)
 
 
 def on_their_way(state: State) -> list[GroupState]:

@@ -80,7 +80,7 @@ def _finish_export(ctx: DecisionContext) -> None:
 
 def _cancel_unused(ctx: DecisionContext, *, include_evals: bool) -> None:
     """End every group that no batch holds and no update has used. Scored evaluations end by themselves."""
-    for group in ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY):
+    for group in ctx.state.learner_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY):
         rollouts.cancel_group(ctx, group, RUN_ENDED)
     if include_evals:
         for group in list(ctx.state.groups.values()):

@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     TRAIN = 1
     EVAL = 2
     EXPORT = 3
+    REPLAY = 4
 
 
 class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -438,6 +439,25 @@ class TasksSubmitted(Record, frozen=True, kw_only=True, tag=True):
     finish: bool = False
 
 
+class ReplayedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A new sample of the tokens of an earlier one."""
+
+    sample_id: str = ""
+    original_id: str = ""
+    steps: tuple[StepSpan, ...] = ()
+
+
+class SamplesReplayed(Record, frozen=True, kw_only=True, tag=True):
+    """Samples of the replay log were chosen for the next batch. Each is a new sample, which the account of replayed
+    samples reserves, with the tokens, versions, log-probs and rewards of its original. It is READY, and ends as other
+    samples do."""
+
+    group: str
+    original_group: str = ""
+    samples: tuple[ReplayedSample, ...] = ()
+    update: int = 0
+
+
 class ArchiveSealed(Record, frozen=True, kw_only=True, tag=True):
     """Records of this ledger are in an archive segment: a durable, verified file of the run folder. The stream no
     longer keeps them, so it begins after them. A record with this fact has format 2."""
@@ -475,5 +495,6 @@ Fact = (
     | RunStopping
     | RunChanged
     | TasksSubmitted
+    | SamplesReplayed
     | ArchiveSealed
 )

@@ -69,7 +69,12 @@ def settle(state: State, group: GroupState) -> None:
     if group.num_live == 0:
         del state.groups[group.group]
         used = any(sample.end in (SampleEnd.TRAINED, SampleEnd.EXPORTED) for sample in group.samples.values())
-        if group.lost and not used and group.purpose is not Purpose.EVAL and group.task.task_id in state.submitted:
+        if (
+            group.lost
+            and not used
+            and group.purpose in (Purpose.TRAIN, Purpose.EXPORT)
+            and group.task.task_id in state.submitted
+        ):
             open_task(state, group.task, 0, 0)
 
 
@@ -97,7 +102,7 @@ def end_sample(state: State, group: GroupState, sample: SampleState, end: Sample
     sample.end = end
     sample.reason = reason
     group.lost |= reason in (RUN_ENDED, VOID_VERSION)
-    state.counters_of(group.purpose).end(end, reason)
+    state.counters_of(group.purpose_of(sample)).end(end, reason)
 
 
 def open_eval(state: State, fact: f.GroupReserved) -> None:

@@ -51,6 +51,7 @@ class LeasedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
     mask_below_step: int = 0
     key: EpisodeKey = EpisodeKey()
     rewards_as_reported: bool = False
+    replay_of: str = ""
 
 
 class GetBatchResponse(Record, frozen=True, kw_only=True, omit_defaults=True):

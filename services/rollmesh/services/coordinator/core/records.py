@@ -8,6 +8,7 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
+from rollmesh.services.coordinator.core.replay_priorities import Priority, make_priority
 from rollmesh.shared.config.settings import LIVE, NonNegativeInt, SettingError, Settings, Share
 from rollmesh.shared.domain.sources import ExternalSource
 
@@ -50,6 +51,60 @@ class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     max_staleness: int
     beyond: BoundPolicy
+
+
+UNLIMITED = -1
+"""Value of a bound that admits every staleness."""
+
+
+class ReplaySettings(Settings):
+    """The replay log of a run, without its bound."""
+
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Largest share of a batch that is replayed. With the priorities `fifo` and `return`, every batch has this share,
+    rounded down to whole groups, once the log has enough, and only the rest of it is generated, at least one group.
+    1 with `compensation`, whose extra updates are replayed as a whole."""
+    capacity_groups: Annotated[int, Meta(ge=1, le=16_384)] = 512
+    """Most groups in the log. The oldest leave it first."""
+    priority: str = "fifo"
+    """What is kept and what is trained again: fifo, advantage, return, success_per_task or compensation
+    (docs/replay.md)."""
+    options: dict[str, float] = {}
+    """Options of the priority."""
+
+    def check_fields(self) -> None:
+        """Raises SettingError."""
+        if self.made.once and self.share != 1:
+            raise SettingError(
+                "share", f"must be 1 with priority {self.priority}, whose extra updates are replayed, got {self.share}"
+            )
+
+    @property
+    def made(self) -> Priority:
+        """The priority with its options."""
+        return make_priority(self.priority, self.options)
+
+
+class ReplaySpec(ReplaySettings):
+    """The replay log as the ledger records it. Its bound has no default."""
+
+    max_staleness: Annotated[int, Meta(ge=UNLIMITED, le=10**9)]
+    """Largest number of updates between the oldest trained token of a replayed sample and its update. -1: unlimited."""
+
+    def check_fields(self) -> None:
+        """Raises SettingError."""
+        if self.max_staleness == 0:
+            raise SettingError(
+                "max_staleness",
+                "must be >= 1, or -1 for unlimited, got 0 or nothing: the bound of replayed samples has no default",
+            )
+        super().check_fields()
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of replayed samples. No token of them is masked."""
+        most = 10**9 if self.max_staleness == UNLIMITED else self.max_staleness
+        return Bound(max_staleness=most, beyond=BoundPolicy.DROP)
 
 
 EPISODES_LIVE_MAX = 131_072
@@ -146,6 +201,8 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
     """Name of the run."""
     beyond: BoundPolicy = BoundPolicy.DROP
     """What happens to samples beyond the bound."""
+    replay: ReplaySpec | None = None
+    """The replay log; None: a trained sample is not trained again."""
 
     def check_fields(self) -> None:
         """Raises SettingError."""
@@ -156,6 +213,7 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, got "
                 f"{self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}",
             )
+        self._check_replay()
         for name in ("updates_max", "eval_every"):
             if self.exports and getattr(self, name):
                 raise SettingError(
@@ -181,6 +239,40 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: otherwise no new "
                 "sample could be within the bound; raise max_staleness or lower publish_every",
             )
+
+    def _check_replay(self) -> None:
+        if self.replay is None:
+            return
+        if self.exports:
+            raise SettingError("replay", "must be absent in a run that exports its samples, because it has no updates")
+        priority = self.replay.made
+        if (priority.draws or priority.replaces) and int(self.replay.share * self.batch_groups) < 1:
+            raise SettingError(
+                "replay.share",
+                f"must be at least one group of batch_groups = {self.batch_groups}, got {self.replay.share}",
+            )
+        if (priority.draws or priority.replaces) and self.batch_groups < 2:
+            raise SettingError(
+                "batch_groups", f"must be >= 2 with priority {self.replay.priority}, because one group is fresh, got 1"
+            )
+        if priority.replaces and self.group_size < 2:
+            raise SettingError(
+                "group_size",
+                f"must be >= 2 with priority {self.replay.priority}: a group of one has no advantage, got 1",
+            )
+        if priority.once and self.replay.capacity_groups < self.batch_groups:
+            raise SettingError(
+                "replay.capacity_groups",
+                f"must be >= batch_groups = {self.batch_groups} with priority {self.replay.priority}, got "
+                f"{self.replay.capacity_groups}",
+            )
+
+    @property
+    def fresh_groups(self) -> int:
+        """Groups per update that admission prepares: a batch without the share that is drawn from the replay log."""
+        if self.replay is None or not self.replay.made.draws:
+            return self.batch_groups
+        return max(1, self.batch_groups - int(self.replay.share * self.batch_groups))
 
     @property
     def bound(self) -> Bound:

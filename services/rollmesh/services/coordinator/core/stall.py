@@ -29,7 +29,7 @@ def waits_for_tasks(ctx: DecisionContext) -> bool:
     if ctx.clock.published is None or rollouts.why_rejected(ctx):
         return False
     phases = [group.phase for group in state.groups.values()]
-    enough = phases.count(GroupPhase.READY) >= ctx.spec.batch_groups and not ctx.ephemeral.trainers
+    enough = phases.count(GroupPhase.READY) >= ctx.spec.fresh_groups and not ctx.ephemeral.trainers
     return not enough and all(phase in (GroupPhase.READY, GroupPhase.APPLIED) for phase in phases)
 
 

@@ -9,13 +9,14 @@ leaves when its last sample has ended. Samples follow the phase of their group u
       +---------------- extend ---------------+                  +---- returned --+   +-- IN_DOUBT --+  |
                                                                  +----------------- rolled back --------+
 
-In an export no sample leaves OPEN: it ends as EXPORTED with the fact that scores it.
+In an export no sample leaves OPEN: it ends as EXPORTED with the fact that scores it. A group of the replay log begins
+READY, and a replayed sample that joins a training group follows it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import IntEnum
 
 import msgspec
@@ -65,12 +66,21 @@ class EpisodeState(msgspec.Struct, kw_only=True):
     payload: PayloadRef = PayloadRef()
 
 
+class Origin(msgspec.Struct, kw_only=True, frozen=True):
+    """The sample whose tokens a replayed sample has."""
+
+    group: str
+    sample_id: str
+
+
 class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     meta: SampleMeta
     """As reported, without the evidence of its rewards. A finalizer may change the rewards."""
     rewards_as_reported: bool = False
     """Whether no finalizer has replaced them."""
     episode: str
+    origin: Origin | None = None
+    """Of a replayed sample."""
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
 
@@ -111,6 +121,8 @@ class GroupState(msgspec.Struct, kw_only=True):
     """The batch lease while LEASED or IN_DOUBT."""
     update: int = 0
     """The update of its samples while APPLIED."""
+    mean_abs_advantage: float = -1.0
+    """As the trainer measured it in the update of the group; -1: it did not."""
     lost: bool = False
     """Whether the end of the run or a roll-back ended one of its episodes or samples."""
 
@@ -120,6 +132,15 @@ class GroupState(msgspec.Struct, kw_only=True):
 
     def live_samples(self) -> Iterator[SampleState]:
         return (s for s in self.samples.values() if s.end is SampleEnd.LIVE)
+
+    def num_live_of(self, purposes: Collection[Purpose]) -> int:
+        """Return the part of `num_live` in the accounts of these purposes."""
+        reserved = self.num_unfinished if self.purpose in purposes else 0
+        return reserved + sum(self.purpose_of(sample) in purposes for sample in self.live_samples())
+
+    def purpose_of(self, sample: SampleState) -> Purpose:
+        """Return the account of a sample of the group."""
+        return Purpose.REPLAY if sample.origin is not None else self.purpose
 
     @property
     def num_live(self) -> int:
@@ -150,6 +171,8 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
     """`names_digest` of the dropped samples; empty for a skipped update, which drops all."""
     num_trained: int = 0
     """Number of its samples that have ended TRAINED."""
+    num_replayed: int = 0
+    """Number of its replayed samples that have."""
     applied: bool = True
 
 
@@ -261,6 +284,33 @@ class EvalState(msgspec.Struct, kw_only=True):
     tasks."""
 
 
+class ReplayEntry(msgspec.Struct, kw_only=True):
+    """A group in the replay log."""
+
+    group: GroupState
+    """The group when it was kept, with the samples that its replay needs."""
+    sample_ids: tuple[str, ...]
+    """Its samples that may be replayed."""
+    advantage: float
+    """Mean absolute advantage, see `replay_priorities.Worth`."""
+
+
+class ReplayLog(msgspec.Struct, kw_only=True):
+    """Groups that may be trained again, and the account of the replayed samples."""
+
+    entries: dict[str, ReplayEntry] = {}
+    """By the name of the group, oldest first."""
+    num_groups: int = 0
+    """Number of replays; the number of the next one."""
+    vanished: int = 0
+    """Groups without an advantage that have ended since the last lease, see `replay_priorities.Advantage`."""
+    failed_groups: dict[str, int] = {}
+    """Number of the newest consecutive groups without a success, by task, see `replay_priorities.SuccessPerTask`."""
+    counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
+    trained_by_staleness: dict[int, int] = {}
+    tokens_trained: int = 0
+
+
 class Replay(msgspec.Struct, kw_only=True, frozen=True):
     """The task of a dead letter that waits for admission."""
 
@@ -348,6 +398,7 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Position of the last ledger record that is in an archive segment."""
     num_segments: int = 0
     """Number of sealed archive segments."""
+    replay: ReplayLog = msgspec.field(default_factory=ReplayLog)
 
     @property
     def the_spec(self) -> RunSpec:
@@ -368,11 +419,24 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.pending_eval if purpose is Purpose.EVAL else self.pending
 
     def counters_of(self, purpose: Purpose) -> SampleCounters:
+        if purpose is Purpose.REPLAY:
+            return self.replay.counters
         return self.eval_counters if purpose is Purpose.EVAL else self.counters
 
     def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
         """Return training groups in one of `phases`, in order of admission."""
-        chosen = (g for g in self.groups.values() if g.purpose is not Purpose.EVAL and g.phase in phases)
+        return self._groups((Purpose.TRAIN, Purpose.EXPORT), phases)
+
+    def replayed_groups(self, *phases: GroupPhase) -> list[GroupState]:
+        """Return groups of the replay log that are trained again, in the order in which they were chosen."""
+        return self._groups((Purpose.REPLAY,), phases)
+
+    def learner_groups(self, *phases: GroupPhase) -> list[GroupState]:
+        """Return both."""
+        return self.training_groups(*phases) + self.replayed_groups(*phases)
+
+    def _groups(self, purposes: tuple[Purpose, ...], phases: tuple[GroupPhase, ...]) -> list[GroupState]:
+        chosen = (g for g in self.groups.values() if g.purpose in purposes and g.phase in phases)
         return sorted(chosen, key=lambda g: g.number)
 
     def eval_of(self, step: int, incarnation: int) -> EvalState | None:
