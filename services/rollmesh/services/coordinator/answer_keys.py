@@ -61,7 +61,10 @@ class AnswerKeys:
         if not ref.startswith(f"{SUBMITTED_SCHEME}:") or not _POSITION.fullmatch(position):
             raise _unknown(ref, f"expected {SUBMITTED_SCHEME}:RUN/POSITION-RANDOM/TASK_ID")
         for fact in await self._facts(ref, run, int(position)):
-            if isinstance(fact, events_pb2.TasksSubmitted) and fact.submission == submission:
+            if (
+                isinstance(fact, events_pb2.TasksSubmitted | events_pb2.SamplesSubmitted)
+                and fact.submission == submission
+            ):
                 keys = {key.task_id: key for key in fact.answer_keys}
                 if self._newest.get(place) is None:  # another call may have read it
                     self._newest.put(place, keys, fact.ByteSize())

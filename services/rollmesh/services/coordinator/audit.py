@@ -21,7 +21,7 @@ from pathlib import Path
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
 from rollmesh.services.coordinator.audit_checkpoint import OpenCheckpoint, check_checkpoint, open_checkpoint
-from rollmesh.services.coordinator.audit_conservation import Conservation
+from rollmesh.services.coordinator.audit_conservation import EVALUATION, TRAINING, Conservation, submitted_account
 from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.audit_payloads import Payloads
 from rollmesh.services.coordinator.audit_report import (
@@ -34,7 +34,7 @@ from rollmesh.services.coordinator.audit_report import (
 )
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, Purpose, RunCreated, SampleEnd
+from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, RunCreated, SampleEnd
 from rollmesh.services.coordinator.core.state import SampleCounters, State
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
@@ -47,7 +47,6 @@ FINDINGS_MAX = 1000
 EPISODES_MAX = 100_000
 """Maximum number of episodes that a group reserves at once. A fact with more is false and is not folded, because it
 would take all memory."""
-_KINDS = {"training": (Purpose.TRAIN, Purpose.EXPORT), "evaluation": (Purpose.EVAL,)}
 _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a fold by a fact that contradicts earlier ones."""
 
@@ -123,9 +122,9 @@ class Audit:
         """Compare the counters with the groups, and with the independent counters."""
         if not self._folds:
             return
-        for kind, purposes in _KINDS.items():
-            counters = self.state.counters_of(purposes[0])
-            walked = sum(group.num_live for group in self.state.groups.values() if group.purpose in purposes)
+        for kind, counters in self._counters().items():
+            groups = [group for group in self.state.groups.values() if self.state.counters_of(group) is counters]
+            walked = sum(group.num_live for group in groups)
             sums = {
                 "live in the groups": walked,
                 "reserved less ended": counters.reserved - sum(counters.ends.values()),
@@ -134,14 +133,19 @@ class Audit:
                 if value != counters.live:
                     self.complain("conservation", f"{kind}: the counters say {counters.live} live, {what}: {value}")
 
+    def _counters(self) -> dict[str, SampleCounters]:
+        """Return the counters of the fold by account."""
+        state = self.state
+        submitted = {submitted_account(source): account.counters for source, account in state.foreign.items()}
+        return {TRAINING: state.counters, EVALUATION: state.eval_counters, **submitted}
+
     def _compare_conservation(self) -> None:
-        for kind, purposes in _KINDS.items():
-            counters = self.state.counters_of(purposes[0])
-            ours = {"RESERVED": self._conservation.reserved(*purposes), "LIVE": self._conservation.live(*purposes)}
+        for kind, counters in self._counters().items():
+            ours = {"RESERVED": self._conservation.reserved(kind), "LIVE": self._conservation.live(kind)}
             theirs = {"RESERVED": counters.reserved, "LIVE": counters.live}
             for end in SampleEnd:
                 if end is not SampleEnd.LIVE:
-                    ours[end.name] = self._conservation.ends(end, *purposes)
+                    ours[end.name] = self._conservation.ends(end, kind)
                     theirs[end.name] = counters.ends.get(end, 0)
             for name, value in ours.items():
                 if value != theirs[name]:
@@ -181,6 +185,8 @@ class Audit:
             lags=dict(updates.lags),
             samples=_totals(state.counters),
             eval_samples=_totals(state.eval_counters),
+            submitted={source: _totals(account.counters) for source, account in state.foreign.items()},
+            ages={source: dict(ages) for source, ages in updates.ages.items()},
             reasons=dict(state.counters.reasons),
             updates=len(updates.standing),
             updates_undone=updates.num_undone,

@@ -37,10 +37,14 @@ from rollmesh.services.coordinator.core.state import (
     Replay,
     RollBack,
     SampleState,
+    SourceAccount,
     State,
     UpdateRecord,
+    WaitingSamples,
     key_bytes,
     names_digest,
+    samples_bytes,
+    samples_digest,
     submitted_digest,
 )
 
@@ -58,6 +62,7 @@ PROGRESS = (
     f.CheckpointReported,
     f.VersionPublished,
     f.TasksSubmitted,
+    f.SamplesSubmitted,
 )
 """Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they
 also occur in a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
@@ -98,9 +103,15 @@ def _(fact: f.GroupReserved, state: State) -> None:
         step_min=fact.step_min,
         incarnation_min=fact.incarnation_min,
         dead_id=fact.dead_id,
+        submitted_key=fact.submitted_key,
     )
     state.groups[fact.group] = group
-    if state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
+    if fact.submitted_key:
+        waiting = _no_longer_waiting(state, fact.submitted_key)
+        given = waiting.group.episodes
+        assert (fact.num_episodes, fact.task) == (len(given), waiting.group.task), f"{fact.group} has other samples"
+        group.source, group.submitted_step, group.given = waiting.source, waiting.step, given
+    elif state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
         assert state.submitted_open, f"{fact.group} has a task that was not submitted"
         first = state.submitted_open.pop(0)
         expected = first.task.task_id
@@ -111,6 +122,7 @@ def _(fact: f.GroupReserved, state: State) -> None:
         open_eval(state, fact)
     else:
         state.num_groups += 1
+    if fact.purpose is not Purpose.EVAL and not group.source:
         state.next_draw = max(state.next_draw, fact.draw + 1)
     add_episodes(state, group, fact.num_episodes)
 
@@ -172,7 +184,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
             count_eval(state, group, meta.rewards)
         else:
             state.the_clock.tokens_generated += meta.num_sampled_tokens
-    state.counters_of(group.purpose).reserve(len(fact.samples) - 1)
+    state.counters_of(group).reserve(len(fact.samples) - 1)
     close_eval_episode(state, group)
     settle(state, group)
 
@@ -215,6 +227,7 @@ def _(fact: f.BatchLeased, state: State) -> None:
         groups=fact.groups,
         sample_ids=fact.sample_ids,
         bound=state.the_spec.bound,
+        foreign=state.the_spec.foreign,
     )
     state.num_batches += 1
     for name in fact.groups:
@@ -272,13 +285,19 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
         group.update = fact.update
         for sample in group.live_samples():
             if sample.sample_id in used:
-                _count_trained(clock, bounds[group.group], sample, fact.update)
+                _count_trained(state, bounds[group.group], group, sample, fact.update)
             elif sample.sample_id in reasons:
                 end_sample(state, group, sample, SampleEnd.FILTERED, reasons[sample.sample_id])
         settle(state, group)
 
 
-def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState, update: int) -> None:
+def _count_trained(state: State, leased_under: Bound, group: GroupState, sample: SampleState, update: int) -> None:
+    if group.source:
+        account, age = state.foreign[group.source], max(0, update - 1 - group.submitted_step)
+        account.trained_by_age[age] = account.trained_by_age.get(age, 0) + 1
+        account.tokens_trained += sum(span.num_tokens for span in sample.meta.external)
+        return
+    clock = state.the_clock
     spans = bound.trained_spans(sample.meta.steps, update=update, bound=leased_under)
     lag = bound.sample_staleness(spans, update=update)
     clock.trained_by_staleness[lag] = clock.trained_by_staleness.get(lag, 0) + 1
@@ -286,8 +305,9 @@ def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState,
 
 
 def _mean_rewards(groups: list[GroupState]) -> dict[str, float]:
+    """Return the means over rollouts of the policy."""
     values: dict[str, list[float]] = {}
-    for group in groups:
+    for group in [group for group in groups if not group.source]:
         for sample in group.samples.values():
             for reward in sample.meta.rewards:
                 if reward.outcome is RewardOutcome.OK:
@@ -302,8 +322,11 @@ def _(fact: f.CheckpointReported, state: State) -> None:
     for group in state.training_groups(GroupPhase.APPLIED):
         if group.update <= fact.update:
             live = [s.sample_id for s in group.live_samples()]
-            if group.update in clock.updates:
-                clock.updates[group.update].num_trained += len(live)
+            record = clock.updates.get(group.update)
+            if record is not None and group.source:
+                record.foreign_trained[group.source] = record.foreign_trained.get(group.source, 0) + len(live)
+            elif record is not None:
+                record.num_trained += len(live)
             end_samples(state, group, live, SampleEnd.TRAINED, "")
 
 
@@ -318,7 +341,10 @@ def _(fact: f.RolledBack, state: State) -> None:
     for group in bound.out_of_reach(state, fact.to_update):
         group.step_min, group.incarnation_min = fact.to_update, fact.incarnation
     for update in [u for u in clock.updates if u > fact.to_update]:
-        state.counters.void_trained(clock.updates.pop(update).num_trained)
+        undone = clock.updates.pop(update)
+        state.counters.void_trained(undone.num_trained)
+        for source, num in undone.foreign_trained.items():
+            state.foreign[source].counters.void_trained(num)
     clock.applied = fact.to_update
     clock.checkpoint = min(clock.checkpoint, fact.to_update)
     clock.incarnation = fact.incarnation
@@ -374,6 +400,34 @@ def _(fact: f.TasksSubmitted, state: State) -> None:
         state.submitted[task.task_id] = submitted_digest(task, key)
         open_task(state, task, key_bytes(key), len(state.submitted_open))
     state.submitted_finished = state.submitted_finished or fact.finish
+
+
+@_apply.register
+def _(fact: f.SamplesSubmitted, state: State) -> None:
+    keys = {key.task_id: key for key in fact.answer_keys}
+    source = fact.source.name.lower()
+    account = state.foreign.setdefault(source, SourceAccount())
+    for group in fact.groups:
+        assert group.key not in state.foreign_keys, f"samples {group.key} submitted twice"
+        state.foreign_keys[group.key] = samples_digest(group, source, keys.get(group.task.task_id))
+        waiting = WaitingSamples(
+            group=group, source=source, step=state.the_clock.applied, num_bytes=samples_bytes(group)
+        )
+        state.foreign_waiting[group.key] = waiting
+        state.foreign_waiting_bytes += waiting.num_bytes
+        account.groups += 1
+
+
+@_apply.register
+def _(fact: f.SubmittedSamplesDropped, state: State) -> None:
+    for key in fact.keys:
+        state.foreign[_no_longer_waiting(state, key).source].dropped += 1
+
+
+def _no_longer_waiting(state: State, key: str) -> WaitingSamples:
+    waiting = state.foreign_waiting.pop(key)
+    state.foreign_waiting_bytes -= waiting.num_bytes
+    return waiting
 
 
 @_apply.register

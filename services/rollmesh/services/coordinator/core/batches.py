@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound, rollouts
+from rollmesh.services.coordinator.core import bound, foreign_samples, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -87,7 +87,10 @@ def sweep(ctx: DecisionContext, update: int) -> None:
     for group in ctx.state.training_groups(GroupPhase.READY):
         ended: dict[str, list[str]] = {}
         for sample in group.live_samples():
-            reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=ctx.spec.bound, clock=ctx.clock)
+            reason = foreign_samples.why_beyond(ctx.spec.foreign, group.source, group.submitted_step, update)
+            reason = reason or bound.why_inadmissible(
+                sample.meta.steps, update=update, bound=ctx.spec.bound, clock=ctx.clock
+            )
             if reason:
                 ended.setdefault(reason, []).append(sample.sample_id)
         for reason, ids in ended.items():
@@ -100,12 +103,16 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
     unit, amount = _wanted(ctx, request)
     chosen: list[GroupState] = []
     total = 0
-    for group in ctx.state.training_groups(GroupPhase.READY):
+    share = foreign_samples.BatchShare(ctx, amount)
+    ready = ctx.state.training_groups(GroupPhase.READY)
+    for group in ready:
+        if not share.take(group, _size(group, unit)):
+            continue
         chosen.append(group)
         total += _size(group, unit)
         if total >= amount:
             return chosen
-    return chosen if _is_all(ctx) else []
+    return (chosen or ready) if _is_all(ctx) else []
 
 
 def _is_all(ctx: DecisionContext) -> bool:
@@ -150,6 +157,8 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
         return 1
     if unit is i.GeometryUnit.SAMPLES:
         return sum(1 for _ in group.live_samples())
+    if group.source:
+        return sum(span.num_tokens for s in group.live_samples() for span in s.meta.external)
     return sum(span.num_tokens for s in group.live_samples() for span in s.meta.steps)
 
 

@@ -20,8 +20,16 @@ from enum import IntEnum
 
 import msgspec
 
-from rollmesh.services.coordinator.core.facts import AnswerKey, PayloadRef, Purpose, SampleEnd, SampleMeta, Task
-from rollmesh.services.coordinator.core.records import Bound, RunSpec
+from rollmesh.services.coordinator.core.facts import (
+    AnswerKey,
+    PayloadRef,
+    Purpose,
+    SampleEnd,
+    SampleMeta,
+    SubmittedGroup,
+    Task,
+)
+from rollmesh.services.coordinator.core.records import Bound, ForeignSource, RunSpec
 from rollmesh.shared.domain.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
@@ -113,6 +121,14 @@ class GroupState(msgspec.Struct, kw_only=True):
     """The update of its samples while APPLIED."""
     lost: bool = False
     """Whether the end of the run or a roll-back ended one of its episodes or samples."""
+    submitted_key: str = ""
+    """Key of the submitted samples that it replays; empty for a rollout."""
+    source: str = ""
+    """Their source, in lower case."""
+    submitted_step: int = 0
+    """Applied step when they were submitted."""
+    given: tuple[bytes, ...] = ()
+    """Their episodes, encoded, while one of them is unfinished."""
 
     @property
     def unfinished(self) -> bool:
@@ -137,6 +153,8 @@ class BatchState(msgspec.Struct, kw_only=True):
     sample_ids: tuple[str, ...]
     bound: Bound
     """The bound under which it was leased and is committed."""
+    foreign: tuple[ForeignSource, ...] = ()
+    """The bounds of submitted samples under which it was leased and is committed."""
     in_doubt: bool = False
 
 
@@ -149,7 +167,9 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
     dropped: str = ""
     """`names_digest` of the dropped samples; empty for a skipped update, which drops all."""
     num_trained: int = 0
-    """Number of its samples that have ended TRAINED."""
+    """Number of its samples that have ended TRAINED, without submitted ones."""
+    foreign_trained: dict[str, int] = {}
+    """The same of submitted samples, by source."""
     applied: bool = True
 
 
@@ -298,6 +318,41 @@ class OpenTask(msgspec.Struct, kw_only=True, frozen=True):
     """`task_bytes`, and the size of its answer key when it was submitted."""
 
 
+def samples_digest(group: SubmittedGroup, source: str, key: AnswerKey | None) -> str:
+    """Return a digest of the content of submitted samples."""
+    content = msgspec.msgpack.encode([submitted_digest(group.task, key), source, group.episodes])
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def samples_bytes(group: SubmittedGroup) -> int:
+    """Return the size of submitted samples in the state, bytes, rounded."""
+    return task_bytes(group.task) + sum(map(len, group.episodes))
+
+
+class WaitingSamples(msgspec.Struct, kw_only=True, frozen=True):
+    """A group of submitted samples that waits for admission."""
+
+    group: SubmittedGroup
+    source: str
+    step: int
+    """Applied step when it was submitted."""
+    num_bytes: int
+    """`samples_bytes`."""
+
+
+class SourceAccount(msgspec.Struct, kw_only=True):
+    """The account of a source of submitted samples."""
+
+    groups: int = 0
+    """Number of accepted groups."""
+    dropped: int = 0
+    """Number of groups that became too old before admission."""
+    counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
+    """The samples of its admitted groups."""
+    trained_by_age: dict[int, int] = {}
+    tokens_trained: int = 0
+
+
 class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything durable about one run. A snapshot with a field that this version does not have is rejected."""
 
@@ -340,6 +395,14 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sum of their sizes."""
     submitted_finished: bool = False
     """Whether no further tasks follow."""
+    foreign: dict[str, SourceAccount] = {}
+    """The accounts of the sources of submitted samples, by source."""
+    foreign_keys: dict[str, str] = {}
+    """`samples_digest` of every group of submitted samples, by its key."""
+    foreign_waiting: dict[str, WaitingSamples] = {}
+    """Groups of submitted samples that wait for admission, by key, in order of submission."""
+    foreign_waiting_bytes: int = 0
+    """Sum of their sizes."""
     seconds: float = 0.0
     """Counted seconds for which coordinators led the run."""
     last_change: str = ""
@@ -357,14 +420,18 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def submissions_done(self) -> bool:
-        """Whether clients submit the tasks of the run, none follows, and none waits."""
-        return self.the_spec.submitted_tasks and self.submitted_finished and not self.submitted_open
+        """Whether clients submit the tasks of the run, none follows, and none waits, nor do submitted samples."""
+        waits = self.submitted_open or self.foreign_waiting
+        return self.the_spec.submitted_tasks and self.submitted_finished and not waits
 
     def pending_of(self, purpose: Purpose) -> list[tuple[str, str]]:
         return self.pending_eval if purpose is Purpose.EVAL else self.pending
 
-    def counters_of(self, purpose: Purpose) -> SampleCounters:
-        return self.eval_counters if purpose is Purpose.EVAL else self.counters
+    def counters_of(self, group: GroupState) -> SampleCounters:
+        """Return the counters of the samples of a group: those of evaluations, of its source, or of training."""
+        if group.purpose is Purpose.EVAL:
+            return self.eval_counters
+        return self.foreign[group.source].counters if group.source else self.counters
 
     def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
         """Return training groups in one of `phases`, in order of admission."""
