@@ -1,8 +1,8 @@
 """Conservation, counted independently: the end of every sample, without the core's `apply`.
 
 A reservation becomes the first sample of its episode, or ends with it. A sample ends once, and is not leased
-afterwards. Only TRAINED may change, when the update that used the sample is undone. Samples of rollouts, of evaluations,
-and of each source of submitted samples are separate accounts.
+afterwards. Only TRAINED may change, when the update that used the sample is undone. Samples of rollouts, of
+evaluations, and of each source of submitted samples are separate accounts.
 """
 
 from __future__ import annotations

@@ -207,8 +207,9 @@ def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey,
     of_call = sum(map(samples_bytes, new)) + sum(map(key_bytes, keys))
     if of_call > limits.ledger_bytes_left:
         raise SampleQuota(
-            f"the ledger of run {state.the_spec.run} has room for {max(0, limits.ledger_bytes_left)} bytes of submitted "
-            f"samples, and this call has {of_call}; raise `coordinator.streams.ledger_bytes_max` and resume the run",
+            f"the ledger of run {state.the_spec.run} has room for {max(0, limits.ledger_bytes_left)} bytes of "
+            f"submitted samples, and this call has {of_call}; raise `coordinator.streams.ledger_bytes_max` and resume "
+            "the run",
             ledger_bytes_left=limits.ledger_bytes_left,
         )
     if (num := len(state.foreign_keys) + len(new)) > limits.groups_max:
