@@ -26,7 +26,7 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
 )
 from rollmesh.services.coordinator.core.records import ForeignSource
-from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.core.state import SourceAccount
 from rollmesh.services.coordinator.snapshots import encode_state
 from rollmesh.shared.config.settings import SettingError
 from rollmesh.shared.errors import BeyondBound, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
@@ -104,7 +104,7 @@ def report_of(lease: i.EpisodeLease, meta: SampleMeta) -> i.EpisodeReport:
     )
 
 
-def account(run: CoreRun, source: str = "peer") -> State | Any:
+def account(run: CoreRun, source: str = "peer") -> SourceAccount:
     return run.core.state.foreign[source]
 
 

@@ -17,16 +17,19 @@ from rollmesh.services.coordinator.core.facts import AnswerKey, Provenance, Segm
 from rollmesh.services.coordinator.core.records import SubmittedSource
 from rollmesh.services.coordinator.fact_codec import decode
 from rollmesh.shared.codec.trajectory import decode_episode
-from rollmesh.shared.domain.trajectory import Role, Source
 from rollmesh.shared.errors import PayloadTooLarge, Phrase, TokenizerMismatch, field_error
 from rollmesh.v1 import run_pb2, types_pb2
 
 SUBMIT_MAX = 1024
 """Most episodes, and most tasks, of a call."""
 SEGMENTS_MAX = 1024
-SOURCES = {f"SEGMENT_SOURCE_{name.upper()}": SegmentSource[name.upper()] for name in get_args(SubmittedSource)}
-"""Sources of submitted samples by the names of their numbers."""
-_GIVEN = frozenset({Source.PROMPT, Source.TOOL, Source.HINT, Source.SUMMARY})
+SOURCES = {name.upper(): SegmentSource[name.upper()] for name in get_args(SubmittedSource)}
+"""Sources of submitted samples by name."""
+ACTION, OBSERVATION = types_pb2.SEGMENT_ROLE_ACTION, types_pb2.SEGMENT_ROLE_OBSERVATION
+CONTEXT = types_pb2.SEGMENT_ROLE_CONTEXT
+_GIVEN = frozenset(
+    types_pb2.SegmentSource.Value(f"SEGMENT_SOURCE_{name}") for name in ("PROMPT", "TOOL", "HINT", "SUMMARY")
+)
 """Sources of segments beside the trained ones."""
 _KEY = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _KEY_FORM = "have 1 to 256 characters of A-Z a-z 0-9 _ . : / -"
@@ -48,8 +51,8 @@ def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokeniz
             bytes=size,
             bytes_max=validation.SUBMIT_BYTES_MAX,
         )
-    if _source_name(request) not in SOURCES:
-        raise field_error("source", f"be one of {', '.join(get_args(SubmittedSource))}", _source_name(request))
+    if _name(request.source) not in SOURCES:
+        raise field_error("source", f"be one of {', '.join(get_args(SubmittedSource))}", _name(request.source))
     for name in ("mesh", "run"):
         validation.check_text(f"provenance.{name}", getattr(request.provenance, name), validation.ID_CHARS_MAX)
     if request.provenance.step < 0:
@@ -57,7 +60,7 @@ def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokeniz
     validation.check_tasks_with_keys(request, task_bytes_max=task_bytes_max)
     _check_keys(request)
     for index, episode in enumerate(request.episodes):
-        _check_episode(episode, SOURCES[_source_name(request)], _place(index, episode))
+        _check_episode(episode, request.source, _place(index, episode))
     if any(_has_tokens(episode) for episode in request.episodes):
         _check_tokenizer(request.tokenizer_digest, tokenizer_digest)
 
@@ -74,7 +77,7 @@ def to_input(
     return i.SubmitSamples(
         ticket=ticket,
         submission=submission,
-        source=SOURCES[_source_name(request)],
+        source=SOURCES[_name(request.source)],
         groups=tuple(
             SubmittedGroup(key=key, task=tasks[task_of[key]], episodes=tuple(of_group))
             for key, of_group in episodes.items()
@@ -85,9 +88,9 @@ def to_input(
     )
 
 
-def _source_name(request: run_pb2.SubmitSamplesRequest) -> str:
-    known = request.source in types_pb2.SegmentSource.values()
-    return types_pb2.SegmentSource.Name(request.source) if known else str(request.source)
+def _name(source: types_pb2.SegmentSource.ValueType) -> str:
+    known = source in types_pb2.SegmentSource.values()
+    return types_pb2.SegmentSource.Name(source).removeprefix("SEGMENT_SOURCE_") if known else str(source)
 
 
 def _place(index: int, episode: types_pb2.Episode) -> str:
@@ -140,7 +143,7 @@ def _stored(episode: types_pb2.Episode) -> types_pb2.Episode:
     return stored
 
 
-def _check_episode(episode: types_pb2.Episode, source: SegmentSource, field: str) -> None:
+def _check_episode(episode: types_pb2.Episode, source: types_pb2.SegmentSource.ValueType, field: str) -> None:
     if not 1 <= len(episode.segments) <= SEGMENTS_MAX:
         raise field_error(f"{field}.segments", f"have 1 to {SEGMENTS_MAX} entries", len(episode.segments))
     if episode.samples:
@@ -156,25 +159,28 @@ def _check_episode(episode: types_pb2.Episode, source: SegmentSource, field: str
     else:
         _check_tokens(episode, source, field)
         for segment in checked.segments:  # a worker computes absent log-probs
-            if segment.source == Source.PEER and not segment.logprobs:
+            if segment.source == types_pb2.SEGMENT_SOURCE_PEER and not segment.logprobs:
                 segment.logprobs = bytes(len(segment.token_ids))
     decode_episode(checked, field)
 
 
-def _check_segment(segment: types_pb2.Segment, index: int, source: SegmentSource, field: str) -> None:
+def _check_segment(
+    segment: types_pb2.Segment, index: int, source: types_pb2.SegmentSource.ValueType, field: str
+) -> None:
     if segment.parent != index - 1:
         must = f"be {index - 1}, because an episode is one path: -1 for its first segment, then the one before"
         raise field_error(f"{field}.parent", must, segment.parent)
     if segment.arrays:
         raise field_error(f"{field}.arrays", "be absent, because another engine made them", min(segment.arrays))
-    if segment.role == Role.ACTION and segment.source == source:
+    if segment.role == ACTION and segment.source == source:
         return
     if segment.source not in _GIVEN:
-        must = f"be {source.name} in an ACTION, or PROMPT, TOOL, HINT or SUMMARY"
-        name = types_pb2.SegmentSource.Name(segment.source).removeprefix("SEGMENT_SOURCE_")
-        raise field_error(f"{field}.source", must, name, "only tokens of the `source` of the request are trained")
+        must = f"be {_name(source)} in an ACTION, or PROMPT, TOOL, HINT or SUMMARY"
+        raise field_error(
+            f"{field}.source", must, _name(segment.source), "only tokens of the `source` of the request are trained"
+        )
     if any(segment.loss_mask):
-        must = f"be absent or 0, because only ACTION segments of source {source.name} are trained"
+        must = f"be absent or 0, because only ACTION segments of source {_name(source)} are trained"
         raise field_error(f"{field}.loss_mask", must, Phrase(f"{sum(segment.loss_mask)} tokens with loss"))
 
 
@@ -188,7 +194,7 @@ def _check_text(episode: types_pb2.Episode, field: str) -> None:
         for name in ("logprobs", "logprobs_model", "loss_mask"):
             if getattr(segment, name):
                 raise field_error(f"{at}.{name}", "be absent without token ids", Phrase("values"))
-        if segment.role != (Role.OBSERVATION if index % 2 else Role.ACTION):
+        if segment.role != (OBSERVATION if index % 2 else ACTION):
             must = "alternate in an episode without token ids: ACTION, then OBSERVATION, ..., ACTION"
             raise field_error(f"{at}.role", must, types_pb2.SegmentRole.Name(segment.role))
     if len(episode.segments) % 2 == 0:
@@ -196,9 +202,9 @@ def _check_text(episode: types_pb2.Episode, field: str) -> None:
     _check_trains(episode, field)
 
 
-def _check_tokens(episode: types_pb2.Episode, source: SegmentSource, field: str) -> None:
+def _check_tokens(episode: types_pb2.Episode, source: types_pb2.SegmentSource.ValueType, field: str) -> None:
     """Check an episode with token ids."""
-    if episode.segments[0].role != Role.CONTEXT:
+    if episode.segments[0].role != CONTEXT:
         must = "be CONTEXT, because the first tokens are the prompt"
         raise field_error(f"{field}.segments[0].role", must, episode.segments[0].role)
     for index, segment in enumerate(episode.segments):
@@ -207,12 +213,12 @@ def _check_tokens(episode: types_pb2.Episode, source: SegmentSource, field: str)
     actions = [segment for segment in episode.segments if segment.source == source]
     if any(segment.logprobs for segment in actions) and not all(segment.logprobs for segment in actions):
         raise field_error(
-            f"{field}.segments", f"have log-probs in all {source.name} segments or in none", Phrase("some")
+            f"{field}.segments", f"have log-probs in all {_name(source)} segments or in none", Phrase("some")
         )
     _check_trains(episode, field)
 
 
 def _check_trains(episode: types_pb2.Episode, field: str) -> None:
-    trained = (s for s in episode.segments if s.role == Role.ACTION and s.source not in _GIVEN)
+    trained = (s for s in episode.segments if s.role == ACTION and s.source not in _GIVEN)
     if not any(not segment.loss_mask or any(segment.loss_mask) for segment in trained):
         raise field_error(f"{field}.segments", "have an ACTION segment of the source that is trained", Phrase("none"))

@@ -149,7 +149,7 @@ class BatchShare:
     """How much of a batch of `amount` its sources may still fill."""
 
     def __init__(self, ctx: DecisionContext, amount: int) -> None:
-        self._left = {one.source: one.share * amount + _ROUNDING for one in ctx.spec.foreign}
+        self._left: dict[str, float] = {one.source: one.share * amount + _ROUNDING for one in ctx.spec.foreign}
 
     def take(self, group: GroupState, size: int) -> bool:
         """Return whether the batch may have a group of this size, and count it if so."""

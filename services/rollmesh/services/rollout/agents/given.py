@@ -66,7 +66,7 @@ class GivenAgent(Agent):
         for index, message in enumerate(self._episode.segments):
             tokens = decode_ints(message.token_ids, f"segments[{index}].token_ids")
             mask = decode_mask(message.loss_mask) if message.loss_mask else None
-            if mask is None and message.source == self._source and message.role == Role.ACTION:
+            if mask is None and Source(message.source) is self._source and Role(message.role) is Role.ACTION:
                 mask = np.ones(tokens.shape, dtype=np.uint8)
             logprobs = decode_floats(message.logprobs, f"segments[{index}].logprobs") if message.logprobs else None
             segment = replace(_segment(message, tokens), loss_mask=mask, logprobs=logprobs)
@@ -80,12 +80,12 @@ class GivenAgent(Agent):
         found = []
         for message in self._episode.segments:
             text = message.messages[0].content
-            if message.role == Role.OBSERVATION:
+            if Role(message.role) is Role.OBSERVATION:
                 text = env.shortened(text)
                 segment = _segment(message, env.observation(text))
                 speaker = env.format.tool_role
             else:
-                tokens = _turn(env, text, ends=message.finish != FinishReason.LENGTH)
+                tokens = _turn(env, text, ends=FinishReason(message.finish) is not FinishReason.LENGTH)
                 segment = _segment(message, tokens)
                 segment = replace(segment, loss_mask=np.ones(tokens.shape, dtype=np.uint8))
                 speaker = env.format.assistant_role
@@ -96,7 +96,7 @@ class GivenAgent(Agent):
 def _segment(message: types_pb2.Segment, tokens: IntArray) -> Segment:
     has_version = message.HasField("version")
     finish = FinishReason(message.finish)
-    if message.role == Role.ACTION and finish is FinishReason.UNFINISHED and not message.token_ids:
+    if Role(message.role) is Role.ACTION and finish is FinishReason.UNFINISHED and not message.token_ids:
         finish = FinishReason.STOP
     return Segment(
         parent=ROOT,
